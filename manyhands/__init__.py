@@ -1,0 +1,78 @@
+"""manyhands trains one PyTorch model with any number of workers; the result does not depend on how many.
+
+The names below are public, and only those. Importing them is cheap: what needs torch is loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from manyhands import errors
+from manyhands.errors import ManyhandsError
+
+if TYPE_CHECKING:
+    from manyhands.data.source import InputContext as InputContext
+    from manyhands.runtime.call import launch as launch
+    from manyhands.runtime.hands import Hands as Hands
+    from manyhands.runtime.hands import join as join
+    from manyhands.runtime.hooks import EarlyStop as EarlyStop
+    from manyhands.runtime.saving import Checkpoints as Checkpoints
+    from manyhands.runtime.server import Server as Server
+    from manyhands.runtime.summaries import TensorBoardHook as TensorBoardHook
+    from manyhands.runtime.trainer import History as History
+    from manyhands.runtime.trainer import Trainer as Trainer
+    from manyhands.spec.cluster import ClusterSpec as ClusterSpec
+    from manyhands.strategies.replicated import Mirrored as Mirrored
+    from manyhands.strategies.replicated import MultiWorker as MultiWorker
+    from manyhands.strategies.replicated import Single as Single
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpoints": "runtime.saving",
+    "ClusterSpec": "spec.cluster",
+    "EarlyStop": "runtime.hooks",
+    "Hands": "runtime.hands",
+    "History": "runtime.trainer",
+    "InputContext": "data.source",
+    "Mirrored": "strategies.replicated",
+    "MultiWorker": "strategies.replicated",
+    "Server": "runtime.server",
+    "Single": "strategies.replicated",
+    "TensorBoardHook": "runtime.summaries",
+    "Trainer": "runtime.trainer",
+    "join": "runtime.hands",
+    "launch": "runtime.call",
+}
+
+__all__ = [
+    "Checkpoints",
+    "ClusterSpec",
+    "EarlyStop",
+    "Hands",
+    "History",
+    "InputContext",
+    "ManyhandsError",
+    "Mirrored",
+    "MultiWorker",
+    "Server",
+    "Single",
+    "TensorBoardHook",
+    "Trainer",
+    "errors",
+    "join",
+    "launch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

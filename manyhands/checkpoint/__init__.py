@@ -1,0 +1,29 @@
+"""Checkpoints that are whole or absent.
+
+`writer` saves beside training, `reader` finds and loads, `commit` is the protocol, `layout` the format, `files` the
+only way to the disk. docs/checkpoints.md says what is promised and what that rests on. Which tensors and state there
+are, and when to save, is the runtime's business.
+"""
+
+from manyhands.checkpoint.export import export, save_tensors
+from manyhands.checkpoint.layout import Manifest
+from manyhands.checkpoint.reader import Found, Loaded, check_model, load, newest_valid, verify_files
+from manyhands.checkpoint.tensorfile import read_tensors
+from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot, take_snapshot_tensors
+
+__all__ = [
+    "CheckpointWriter",
+    "Found",
+    "Loaded",
+    "Manifest",
+    "SaveResult",
+    "Snapshot",
+    "check_model",
+    "export",
+    "load",
+    "newest_valid",
+    "read_tensors",
+    "save_tensors",
+    "take_snapshot_tensors",
+    "verify_files",
+]

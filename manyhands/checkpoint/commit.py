@@ -1,0 +1,264 @@
+"""One checkpoint from nothing to committed: temp directory, shards, manifest, rename.
+
+Several processes may write shards of one draft; one of them, the chief, begins and commits it. Until the rename the
+checkpoint does not exist, after it it is whole; docs/checkpoints.md says what that rests on. When to save, and in
+which thread, is `writer`'s business. Start reading at `commit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.layout import (
+    LATEST,
+    MANIFEST,
+    MODEL,
+    STATE,
+    FileEntry,
+    Manifest,
+    StepName,
+    TensorEntry,
+    fingerprint,
+    finite_results,
+    is_temp_name,
+    latest_temp_name,
+    parse_step_name,
+    seal,
+    shard_name,
+    temp_name,
+)
+from manyhands.checkpoint.reader import scan, verify_files
+from manyhands.checkpoint.retention import Best, expendable
+from manyhands.checkpoint.tensorfile import describe, tensor_chunks
+from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed
+
+__all__ = [
+    "Committed",
+    "Draft",
+    "Facts",
+    "ShardRecord",
+    "begin",
+    "collect_garbage",
+    "commit",
+    "refuse_non_finite",
+    "refuse_stale",
+    "sweep",
+    "write_shard",
+]
+
+# Below torch's grain size of 32768 elements a reduction stays on the calling thread: checking for NaN in the background
+# must not take the training threads' cores.
+_SCAN_ELEMENTS = 32_000
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    """What one process wrote; small and plain, to be sent to the chief."""
+
+    name: str
+    size: int
+    sha256: str
+    tensors: dict[str, TensorEntry]
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manifest says besides the files."""
+
+    run: str
+    generation: tuple[int, int]
+    step: int
+    epoch: int
+    world_size: int
+    slices: int
+    results: dict[str, float] = {}
+
+
+class Draft(NamedTuple):
+    """A checkpoint being written, in a temp directory of the root."""
+
+    root: Path
+    path: Path
+
+
+class Committed(NamedTuple):
+    path: Path
+    manifest: Manifest
+    warnings: list[str]
+
+
+@contextlib.contextmanager
+def begin(root: Path, step: int, files: Files) -> Iterator[Draft]:
+    """A fresh, private temp directory, removed on the way out unless it was committed.
+
+    It is locked meanwhile, which is how `sweep` tells it from a dead writer's.
+    """
+    path = root / temp_name(step)
+    files.make_directory(path)
+    try:
+        lock = files.try_lock(path)
+        if lock is None:
+            raise CheckpointSaveFailed(f"{path} was locked by another process the moment it was made.")
+        try:
+            yield Draft(root, path)
+        finally:
+            os.close(lock)
+    finally:
+        # A disk that refuses this too has already been reported; the next writer's `sweep` tries again.
+        with contextlib.suppress(OSError):
+            files.remove(path)
+
+
+def write_shard(
+    directory: Path, index: int, count: int, tensors: Mapping[str, Tensor], files: Files | None = None
+) -> ShardRecord:
+    """Write and sync shard `index` (from 1) of `count` into a draft's directory. Any process may; each index once."""
+    path = directory / shard_name(index, count)
+    entries = {name: TensorEntry(path.name, *describe(name, tensor)) for name, tensor in tensors.items()}
+    written = (files or Files()).write_file(path, tensor_chunks(tensors))
+    return ShardRecord(path.name, written.size, written.sha256, entries)
+
+
+def commit(
+    draft: Draft, facts: Facts, state_json: bytes, shards: Sequence[ShardRecord], files: Files, *, hashes: bool = True
+) -> Committed:
+    """Make the draft a checkpoint, or raise and leave everything as it was.
+
+    What was written is read back first (sizes always, checksums unless told otherwise), so that nothing is ever visible
+    that does not verify. The rename is the commit; LATEST comes after it and its failure is only a warning.
+    """
+    state = files.write_file(draft.path / STATE, [memoryview(state_json)])
+    entries = [FileEntry(STATE, state.size, state.sha256)]
+    entries += [FileEntry(shard.name, shard.size, shard.sha256) for shard in shards]
+    manifest = _manifest(draft.root, facts, entries, shards)
+    sealed = files.write_file(draft.path / MANIFEST, [memoryview(seal(manifest))])
+    files.sync_directory(draft.path)
+    _read_back(draft.path, [*manifest.files, FileEntry(MANIFEST, sealed.size, sealed.sha256)], files, hashes)
+    with files.locked(draft.root):
+        # Under the lock: a stale writer that was held up until now must see what was committed meanwhile.
+        refuse_stale(draft.root, facts.generation)
+        target = draft.root / str(_free_name(draft.root, facts.step))
+        files.rename(draft.path, target)
+        files.sync_directory(draft.root)
+        warnings = _point_latest(draft.root, target.name, sealed.sha256, files)
+    return Committed(target, manifest, warnings)
+
+
+def _manifest(root: Path, facts: Facts, files: list[FileEntry], shards: Sequence[ShardRecord]) -> Manifest:
+    tensors: dict[str, TensorEntry] = {}
+    for shard in shards:
+        if twice := tensors.keys() & shard.tensors.keys():
+            raise CheckpointSaveFailed(f"Tensor {min(twice)!r} is in two shards, one of them {shard.name}.")
+        tensors |= shard.tensors
+    return Manifest(
+        run=facts.run,
+        generation=facts.generation,
+        sequence=1 + max((found.manifest.sequence for found in scan(root) if found.manifest), default=0),
+        step=facts.step,
+        epoch=facts.epoch,
+        world_size=facts.world_size,
+        slices=facts.slices,
+        results=finite_results(facts.results),
+        files=files,
+        tensors=tensors,
+        model=fingerprint(tensors),
+    )
+
+
+def _read_back(path: Path, entries: list[FileEntry], files: Files, hashes: bool) -> None:
+    for entry in entries:
+        files.forget_cache(path / entry.name)
+    try:
+        verify_files(path, hashes=hashes)
+    except CheckpointCorrupt as error:
+        raise CheckpointSaveFailed(f"What was written does not read back: {error.what}") from error
+
+
+def _free_name(root: Path, step: int) -> StepName:
+    names = [name for name in map(parse_step_name, os.listdir(root)) if name is not None and name.step == step]
+    return StepName(step, 1 + max((name.repeat for name in names), default=0))
+
+
+def _point_latest(root: Path, name: str, sha256: str, files: Files) -> list[str]:
+    temp = root / latest_temp_name()
+    try:
+        files.write_file(temp, [memoryview(f"{name} {sha256}\n".encode())])
+        files.rename(temp, root / LATEST)
+        files.sync_directory(root)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            files.remove(temp)
+        return [f"{root / LATEST} could not be written ({error.strerror}); the checkpoint itself is committed."]
+    return []
+
+
+def refuse_stale(root: Path, generation: tuple[int, int]) -> None:
+    """CheckpointSaveFailed if a later generation has committed here: this writer has been replaced."""
+    newest = max((found.manifest.generation for found in scan(root) if found.manifest), default=(0, 0))
+    if newest > generation:
+        raise CheckpointSaveFailed(
+            f"Generation {generation[0]}.{generation[1]} may not write to {root}: "
+            f"generation {newest[0]}.{newest[1]} has already committed there."
+        )
+
+
+def refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
+    """CheckpointSaveFailed, naming the tensor, if the model holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if name.startswith(MODEL) and (tensor.is_floating_point() or tensor.is_complex()):
+            values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            # Types of one byte have no arithmetic of their own.
+            narrow = values.element_size() == 1
+            for part in torch.split(values.detach().reshape(-1), _SCAN_ELEMENTS):
+                if part.numel() and not _finite(part.float() if narrow else part):
+                    raise CheckpointSaveFailed(
+                        f"Tensor {name!r} holds NaN or infinity; the checkpoint was not written.",
+                        fix=["a smaller learning rate, clip_norm=1.0, or resume from the checkpoint before"],
+                    )
+
+
+def _finite(part: Tensor) -> bool:
+    least, most = torch.aminmax(part)  # both are NaN if any element is
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def collect_garbage(root: Path, keep_last: int, best: Best | None, files: Files) -> list[str]:
+    """Remove what need not be kept; call it only after a newer commit. What it cannot read stays. Returns warnings."""
+    try:
+        with files.locked(root):
+            committed = [(found.path, found.manifest) for found in scan(root) if found.manifest]
+            for index in expendable([manifest.results for _, manifest in committed], keep_last, best):
+                gone, manifest = committed[index]
+                trash = root / temp_name(manifest.step)
+                # Out of sight first: a half-removed directory must never look like a damaged checkpoint.
+                files.rename(gone, trash)
+                files.remove(trash)
+    except (OSError, CheckpointSaveFailed) as error:
+        return [f"Old checkpoints in {root} could not be removed: {error}."]
+    return []
+
+
+def sweep(root: Path, files: Files) -> None:
+    """Remove what dead writers left: names of our own form, and only where no live writer holds the lock."""
+    with files.locked(root):
+        for name in filter(is_temp_name, os.listdir(root)):
+            # What cannot be removed now is harmless, and the next start tries again.
+            with contextlib.suppress(OSError):
+                _remove_if_dead(root / name, files)
+
+
+def _remove_if_dead(path: Path, files: Files) -> None:
+    if path.is_symlink() or not path.is_dir():
+        files.remove_file(path)
+    elif (lock := files.try_lock(path)) is not None:
+        try:
+            files.remove(path)
+        finally:
+            os.close(lock)

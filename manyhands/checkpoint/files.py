@@ -1,0 +1,144 @@
+"""Every change a checkpoint makes to the file system goes through one small object.
+
+`Files` creates, writes, syncs, renames, removes and locks, and decides nothing. Because it is the only way out, a
+test can pass another one in that fails, dies at, or records each call, and so try every crash there is. Reading is in
+`reader`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from manyhands.errors import CheckpointSaveFailed
+
+__all__ = ["Files", "Stream"]
+
+LOCK_TIMEOUT_S = 30.0
+_LOCK_POLL_S = 0.01
+
+
+class Files:
+    """The real file system. Nothing here follows a symbolic link or overwrites, except `rename`."""
+
+    def before(self, operation: str, path: Path) -> None:
+        """Called ahead of every change; does nothing. The place for a test to fail or to kill the process."""
+
+    def make_directory(self, path: Path) -> None:
+        self.before("mkdir", path)
+        os.mkdir(path, 0o700)
+
+    def create(self, path: Path, mode: int = 0o600) -> int:
+        self.before("create", path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+    def write(self, fd: int, data: memoryview, path: Path) -> None:
+        self.before("write", path)
+        while len(data):
+            data = data[os.write(fd, data) :]
+
+    def sync(self, fd: int, path: Path) -> None:
+        self.before("sync", path)
+        os.fsync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        self.before("sync_directory", path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.before("rename", source)
+        os.rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        self.before("unlink", path)
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        self.before("rmdir", path)
+        os.rmdir(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a directory of files. Never descends further: checkpoints are flat."""
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            self.remove_file(path)
+            return
+        for name in sorted(os.listdir(path)):
+            self.remove_file(path / name)
+        self.remove_directory(path)
+
+    def write_file(self, path: Path, chunks: Iterable[memoryview], mode: int = 0o600) -> Stream:
+        """Create `path`, write and sync; size and SHA-256 are taken on the way, so the data is touched once."""
+        stream = Stream(0, hashlib.sha256())
+        fd = self.create(path, mode)
+        try:
+            for chunk in chunks:
+                stream.add(chunk)
+                self.write(fd, chunk, path)
+            self.sync(fd, path)
+        finally:
+            os.close(fd)
+        return stream
+
+    def try_lock(self, path: Path) -> int | None:
+        """A descriptor that holds the directory's lock until it is closed, or the process ends; None if it is taken."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise
+        return fd
+
+    @contextlib.contextmanager
+    def locked(self, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Hold the directory's lock. Commits and removals are short, so waiting long means a stuck file system."""
+        deadline = time.monotonic() + timeout_s
+        while (fd := self.try_lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointSaveFailed(f"{path} has been locked by another writer for {timeout_s:g} s.")
+            time.sleep(_LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def forget_cache(self, path: Path) -> None:
+        """Let the next read come from the disk, not from memory, where the system can do that."""
+        if hasattr(os, "posix_fadvise"):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def free_bytes(self, path: Path) -> int:
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+class Stream:
+    """Size and digest of what was written so far."""
+
+    def __init__(self, size: int, digest: hashlib._Hash) -> None:
+        self.size, self._digest = size, digest
+
+    def add(self, chunk: memoryview) -> None:
+        self._digest.update(chunk)
+        self.size += len(chunk)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()

@@ -1,0 +1,238 @@
+"""Saving beside training: one background thread, at most one save in flight.
+
+The training loop pays for the copy of the tensors (`CheckpointWriter.snapshot`) and nothing else; hashing, writing,
+reading back and removing old checkpoints happen on the thread. A save that fails changes nothing on disk, and training
+goes on: `poll` tells. The protocol itself is in `commit`. Start reading at `CheckpointWriter`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint.commit import (
+    Facts,
+    begin,
+    collect_garbage,
+    commit,
+    refuse_non_finite,
+    refuse_stale,
+    sweep,
+    write_shard,
+)
+from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.layout import encode_state, plan_shards
+from manyhands.checkpoint.retention import parse_best
+from manyhands.errors import CheckpointSaveFailed
+
+__all__ = ["CheckpointWriter", "SaveResult", "Snapshot", "take_snapshot_tensors"]
+
+MAX_SHARD_BYTES = 2 * 2**30
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """What a save writes. The tensors must not change until it has ended; `state` is encoded before `save` returns."""
+
+    step: int
+    epoch: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    world_size: int
+    slices: int
+    results: dict[str, float] = {}
+
+
+class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    path: Path | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: CheckpointSaveFailed | None = None
+    skipped: str | None = None
+    """Why the save was not even begun: an earlier one was still running."""
+    warnings: list[str] = []
+    """The checkpoint is committed, but LATEST or the removal of an old one failed."""
+
+
+def take_snapshot_tensors(
+    tensors: Mapping[str, Tensor], reuse: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Copies on the CPU that training will not touch, in the memory of `reuse` where shape and type fit.
+
+    Fresh memory costs a page fault for every 4 KiB, often more than the copy itself.
+    """
+    reuse, taken = reuse or {}, {}
+    for name, tensor in tensors.items():
+        buffer = reuse.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        taken[name] = buffer.copy_(tensor.detach())
+    return taken
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one run into `root`, which it creates; removes what dead writers left there.
+
+    All methods are for one thread, the training loop's.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        run: str,
+        keep_last: int,
+        keep_best: str | None,
+        generation: tuple[int, int],
+        *,
+        verify: bool = True,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        files: Files | None = None,
+    ) -> None:
+        self._root, self._run, self._generation = root, run, generation
+        self._keep_last, self._best = keep_last, parse_best(keep_best)
+        self._verify, self._max_shard_bytes = verify, max_shard_bytes
+        self._files = files or Files()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._results: list[SaveResult] = []
+        self._results_lock = threading.Lock()
+        self._buffers: dict[str, Tensor] = {}
+        try:
+            self._open_root()
+        except OSError as error:
+            raise CheckpointSaveFailed(f"No checkpoint can be written to {root}: {error.strerror}.") from error
+
+    def _open_root(self) -> None:
+        self._root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._root.is_dir():
+            self._files.make_directory(self._root)
+            self._files.sync_directory(self._root.parent)
+        sweep(self._root, self._files)
+
+    @property
+    def busy(self) -> bool:
+        """A save is running. Ask before taking a snapshot that would only be skipped."""
+        return not self._idle.is_set()
+
+    def snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`take_snapshot_tensors` into the memory of the snapshot before; waits for the save that still reads it."""
+        self._wait(None)
+        self._buffers = take_snapshot_tensors(tensors, reuse=self._buffers)
+        return self._buffers
+
+    def save(self, snapshot: Snapshot, *, wait: bool) -> None:
+        """Start a save; never raises for a save that fails, `poll` tells.
+
+        With `wait`, waits for the save that is running, then for this one: afterwards it is committed or has failed.
+        Without, returns at once; if a save is running this one is skipped, which `poll` tells too.
+        """
+        if self.busy and not wait:
+            self._report(SaveResult(step=snapshot.step, skipped="the save before it is still running"))
+            return
+        self._wait(None)
+        try:
+            state_json = encode_state(snapshot.state)
+        except (TypeError, ValueError, RecursionError) as error:
+            failed = CheckpointSaveFailed(f"The state of step {snapshot.step} cannot be saved as JSON: {error}.")
+            self._report(SaveResult(step=snapshot.step, error=failed))
+            return
+        # A daemon: if the process ends without `close`, an unfinished save is worth nothing and is swept up later.
+        self._thread = threading.Thread(
+            target=self._save, args=(snapshot, state_json), name="manyhands-checkpoint", daemon=True
+        )
+        self._idle.clear()
+        self._thread.start()
+        if wait:
+            self._wait(None)
+
+    def poll(self) -> list[SaveResult]:
+        """Saves that ended, failed or were skipped since the last call. Never blocks."""
+        with self._results_lock:
+            results, self._results = self._results, []
+        return results
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the save in flight; False if it is still running then. Its result is in `poll`."""
+        self._wait(timeout_s)
+        self._buffers = {}
+        return not self.busy
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if self._idle.wait(timeout_s) and self._thread is not None:
+            self._thread.join()
+
+    def _report(self, result: SaveResult) -> None:
+        with self._results_lock:
+            self._results.append(result)
+
+    def _save(self, snapshot: Snapshot, state_json: bytes) -> None:
+        needed = len(state_json) + sum(tensor.nbytes for tensor in snapshot.tensors.values())
+        started = time.monotonic()
+        try:
+            result = self._write(snapshot, state_json)
+            result = msgspec.structs.replace(result, seconds=time.monotonic() - started)
+        except CheckpointSaveFailed as error:
+            result = SaveResult(step=snapshot.step, error=error)
+        except Exception as error:
+            result = SaveResult(step=snapshot.step, error=self._failure(snapshot.step, needed, error))
+        with self._results_lock:
+            # Together: whoever sees the result may start the next save.
+            self._results.append(result)
+            self._idle.set()
+
+    def _write(self, snapshot: Snapshot, state_json: bytes) -> SaveResult:
+        refuse_stale(self._root, self._generation)
+        refuse_non_finite(snapshot.tensors)
+        facts = Facts(
+            run=self._run,
+            generation=self._generation,
+            step=snapshot.step,
+            epoch=snapshot.epoch,
+            world_size=snapshot.world_size,
+            slices=snapshot.slices,
+            results=snapshot.results,
+        )
+        sizes = {name: tensor.nbytes for name, tensor in snapshot.tensors.items()}
+        plan = plan_shards(sizes, self._max_shard_bytes)
+        with begin(self._root, snapshot.step, self._files) as draft:
+            shards = [
+                write_shard(draft.path, index, len(plan), {n: snapshot.tensors[n] for n in names}, self._files)
+                for index, names in enumerate(plan, start=1)
+            ]
+            done = commit(draft, facts, state_json, shards, self._files, hashes=self._verify)
+        warnings = done.warnings + collect_garbage(self._root, self._keep_last, self._best, self._files)
+        return SaveResult(step=snapshot.step, path=done.path, num_bytes=done.manifest.num_bytes, warnings=warnings)
+
+    def _failure(self, step: int, needed: int, error: Exception) -> CheckpointSaveFailed:
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            reason = f"{error.strerror or error} ({_megabytes(needed)} needed, {self._free()} free)"
+        failed = CheckpointSaveFailed(
+            f"The checkpoint of step {step} was not saved to {self._root}: {reason}. Those before it are untouched.",
+            fix=["free some space, or keep fewer: keep_last=1"] if _is_full(error) else [],
+        )
+        failed.__cause__ = error
+        return failed
+
+    def _free(self) -> str:
+        try:
+            return _megabytes(self._files.free_bytes(self._root))
+        except OSError:
+            return "an unknown number"
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

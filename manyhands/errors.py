@@ -1,0 +1,164 @@
+"""Every exception a user can meet.
+
+    ManyhandsError                  70  root; raised directly only for our own bugs
+    ├── UsageError                   2  what was asked for cannot work
+    │   ├── SpecError                   a setting: unknown, mistyped, or in conflict
+    │   ├── ClusterError                TF_CONFIG, a cluster spec, a join file
+    │   ├── DataError                   the data given to `fit`, `evaluate` or `predict`
+    │   ├── RunDirectoryInUse           another live run holds the directory
+    │   └── RunFinished                 the directory holds a finished run
+    ├── EnvironmentProblem           3  the machine or the network cannot do it
+    │   └── JoinRefused                 no key, a wrong key, or another run's key
+    ├── TrainingFailed               1  the training code failed
+    │   ├── BadLoss                     a loss that is not a scalar, or has no gradient
+    │   ├── NonFinite                   NaN or infinity in a loss or a parameter
+    │   └── DataFetchFailed             the dataset raised while a slice was fetched
+    ├── CheckpointError              3
+    │   ├── CheckpointCorrupt           truncated, flipped bits, missing files
+    │   ├── CheckpointMismatch          from another model or run
+    │   ├── CheckpointTooNew            written by a later format
+    │   └── CheckpointSaveFailed        the previous checkpoint is untouched
+    ├── PeerLost                     1  another worker is gone; the run's failure block names it
+    │   └── PeerTimeout                 another worker did not arrive in time
+    ├── GaveUp                       4  the restart budget is spent
+    └── Preempted                   75  stopped on request, with a committed checkpoint
+
+The number is the exit code the command line ends with. An error says what happened with the numbers,
+where it was asked for, and what to type instead; the library raises, the command line prints.
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BadLoss",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointSaveFailed",
+    "CheckpointTooNew",
+    "ClusterError",
+    "DataError",
+    "DataFetchFailed",
+    "EnvironmentProblem",
+    "GaveUp",
+    "JoinRefused",
+    "ManyhandsError",
+    "NonFinite",
+    "PeerLost",
+    "PeerTimeout",
+    "Preempted",
+    "RunDirectoryInUse",
+    "RunFinished",
+    "SpecError",
+    "TrainingFailed",
+    "UsageError",
+]
+
+
+class ManyhandsError(Exception):
+    """What happened; `where` it was asked for; `fix`: what to type instead, one suggestion a line."""
+
+    exit_code = 70
+
+    def __init__(self, what: str, *, where: str | None = None, fix: Sequence[str] = ()) -> None:
+        self.what, self.where, self.fix = what, where, tuple(fix)
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  asked for in: {self.where}")
+        lines += [f"  try: {suggestion}" for suggestion in self.fix]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process boundaries; the keyword arguments would otherwise be lost on the way.
+        return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+def _rebuild(kind: type[ManyhandsError], what: str, where: str | None, fix: Sequence[str]) -> ManyhandsError:
+    return kind(what, where=where, fix=fix)
+
+
+class UsageError(ManyhandsError):
+    exit_code = 2
+
+
+class SpecError(UsageError):
+    pass
+
+
+class ClusterError(UsageError):
+    pass
+
+
+class DataError(UsageError):
+    pass
+
+
+class RunDirectoryInUse(UsageError):
+    pass
+
+
+class RunFinished(UsageError):
+    pass
+
+
+class EnvironmentProblem(ManyhandsError):
+    exit_code = 3
+
+
+class JoinRefused(EnvironmentProblem):
+    pass
+
+
+class TrainingFailed(ManyhandsError):
+    exit_code = 1
+
+
+class BadLoss(TrainingFailed):
+    pass
+
+
+class NonFinite(TrainingFailed):
+    pass
+
+
+class DataFetchFailed(TrainingFailed):
+    pass
+
+
+class CheckpointError(ManyhandsError):
+    exit_code = 3
+
+
+class CheckpointCorrupt(CheckpointError):
+    pass
+
+
+class CheckpointMismatch(CheckpointError):
+    pass
+
+
+class CheckpointTooNew(CheckpointError):
+    pass
+
+
+class CheckpointSaveFailed(CheckpointError):
+    pass
+
+
+class PeerLost(ManyhandsError):
+    exit_code = 1
+
+
+class PeerTimeout(PeerLost):
+    pass
+
+
+class GaveUp(ManyhandsError):
+    exit_code = 4
+
+
+class Preempted(ManyhandsError):
+    exit_code = 75

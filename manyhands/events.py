@@ -1,0 +1,153 @@
+"""Facts a run emits, and all that watchers may read.
+
+The recorder, the progress display, TensorBoard, `mh status` and later the dashboard know these Structs and nothing
+else of a run. An event is written once, never changed; a new field gets a default so that old logs still decode.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "CheckpointFailed",
+    "CheckpointSaved",
+    "EpochDone",
+    "Evaluated",
+    "Event",
+    "GenerationStarted",
+    "Logged",
+    "Resumed",
+    "RunEnded",
+    "RunStarted",
+    "StepDone",
+    "Warned",
+    "WorkerLost",
+    "decode",
+    "encode",
+]
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    time_s: float = 0.0
+    """Wall clock of the emitting process, for people; never compared between hosts."""
+
+
+class RunStarted(_Event):
+    run: str
+    strategy: str
+    workers: int
+    slices: int
+    precision: str
+    threads: int
+    attempt: int = 1
+    total_steps: int | None = None
+    """Known when the data has a length and epochs or steps were given."""
+    call: str = "fit"
+
+
+class GenerationStarted(_Event):
+    generation: str
+    workers: int
+    hosts: int
+
+
+class StepDone(_Event):
+    step: int
+    epoch: int
+    loss: float
+    rows: int
+    samples_per_s: float
+    phases: dict[str, float]
+    """Seconds of this step in load, forward, backward, reduce and update."""
+    lr: float | None = None
+    grad_norm: float | None = None
+    eta_s: float | None = None
+    total_steps: int | None = None
+
+
+class EpochDone(_Event):
+    epoch: int
+    step: int
+    results: dict[str, float]
+
+
+class Evaluated(_Event):
+    step: int
+    results: dict[str, float]
+    rows: int
+
+
+class Logged(_Event):
+    """Values the user's own code logged."""
+
+    step: int
+    values: dict[str, float]
+
+
+class CheckpointSaved(_Event):
+    step: int
+    path: str
+    num_bytes: int
+    seconds: float
+    blocked_s: float
+    """How long the training loop waited for the snapshot; the rest happened beside it."""
+
+
+class CheckpointFailed(_Event):
+    step: int
+    reason: str
+
+
+class Resumed(_Event):
+    step: int
+    epoch: int
+    path: str
+    skipped: list[str] = []
+    """Newer checkpoints that did not verify, with the reason."""
+
+
+class WorkerLost(_Event):
+    rank: int
+    host: str
+    pid: int
+    reason: str
+    collateral: bool = False
+
+
+class Warned(_Event):
+    text: str
+
+
+class RunEnded(_Event):
+    exit_code: int
+    step: int
+    reason: str
+    dropped: int = 0
+    """Events that could not be recorded."""
+
+
+Event = (
+    RunStarted
+    | GenerationStarted
+    | StepDone
+    | EpochDone
+    | Evaluated
+    | Logged
+    | CheckpointSaved
+    | CheckpointFailed
+    | Resumed
+    | WorkerLost
+    | Warned
+    | RunEnded
+)
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+def encode(event: Event) -> bytes:
+    return _encoder.encode(event)
+
+
+def decode(line: bytes) -> Event:
+    return _decoder.decode(line)

@@ -1,0 +1,273 @@
+"""Clusters as TensorFlow writes them: jobs, their tasks and addresses, and which of them this process is.
+
+`ClusterSpec` is a value; `from_tf_config` reads the JSON text of TF_CONFIG. Every broken field gets an error that
+names it and shows a right one. No sockets, no environment: `spec.load` finds the text, `runtime.launch` acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.errors import ClusterError
+
+__all__ = ["JOBS", "Address", "ClusterSpec", "ClusterTask", "from_tf_config", "parse_address"]
+
+JOBS = ("chief", "worker", "ps", "evaluator")
+MAX_BYTES = 2**20
+
+EXAMPLE = (
+    '{"cluster": {"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
+)
+_CLUSTER_EXAMPLE = '"cluster": {"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}'
+_TASK_EXAMPLE = '"task": {"type": "worker", "index": 0}'
+_ADDRESS_EXAMPLE = "10.0.0.1:2222"
+
+Address = tuple[str, int]
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
+
+
+def parse_address(text: Any, field: str, where: str | None = None) -> Address:
+    """ "10.0.0.1:2222" or "[::1]:2222" -> host and port; `field` is what the error calls it."""
+
+    def refuse(why: str) -> ClusterError:
+        return ClusterError(f"{field} is {_show(text)}, {why}.", where=where, fix=[f'"{_ADDRESS_EXAMPLE}"'])
+
+    if not isinstance(text, str):
+        raise refuse('but must be text of the form "host:port"')
+    host, colon, port = text.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):
+        raise refuse("an address without a port") if not colon else refuse("which is not host:port")
+    if not _HOST.fullmatch(host):
+        raise refuse("which has no valid host name before the port")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535):
+        raise refuse(f"but a port is a number from 1 to 65535, not {_show(port)}")
+    return host.strip("[]"), int(port)
+
+
+class ClusterSpec:
+    """Jobs and the addresses of their tasks: `ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})`.
+
+    A job's tasks are a list, or, where only some are known, a dict from index to address. Frozen and comparable.
+    """
+
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Any], *, where: str | None = None) -> None:
+        jobs: Any = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+        where = where or "ClusterSpec(...)"
+        if not isinstance(jobs, Mapping):
+            raise ClusterError(
+                f'"cluster" is {_kind(jobs)}, but must map jobs to addresses.', where=where, fix=[_CLUSTER_EXAMPLE]
+            )
+        if not jobs:
+            raise ClusterError('"cluster" is empty: it has no job.', where=where, fix=[_CLUSTER_EXAMPLE])
+        self._jobs: dict[str, dict[int, str]] = {job: _tasks(job, tasks, where) for job, tasks in sorted(jobs.items())}
+        _refuse_duplicates(self._jobs, where)
+        _refuse_unusable_jobs(self._jobs, where)
+
+    @property
+    def jobs(self) -> list[str]:
+        return list(self._jobs)
+
+    def num_tasks(self, job: str) -> int:
+        return len(self._of(job))
+
+    def task_indices(self, job: str) -> list[int]:
+        return sorted(self._of(job))
+
+    def task_address(self, job: str, index: int) -> str:
+        tasks = self._of(job)
+        if index not in tasks:
+            have = ", ".join(map(str, sorted(tasks)))
+            raise ClusterError(f'Job "{job}" has no task {index}; it has {have}.', fix=[f"an index of {have}"])
+        return tasks[index]
+
+    def job_tasks(self, job: str) -> list[str | None]:
+        """Addresses by index; None where a sparse job does not say."""
+        tasks = self._of(job)
+        return [tasks.get(index) for index in range(max(tasks) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Lists for whole jobs, dicts for sparse ones; a ClusterSpec of the result equals this one."""
+        whole = {job: sorted(tasks) == list(range(len(tasks))) for job, tasks in self._jobs.items()}
+        return {
+            job: [tasks[index] for index in sorted(tasks)] if whole[job] else dict(tasks)
+            for job, tasks in self._jobs.items()
+        }
+
+    def _of(self, job: str) -> dict[int, str]:
+        if job not in self._jobs:
+            raise ClusterError(f'The cluster has no job "{job}"; it has {", ".join(self._jobs)}.', fix=self.jobs[:1])
+        return self._jobs[job]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterSpec) and self._jobs == other._jobs
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self._jobs, sort_keys=True))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+def _tasks(job: Any, tasks: Any, where: str) -> dict[int, str]:
+    if job not in JOBS:
+        raise ClusterError(
+            f'"cluster" has a job {_show(job)}; jobs are {", ".join(JOBS)}.', where=where, fix=[_CLUSTER_EXAMPLE]
+        )
+    field = f'"cluster"."{job}"'
+    example = [f'"{job}": ["{_ADDRESS_EXAMPLE}"]']
+    if isinstance(tasks, Mapping):
+        pairs = [(_sparse_index(index, field, where), address) for index, address in tasks.items()]
+    elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
+        pairs = list(enumerate(tasks))
+    else:
+        raise ClusterError(f"{field} is {_kind(tasks)}, but must be a list of addresses.", where=where, fix=example)
+    if not pairs:
+        raise ClusterError(f"{field} is an empty list.", where=where, fix=example)
+    for index, address in pairs:
+        parse_address(address, f"{field}[{index}]", where)
+    return dict(sorted(pairs))
+
+
+def _sparse_index(index: Any, field: str, where: str) -> int:
+    # JSON has no integer keys, so TF_CONFIG carries the index of a sparse job as text.
+    if isinstance(index, str) and index.isascii() and index.isdigit():
+        index = int(index[:9])
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ClusterError(f"{field} has {_show(index)} for a task index.", where=where, fix=["an index from 0"])
+    return index
+
+
+def _refuse_duplicates(jobs: Mapping[str, Mapping[int, str]], where: str) -> None:
+    seen: dict[Address, str] = {}
+    for job, tasks in jobs.items():
+        for index, address in tasks.items():
+            name, place = f'"{job}"[{index}]', parse_address(address, job)
+            if place in seen:
+                what = f'"cluster": {seen[place]} and {name} have the same address {address}.'
+                raise ClusterError(what, where=where, fix=["another port for one of them"])
+            seen[place] = name
+
+
+def _refuse_unusable_jobs(jobs: Mapping[str, Mapping[int, str]], where: str) -> None:
+    for job in ("chief", "evaluator"):
+        if len(jobs.get(job, {})) > 1:
+            what = f'"cluster"."{job}" has {len(jobs[job])} addresses, but there is at most one {job}.'
+            raise ClusterError(what, where=where, fix=[f'"{job}": ["{_ADDRESS_EXAMPLE}"], the others as "worker"'])
+    if not ("chief" in jobs or "worker" in jobs):
+        what = f'"cluster" has neither a chief nor a worker, only {", ".join(jobs)}: nobody would train.'
+        raise ClusterError(what, where=where, fix=[_CLUSTER_EXAMPLE])
+
+
+class ClusterTask:
+    """One task of a cluster: this process. The chief is task type chief, else worker 0."""
+
+    def __init__(
+        self, cluster: ClusterSpec | Mapping[str, Any], job: str, index: int, *, where: str | None = None
+    ) -> None:
+        self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec(cluster, where=where)
+        self.job, self.index = job, index
+        where = where or f"task {job} {index}"
+        if not isinstance(job, str) or job not in JOBS:
+            raise ClusterError(
+                f'"task"."type" is {_show(job)}; types are {", ".join(JOBS)}.', where=where, fix=[_TASK_EXAMPLE]
+            )
+        # TensorFlow keeps the evaluator outside the cluster.
+        if job not in self.cluster.jobs and job != "evaluator":
+            have = ", ".join(self.cluster.jobs)
+            raise ClusterError(
+                f'"task"."type" is "{job}", but the cluster has only {have}.', where=where, fix=[_CLUSTER_EXAMPLE]
+            )
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise ClusterError(
+                f'"task"."index" is {_show(index)}, but must be a whole number.', where=where, fix=[_TASK_EXAMPLE]
+            )
+        known = self.cluster.task_indices(job) if job in self.cluster.jobs else [0]
+        if index not in known:
+            have = ", ".join(map(str, known))
+            raise ClusterError(
+                f'"task"."index" is {index}, but job "{job}" has {have}.', where=where, fix=[_TASK_EXAMPLE]
+            )
+
+    @property
+    def trainers(self) -> list[tuple[str, int]]:
+        """The tasks that train under the mirrored strategies, chief first; the position is the host's number."""
+        return [
+            (job, index)
+            for job in ("chief", "worker")
+            if job in self.cluster.jobs
+            for index in self.cluster.task_indices(job)
+        ]
+
+    @property
+    def is_chief(self) -> bool:
+        return (self.job, self.index) == self.trainers[0]
+
+    @property
+    def trains(self) -> bool:
+        return (self.job, self.index) in self.trainers
+
+    @property
+    def host_rank(self) -> int:
+        return self.trainers.index((self.job, self.index))
+
+    @property
+    def address(self) -> Address | None:
+        """Where this task is reached; None for an evaluator that the cluster does not list."""
+        if self.job not in self.cluster.jobs:
+            return None
+        return parse_address(self.cluster.task_address(self.job, self.index), self.job)
+
+    @property
+    def chief_address(self) -> Address:
+        job, index = self.trainers[0]
+        return parse_address(self.cluster.task_address(job, index), job)
+
+    def __eq__(self, other: object) -> bool:
+        mine = (self.cluster, self.job, self.index)
+        return isinstance(other, ClusterTask) and mine == (other.cluster, other.job, other.index)
+
+    def __hash__(self) -> int:
+        return hash((self.cluster, self.job, self.index))
+
+    def __repr__(self) -> str:
+        return f"ClusterTask({self.cluster.as_dict()!r}, {self.job!r}, {self.index!r})"
+
+
+def from_tf_config(text: str) -> ClusterTask:
+    """The task that the text of TF_CONFIG describes; fields it does not use are left alone, as TensorFlow does."""
+    where = "TF_CONFIG"
+    if len(text) > MAX_BYTES:
+        raise ClusterError(f"TF_CONFIG is {len(text)} characters long.", where=where, fix=[EXAMPLE])
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        at = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise ClusterError(f"TF_CONFIG is not JSON{at}.", where=where, fix=[EXAMPLE]) from None
+    if not isinstance(document, dict):
+        raise ClusterError(f"TF_CONFIG is {_kind(document)}, but must be an object.", where=where, fix=[EXAMPLE])
+    if "cluster" not in document:
+        raise ClusterError('TF_CONFIG has no "cluster".', where=where, fix=[_CLUSTER_EXAMPLE])
+    cluster = ClusterSpec(document["cluster"], where=where)
+    task = document.get("task")
+    if not isinstance(task, dict):
+        what = 'TF_CONFIG has no "task".' if task is None else f'"task" is {_kind(task)}, but must be an object.'
+        raise ClusterError(what, where=where, fix=[_TASK_EXAMPLE])
+    for field in ("type", "index"):
+        if field not in task:
+            raise ClusterError(f'"task" has no "{field}".', where=where, fix=[_TASK_EXAMPLE])
+    return ClusterTask(cluster, task["type"], task["index"], where=where)
+
+
+def _kind(value: Any) -> str:
+    words = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
+    return words.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+
+
+def _show(value: Any) -> str:
+    """A short, printable form of any JSON value."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:80] + "…"

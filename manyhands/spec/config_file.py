@@ -1,0 +1,134 @@
+"""A TOML config file as values with the line each of them stands on, and back.
+
+Reading is bounded: a huge file, a huge string or absurd nesting is refused in milliseconds. Which keys exist
+and what type they have is `spec.load`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import Any, NamedTuple
+
+import msgspec
+
+from manyhands.errors import SpecError
+from manyhands.spec.run import RunSpec
+
+__all__ = ["MAX_BYTES", "ConfigFile", "Setting", "dump_toml", "read_config"]
+
+MAX_BYTES = 2**20
+# Time and memory of tomllib grow with the square of the number of parts of one dotted key.
+MAX_DOTS_PER_LINE = 64
+
+_HEADER = re.compile(r"^\s*\[\s*[\"']?([\w-]+)[\"']?\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*(?:\.\s*[\"']?([\w-]+)[\"']?\s*)?=")
+
+
+class Setting(NamedTuple):
+    section: str | None
+    """None for a value that stands above every [section]."""
+    name: str
+    value: Any
+    where: str
+    """ "run.toml line 9"; for values whose line cannot be told, "run.toml"."""
+
+
+class ConfigFile(NamedTuple):
+    path: str
+    settings: list[Setting]
+
+
+def read_config(path: str) -> ConfigFile:
+    text = _read_text(path)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > MAX_DOTS_PER_LINE:
+            raise SpecError("A line holds more dots than any key or value needs.", where=f"{path} line {number}")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(
+            f"Not valid TOML: {_without_place(error)}.", where=_place(path, error), fix=_fixes(error)
+        ) from None
+    except RecursionError:
+        raise SpecError("Nested too deeply to be a config.", where=path) from None
+    lines = _lines_of(text)
+    return ConfigFile(path, list(_flatten(path, document, lines)))
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"Cannot read the config file {path}: {error.strerror}.", fix=["--config FILE"]) from error
+    if len(data) > MAX_BYTES:
+        raise SpecError(f"The config file is larger than {MAX_BYTES // 2**20} MiB.", where=path)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise SpecError(f"The config file is not UTF-8 (byte {error.start}).", where=path) from None
+
+
+def _without_place(error: tomllib.TOMLDecodeError) -> str:
+    return re.sub(r" \(at .*\)$", "", str(error))
+
+
+def _place(path: str, error: tomllib.TOMLDecodeError) -> str:
+    found = re.search(r"at line (\d+)", str(error))
+    return f"{path} line {found[1]}" if found else path
+
+
+def _fixes(error: tomllib.TOMLDecodeError) -> list[str]:
+    return ['text in quotes: precision = "bf16"'] if "Invalid value" in str(error) else []
+
+
+def _lines_of(text: str) -> dict[tuple[str | None, str], int]:
+    """Where each key stands, by a plain look at the lines: tomllib does not tell."""
+    section: str | None = None
+    lines: dict[tuple[str | None, str], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            section = header[1]
+            lines.setdefault((None, section), number)
+        elif key := _KEY.match(line):
+            place = (section, key[1]) if key[2] is None else (key[1], key[2])
+            lines.setdefault(place, number)
+            lines.setdefault((section, key[1]), number)
+    return lines
+
+
+def _flatten(path: str, document: dict[str, Any], lines: dict[tuple[str | None, str], int]) -> list[Setting]:
+    def setting(section: str | None, name: str, value: Any) -> Setting:
+        line = lines.get((section, name)) or lines.get((None, section or name))
+        return Setting(section, name, value, f"{path} line {line}" if line else path)
+
+    settings = []
+    for name, value in document.items():
+        if isinstance(value, dict) and value:
+            settings += [setting(name, inner, inner_value) for inner, inner_value in value.items()]
+        else:
+            settings.append(setting(None, name, value))
+    return settings
+
+
+def dump_toml(spec: RunSpec) -> str:
+    """A config file that resolves to `spec`. Values that are not set stand as comments."""
+    blocks = []
+    for section in msgspec.structs.fields(spec):
+        values = getattr(spec, section.name)
+        lines = [f"[{section.name}]"]
+        for field in msgspec.structs.fields(values):
+            lines.append(_dump_line(field.name, getattr(values, field.name), field.default))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _dump_line(name: str, value: Any, default: Any) -> str:
+    if value is None:
+        return f"# {name} is not set" if default is None else f'{name} = "none"'
+    if isinstance(value, float):
+        return f"{name} = {value!r}"
+    # A JSON string, number or boolean is also TOML; but TOML wants DEL escaped.
+    return f"{name} = {json.dumps(value, ensure_ascii=True)}".replace("\x7f", "\\u007f")

@@ -1,0 +1,333 @@
+"""Config file, environment, constructor arguments and flags -> one `RunSpec`, with the origin of every value.
+
+The only place that reads the environment. Later sources win:
+defaults < config file < MANYHANDS_<KEY> < constructor arguments < command-line flags. Whatever nobody knows is
+refused with the nearest right name. Start reading at `resolve`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from manyhands.errors import SpecError
+from manyhands.spec.cluster import ClusterTask, from_tf_config
+from manyhands.spec.config_file import Setting, dump_toml, read_config
+from manyhands.spec.run import RunSpec
+from manyhands.spec.seat import RESULT_VARIABLE, SEAT_VARIABLES, Seat, parse_seat
+
+__all__ = [
+    "KEYS",
+    "Key",
+    "Resolved",
+    "TorchrunTask",
+    "cluster_task",
+    "dump_toml",
+    "environment",
+    "flag_name",
+    "nearest",
+    "resolve",
+    "seat",
+    "torchrun_defaults",
+    "torchrun_task",
+]
+
+CONFIG_VARIABLE = "MANYHANDS_CONFIG"
+KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
+PREFIX = "MANYHANDS_"
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, RESULT_VARIABLE}
+MAX_TEXT = 4096
+
+
+class Key(NamedTuple):
+    section: str
+    name: str
+    type: Any
+    default: Any
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+def _all_keys() -> dict[str, Key]:
+    keys: dict[str, Key] = {}
+    for section in msgspec.structs.fields(RunSpec):
+        hints = typing.get_type_hints(section.type)
+        for field in msgspec.structs.fields(section.type):
+            assert field.name not in keys, (
+                f"{field.name} stands in two sections; environment and flags use the name alone"
+            )
+            keys[field.name] = Key(section.name, field.name, hints[field.name], field.default)
+    return keys
+
+
+KEYS = _all_keys()
+"""Every setting by its name alone, which is unique over all sections."""
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    spec: RunSpec
+    origins: dict[str, str]
+    """By dotted key: "default", "run.toml line 9", "MANYHANDS_SEED", "constructor" or "--seed"."""
+    overrides: list[str]
+    """One line for each flag that overrides a constructor argument: what, old, new."""
+    config_file: str | None = None
+
+    def given(self, dotted: str) -> bool:
+        """Whether anybody set this value, as opposed to its default."""
+        return self.origins[dotted] != "default"
+
+    def flags(self) -> dict[str, Any]:
+        """The values that came from flags, by dotted key: what an agent hands on to its workers."""
+        pairs = (dotted.split(".") for dotted, origin in self.origins.items() if origin.startswith("--"))
+        return {f"{section}.{name}": getattr(getattr(self.spec, section), name) for section, name in pairs}
+
+
+class _Given(NamedTuple):
+    key: Key
+    value: Any
+    origin: str
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment; others ask here instead of reading it themselves."""
+    return dict(os.environ)
+
+
+def resolve(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | None = None,
+) -> Resolved:
+    """All sources as one spec. `flags` and `arguments` are by name ("seed") or dotted key ("run.seed").
+
+    A flag or argument of None counts as not given. Raises `SpecError` naming the source and what to type instead.
+    """
+    environ = environment() if environ is None else environ
+    config_file = config_file or environ.get(CONFIG_VARIABLE) or None
+    given = [
+        *_from_file(config_file),
+        *_from_environment(environ),
+        *_from_mapping(arguments or {}, lambda name: "constructor"),
+        *_from_mapping(flags or {}, flag_name),
+    ]
+    values = {key.name: key.default for key in KEYS.values()}
+    origins = {key.dotted: "default" for key in KEYS.values()}
+    overrides = []
+    for key, value, origin in given:
+        if origins[key.dotted] == "constructor" and values[key.name] != value:
+            overrides.append(f"{origin} {_shown(value)} overrides {key.name}={_shown(values[key.name])} in the script.")
+        values[key.name], origins[key.dotted] = value, origin
+    return Resolved(_build(values, origins), origins, overrides, config_file)
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> RunSpec:
+    sections = {}
+    for section in msgspec.structs.fields(RunSpec):
+        mine = {key.name: values[key.name] for key in KEYS.values() if key.section == section.name}
+        try:
+            sections[section.name] = section.type(**mine)
+        except SpecError as error:
+            # The section knows what is wrong, only this place knows who asked for it.
+            named = re.match(r"\[\w+\] (\w+)", error.what)
+            origin = origins.get(f"{section.name}.{named[1]}") if named else None
+            fix = [_in_words_of(origin, suggestion) for suggestion in error.fix]
+            raise SpecError(error.what, where=origin or error.where, fix=fix) from None
+    return RunSpec(**sections)
+
+
+def _from_file(path: str | None) -> Iterator[_Given]:
+    for setting in read_config(path).settings if path else ():
+        key = _file_key(setting)
+        yield _Given(key, _typed(key, setting.value, setting.where, loose=False), setting.where)
+
+
+def _file_key(setting: Setting) -> Key:
+    section, name, _, where = setting
+    sections = [field.name for field in msgspec.structs.fields(RunSpec)]
+    known = KEYS.get(name)
+    if section is None and name in sections:
+        raise SpecError(f"{name} is a section of the config, not a value.", where=where, fix=[f"[{name}]"])
+    if section is not None and section not in sections:
+        fix = [f"[{close}]" for close in nearest(section, sections)] or [f"one of {', '.join(sections)}"]
+        raise SpecError(f"There is no section [{_clip(section)}].", where=where, fix=fix)
+    if known is not None and known.section == section:
+        return known
+    if known is not None:
+        place = f"[{section}]" if section else "the top of the file"
+        raise SpecError(
+            f"{name} belongs to [{known.section}], not to {place}.", where=where, fix=[f"[{known.section}]"]
+        )
+    mine = [key.name for key in KEYS.values() if section in (None, key.section)]
+    close = nearest(name, mine) or nearest(name, KEYS)
+    fix = [f"[{KEYS[right].section}] {right}" for right in close] or [f"one of {', '.join(mine)}"]
+    raise SpecError(f"There is no setting {_clip(name)}{f' in [{section}]' if section else ''}.", where=where, fix=fix)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in RESERVED:
+            continue
+        key = KEYS.get(variable.removeprefix(PREFIX).lower())
+        if key is None or variable != variable.upper():
+            known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE]
+            raise SpecError(
+                f"The environment variable {_clip(variable)} is not one of ours.",
+                where="the environment",
+                fix=nearest(variable.upper(), known) or [f"unset {_clip(variable)}"],
+            )
+        if text != "":
+            yield _Given(key, _typed(key, text, variable, loose=True), variable)
+
+
+def _from_mapping(values: Mapping[str, Any], origin_of: typing.Callable[[str], str]) -> Iterator[_Given]:
+    for asked, value in values.items():
+        if value is None:
+            continue
+        name = asked.rpartition(".")[2]
+        key = KEYS.get(name)
+        if key is None or asked not in (name, key.dotted):
+            origin = origin_of(asked)
+            fix = nearest(name, KEYS) or [f"one of {', '.join(KEYS)}"]
+            raise SpecError(f"There is no setting {_clip(asked)}.", where=origin, fix=fix)
+        yield _Given(key, _typed(key, value, origin_of(name), loose=False), origin_of(name))
+
+
+_SHORT_FLAGS = {"grace_s": "--grace", "timeout_s": "--timeout"}
+
+
+def flag_name(name: str) -> str:
+    return _SHORT_FLAGS.get(name) or "--" + name.replace("_", "-")
+
+
+def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
+    if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(key.type):
+        return None
+    try:
+        typed = msgspec.convert(value, key.type, strict=not loose)
+    except msgspec.ValidationError:
+        typed = None
+    fits = typed is not None and not (isinstance(typed, float) and not math.isfinite(typed))
+    if not fits or (isinstance(typed, str) and len(typed) > MAX_TEXT):
+        what = f"[{key.section}] {key.name} is {_shown(value)}, but must be {_expected(key.type)}."
+        raise SpecError(what, where=where, fix=[_in_words_of(where, _example(key, value))]) from None
+    return typed
+
+
+def _in_words_of(origin: str | None, suggestion: str) -> str:
+    """A suggestion "seed = 0" as the source that was wrong would say it: "--seed 0", "MANYHANDS_SEED=0"."""
+    name, equals, value = suggestion.partition(" = ")
+    if not equals or name not in KEYS or origin is None:
+        return suggestion
+    if origin == "constructor":
+        return f"{name}={value.title() if value in ('true', 'false') else value}"
+    bare = value.strip('"')
+    if origin.startswith("--"):
+        return origin if value == "true" else f"{origin} {bare}"
+    return f"{origin}={bare}" if origin.startswith(PREFIX) else suggestion
+
+
+def _plain_types(kind: Any) -> list[Any]:
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return [one for one in typing.get_args(kind) if one is not type(None)] if is_union else [kind]
+
+
+def _choices(kind: Any) -> list[str]:
+    return [
+        str(choice)
+        for one in _plain_types(kind)
+        if typing.get_origin(one) is Literal
+        for choice in typing.get_args(one)
+    ]
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (at most 4096 characters)"}
+
+
+def _expected(kind: Any) -> str:
+    if choices := _choices(kind):
+        return f"one of {', '.join(choices)}"
+    return " or ".join(_TYPE_WORDS[one] for one in _plain_types(kind))
+
+
+def _example(key: Key, value: Any) -> str:
+    if choices := _choices(key.type):
+        right = (nearest(str(value), choices) or choices)[0]
+        return f'{key.name} = "{right}"'
+    examples = {int: "2", float: "1.0", bool: "true", str: '"name"'}
+    default = key.default if isinstance(key.default, int | float) and not isinstance(key.default, bool) else None
+    return f"{key.name} = {examples[_plain_types(key.type)[0]] if default is None else default}"
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The known name that was most likely meant, or nothing."""
+    return difflib.get_close_matches(word[:80].lower().replace("-", "_"), list(known), n=1, cutoff=0.6) or (
+        difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.6)
+    )
+
+
+def _clip(text: str) -> str:
+    text = "".join(character if character.isprintable() else "?" for character in text[:81])
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{_clip(value)}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def seat(environ: Mapping[str, str] | None = None) -> Seat | None:
+    """Who this worker is, or None where no agent started this process."""
+    return parse_seat(environment() if environ is None else environ)
+
+
+def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:
+    """The task that TF_CONFIG makes of this process, or None. Raises `ClusterError` where it is broken."""
+    text = (environment() if environ is None else environ).get("TF_CONFIG", "")
+    # Platforms set TF_CONFIG to "{}" for jobs of one task; TensorFlow, too, takes that for no cluster.
+    return from_tf_config(text) if text.strip() not in ("", "{}") else None
+
+
+class TorchrunTask(msgspec.Struct, frozen=True):
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def torchrun_task(environ: Mapping[str, str] | None = None) -> TorchrunTask | None:
+    """The worker that torchrun, not we, made of this process; or None."""
+    environ = environment() if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in environ or environ.get("MANYHANDS_AGENT"):
+        return None
+    names = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+    }
+    raw = {name: environ.get(variable, "") for name, variable in names.items()}
+    try:
+        return msgspec.convert(raw, TorchrunTask, strict=False)
+    except msgspec.ValidationError:
+        return None
+
+
+def torchrun_defaults(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """PET_<FLAG> variables: defaults for torchrun's flags, as torchrun reads them (Kubeflow sets them)."""
+    environ = environment() if environ is None else environ
+    return {name.removeprefix("PET_").lower(): text for name, text in environ.items() if name.startswith("PET_")}

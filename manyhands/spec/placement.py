@@ -1,0 +1,195 @@
+"""How many workers here, which host of how many this is, and where the coordinator listens.
+
+Three ways to say it, one answer: our own settings, torchrun's flags with torchrun's meaning, or a TF_CONFIG task.
+Pure: what the machine has comes in as a `Machine`. Keys, sockets and processes are other people's business.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from manyhands.errors import ClusterError, SpecError
+from manyhands.spec.cluster import Address, ClusterTask, parse_address
+from manyhands.spec.load import flag_name
+from manyhands.spec.run import LaunchSection
+
+__all__ = ["IGNORED_FLAGS", "TORCHRUN_FLAGS", "Machine", "Placement", "from_cluster", "from_settings", "from_torchrun"]
+
+DEFAULT_PORT = 29500
+"""torchrun's, for --master-port and for a --rdzv-endpoint without a port."""
+
+IGNORED_FLAGS = {
+    "rdzv_id": "the key tells runs apart",
+    "role": "workers have no roles; ROLE_NAME is default",
+    "rdzv_conf": "the coordinator needs no such settings",
+    "monitor_interval": "the agent sees a death at once",
+    "start_method": "workers are always fresh processes",
+    "event_log_handler": "events go to the run directory",
+    "log_dir": "logs go to the run directory; --run-dir moves it",
+    "redirects": "output always goes to the run directory's logs",
+    "tee": "rank 0 is shown, every rank is in the run directory's logs",
+    "local_ranks_filter": "rank 0 is shown, `mh logs --rank` shows the others",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGUSR1 are handled",
+    "shutdown_timeout": "--grace is ours",
+    "numa_binding": "workers are not bound to cores",
+}
+"""torchrun's flags that change nothing here, and why."""
+
+TORCHRUN_FLAGS = (
+    *("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone"),
+    *("rdzv_backend", "rdzv_endpoint", "local_addr", *IGNORED_FLAGS),
+)
+
+
+class Machine(msgspec.Struct, frozen=True):
+    cores: int
+    accelerators: int
+    is_this_host: Callable[[str], bool] = lambda host: False
+    """Whether a host name or address is one of this machine's own."""
+
+    @property
+    def default_workers(self) -> int:
+        return self.accelerators or 1
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    workers: int
+    num_hosts: int = 1
+    host_rank: int | None = 0
+    """None: the coordinator gives out the next free one."""
+    coordinates: bool = True
+    """Whether this host's agent starts the coordinator."""
+    master: Address | None = None
+    """Where the coordinator of several hosts is reached."""
+    listen: str | None = None
+    """The address other hosts reach this one at."""
+    trains: bool = True
+    announce: Address | None = None
+    """Where tasks that do not train see that the run lasts, where no coordinator listens for other hosts."""
+    notes: list[str] = []
+    """What was asked for and changes nothing, a line each."""
+
+    @property
+    def beyond_loopback(self) -> bool:
+        addresses = [self.master[0] if self.master else None, self.listen]
+        return any(not is_loopback(address) for address in addresses if address)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
+    if launch.hosts_wanted > 1 and launch.listen is None:
+        raise SpecError(
+            f"{launch.hosts_wanted} hosts are wanted, but they have no address to reach this one at.",
+            where="--hosts-wanted",
+            fix=["--listen ADDR, the address of this host on the network that joins them"],
+        )
+    return Placement(
+        workers=launch.workers or machine.default_workers, num_hosts=launch.hosts_wanted, listen=launch.listen
+    )
+
+
+def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Machine) -> Placement:
+    """`flags` by name, only those given; values as text or numbers."""
+    num_hosts = 1 if flags.get("standalone") else _num_nodes(flags.get("nnodes", "1"))
+    # torchrun starts one process per node where nobody says how many.
+    nproc = flags.get("nproc_per_node", launch.workers or 1)
+    common: dict[str, Any] = {
+        "workers": _num_workers(str(nproc), machine),
+        "num_hosts": num_hosts,
+        "listen": flags.get("local_addr") or launch.listen,
+        "notes": _notes(flags),
+    }
+    if num_hosts == 1:
+        return Placement(**common)
+    if flags.get("rdzv_backend", "static") == "static":
+        return _static(flags, common)
+    return _dynamic(flags, common, machine)
+
+
+def _static(flags: Mapping[str, Any], common: dict[str, Any]) -> Placement:
+    endpoint = str(flags.get("rdzv_endpoint") or "")
+    host, port = _endpoint(endpoint) if endpoint else (str(flags.get("master_addr", "127.0.0.1")), None)
+    port = port or _number(flags.get("master_port", DEFAULT_PORT), "--master-port", 1, 65535)
+    rank = _number(flags.get("node_rank", 0), "--node-rank", 0, common["num_hosts"] - 1)
+    return Placement(**common, host_rank=rank, coordinates=rank == 0, master=(host.strip("[]"), port))
+
+
+def _dynamic(flags: Mapping[str, Any], common: dict[str, Any], machine: Machine) -> Placement:
+    """c10d and its kin: the node that the endpoint names coordinates, the others get their number when they join."""
+    endpoint = str(flags.get("rdzv_endpoint") or "")
+    if not endpoint:
+        what = f"{common['num_hosts']} nodes have no endpoint to meet at."
+        raise SpecError(what, where="--rdzv-backend", fix=[f"--rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}"])
+    host, port = _endpoint(endpoint)
+    here = machine.is_this_host(host)
+    return Placement(**common, host_rank=0 if here else None, coordinates=here, master=(host, port or DEFAULT_PORT))
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    if ":" not in text or text.endswith("]"):
+        return text.strip("[]"), None
+    try:
+        return parse_address(text, "--rdzv-endpoint")
+    except ClusterError as error:
+        raise SpecError(error.what, where="--rdzv-endpoint", fix=error.fix) from None
+
+
+def _num_nodes(text: Any) -> int:
+    least, colon, most = str(text).partition(":")
+    if colon and least != most:
+        raise SpecError(
+            f"--nnodes {text} asks for a run that grows and shrinks, which this version cannot do yet.",
+            where="--nnodes",
+            fix=[f"--nnodes {most or least}"],
+        )
+    return _number(least, "--nnodes", 1, 65536)
+
+
+def _num_workers(text: str, machine: Machine) -> int:
+    if text == "cpu":
+        return machine.cores
+    if text == "auto":
+        return machine.accelerators or machine.cores
+    if text == "gpu":
+        if machine.accelerators:
+            return machine.accelerators
+        raise SpecError("There is no GPU on this machine.", where="--nproc-per-node", fix=["--nproc-per-node cpu"])
+    return _number(text, "--nproc-per-node", 1, 65536, also=", or auto, cpu or gpu")
+
+
+def _number(value: Any, flag: str, least: int, most: int, also: str = "") -> int:
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        what = f"{flag} is {text[:40]!r}, but must be a number from {least} to {most}{also}."
+        raise SpecError(what, where=flag, fix=[f"{flag} {least}"])
+    return int(text)
+
+
+def _notes(flags: Mapping[str, Any]) -> list[str]:
+    return [f"{flag_name(name)} is ignored: {why}." for name, why in IGNORED_FLAGS.items() if name in flags]
+
+
+def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> Placement:
+    """Each chief and worker task is a host of the run; ps and evaluator tasks train nothing under these strategies."""
+    address = task.address
+    alone_with_waiters = task.is_chief and len(task.trainers) == 1 and len(task.cluster.jobs) > 1
+    return Placement(
+        workers=launch.workers or machine.default_workers,
+        num_hosts=len(task.trainers),
+        host_rank=task.host_rank if task.trains else None,
+        coordinates=task.is_chief,
+        master=task.chief_address,
+        listen=launch.listen or (address[0] if address else None),
+        trains=task.trains,
+        announce=task.chief_address if alone_with_waiters else None,
+    )

@@ -1,0 +1,88 @@
+"""A worker's seat: who it is in the current generation, as its agent says it through the environment.
+
+The agent writes a seat with `seat_environment`; the worker reads it back with `spec.load.seat`. Plain data:
+nothing here opens the endpoint or the pipe that a seat names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from manyhands.errors import SpecError
+
+__all__ = ["RESULT_VARIABLE", "SEAT_VARIABLES", "Seat", "parse_seat", "seat_environment"]
+
+RESULT_VARIABLE = "MANYHANDS_RESULT"
+"""Names the file that the chief of an `mh.launch` call writes its result to; set for the chief only."""
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    agent: str
+    """ipc:// endpoint of the agent."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: int = 0
+    num_hosts: int = 1
+    generation: str
+    """"term.counter"; never repeated."""
+    incarnation: int
+    attempt: int = 1
+    """1, 2, …: restarts + 1."""
+    data_address: str = "127.0.0.1"
+    """The address that collectives bind to on this host."""
+    lifeline_fd: int | None = None
+    """A pipe to the agent: the failure record goes there, and its end tells the agent of a death."""
+    flags: dict[str, Any] = {}
+    """Command-line settings by dotted key ("run.seed"); they win over constructor arguments."""
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+
+_VARIABLES = {
+    "agent": "MANYHANDS_AGENT",
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "host": "MANYHANDS_HOST",
+    "num_hosts": "MANYHANDS_NUM_HOSTS",
+    "generation": "MANYHANDS_GENERATION",
+    "incarnation": "MANYHANDS_INCARNATION",
+    "attempt": "MANYHANDS_ATTEMPT",
+    "data_address": "MANYHANDS_DATA_ADDRESS",
+    "lifeline_fd": "MANYHANDS_LIFELINE_FD",
+    "flags": "MANYHANDS_FLAGS",
+}
+
+SEAT_VARIABLES = frozenset(_VARIABLES.values())
+
+
+def seat_environment(seat: Seat) -> dict[str, str]:
+    """The variables a worker on this seat is started with; `parse_seat` reads them back."""
+    values = {_VARIABLES[name]: getattr(seat, name) for name in _VARIABLES if name != "flags"}
+    environment = {variable: str(value) for variable, value in values.items() if value is not None}
+    environment[_VARIABLES["flags"]] = msgspec.json.encode(seat.flags).decode()
+    return environment
+
+
+def parse_seat(environ: Mapping[str, str]) -> Seat | None:
+    """The seat in these variables, or None where no agent started this process."""
+    if not environ.get(_VARIABLES["agent"]):
+        return None
+    raw: dict[str, Any] = {name: environ[variable] for name, variable in _VARIABLES.items() if variable in environ}
+    try:
+        raw["flags"] = msgspec.json.decode(raw.get("flags", "{}"))
+        return msgspec.convert(raw, Seat, strict=False)
+    except msgspec.MsgspecError as error:
+        raise SpecError(
+            f"The variables of this worker's seat are broken: {error}.",
+            where="MANYHANDS_AGENT and its companions in the environment",
+            fix=["let `mh run` start workers; to run the script alone, unset MANYHANDS_AGENT"],
+        ) from error
