@@ -1,0 +1,188 @@
+"""A line of ranks that talk: collectives that carry a name and a timeout, so a hang becomes an error with an address.
+
+An `Axis` owns one process group and hands it to nobody. Tensors in, tensors out: models, plans and strategies are
+other people's business. Calls ending in `_start` return at once; their `Pending` is waited for later. With one rank
+every call has nothing to do. Start reading at `Axis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from manyhands.errors import PeerLost, PeerTimeout
+
+__all__ = ["Axis", "Pending", "connect"]
+
+
+class Pending:
+    """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the operation's name."""
+
+    def __init__(self, work: Any, name: str, axis: Axis) -> None:
+        self._work, self._name, self._axis = work, name, axis
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._axis.translate(error, self._name) from error
+
+
+class _Done(Pending):
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        return
+
+
+class Axis:
+    """Ranks 0 to `size` - 1 of one generation.
+
+    `missing` is asked, after a timeout only, for a line that says where the other ranks were last seen.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: Any = None,
+        *,
+        timeout_s: float = 30.0,
+        missing: Callable[[], str] = lambda: "",
+    ) -> None:
+        assert (group is None) == (size == 1)
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._group, self._missing = group, missing
+
+    def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Sum in place over the ranks, in the backend's order: the same bits for any grouping with two ranks only."""
+        if self.size == 1:
+            return _Done()
+        return self._start(lambda group: group.allreduce([tensor]), name)
+
+    def all_to_all_start(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
+    ) -> Pending:
+        return self._start(lambda group: group.alltoall_base(output, input, output_sizes, input_sizes), name)
+
+    def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
+        """`output` becomes the ranks' `input`s, one after the other; all of one size."""
+        if self.size == 1:
+            output.copy_(input.view_as(output))
+            return _Done()
+        return self._start(lambda group: group._allgather_base(output, input), name)
+
+    def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
+        """Every rank's `data`, of any length, in rank order."""
+        if self.size == 1:
+            return [data]
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather_start(lengths, torch.tensor([len(data)]), f"{name} (lengths)").wait()
+        longest = int(lengths.max())
+        if longest == 0:
+            return [b""] * self.size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8)
+        self.all_gather_start(everyone, mine, name).wait()
+        rows = everyone.view(self.size, longest)
+        return [rows[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
+
+    def broadcast_(self, tensors: Iterable[torch.Tensor], name: str, *, source: int = 0) -> None:
+        """Give every rank the source's values, in place. Small tensors travel together, one message per dtype."""
+        if self.size == 1:
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for (dtype, device), group in by_kind.items():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            # Gloo knows no bool, bf16 arithmetic or 8-bit floats; a broadcast moves bytes and needs none.
+            raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=device)
+            options = _broadcast_options(source)
+            self._start(partial(_broadcast, raw, options), f"{name} ({dtype})").wait()
+            _scatter_back(flat, group)
+
+    def barrier(self, name: str) -> None:
+        self.all_gather_bytes(name, b"")
+
+    def close(self) -> None:
+        """Drop the group; its sockets close, which is how peers that wait for us learn that we are gone."""
+        self._group = None
+
+    def translate(self, error: RuntimeError, name: str) -> PeerLost:
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            return PeerTimeout(
+                f"Rank {self.rank} waited {self.timeout_s:g} s for the others in {name!r}. {self._missing()}".rstrip(),
+                fix=[
+                    "the logs of the ranks that did not arrive (mh logs --rank R)",
+                    "[comm] timeout_s, if a step may take this long",
+                ],
+            )
+        return PeerLost(f"Rank {self.rank} lost a peer in {name!r}: {text.splitlines()[0] if text else 'closed'}")
+
+    def _start(self, call: Callable[[Any], Any], name: str) -> Pending:
+        if self._group is None:
+            raise PeerLost(f"Rank {self.rank} has left its group and cannot take part in {name!r}.")
+        try:
+            return Pending(call(self._group), name, self)
+        except RuntimeError as error:
+            raise self.translate(error, name) from error
+
+
+def connect(
+    store: Store | None,
+    rank: int,
+    size: int,
+    *,
+    address: str,
+    device: torch.device,
+    timeout_s: float,
+    missing: Callable[[], str] = lambda: "",
+) -> Axis:
+    """Build the group of one generation: Gloo on CPUs, bound to `address` and nothing else; NCCL on CUDA devices."""
+    if size == 1:
+        return Axis(rank, size, timeout_s=timeout_s, missing=missing)
+    assert store is not None
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return Axis(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl), timeout_s=timeout_s, missing=missing)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo._timeout = timeout
+    axis = Axis(rank, size, object(), timeout_s=timeout_s, missing=missing)
+    try:
+        axis._group = dist.ProcessGroupGloo(store, rank, size, gloo)
+    except RuntimeError as error:
+        raise axis.translate(error, "connecting to the other workers") from error
+    return axis
+
+
+def _broadcast(raw: torch.Tensor, options: Any, group: Any) -> Any:
+    return group.broadcast([raw], options)
+
+
+def _broadcast_options(source: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
+    return options
+
+
+def _scatter_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    start = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+            start += tensor.numel()

@@ -1,0 +1,1 @@
+"""The parts that strategies are made of: sums along the slice tree, buffers, precision, norms."""

@@ -1,0 +1,230 @@
+"""What a forward pass changes besides gradients: batch statistics and other buffers, made independent of who ran it.
+
+Every slice starts from the step's buffers. Batch statistics are replayed in slice order, as if one process had seen
+one slice after the other; any other changed buffer takes slice 0's value. Parameters without gradient that a forward
+pass changes (Keras keeps its moving averages so) count as buffers.
+
+Per step: `begin`; per slice `enter` before its forward, `leave` after it (which returns the slice's contribution as
+one flat tensor, for the exchange) and `put_back` after its backward; then `commit` with everybody's contributions.
+Start reading at `StepBuffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from manyhands.errors import TrainingFailed
+
+__all__ = ["NormLayer", "StepBuffers", "norm_layers"]
+
+# A frozen parameter this large is not a statistic: it is watched, but no copy is kept to restore it from.
+MAX_SHADOW_NUMEL = 2**20
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """Moving averages of one layer: after c calls with statistics s, `a = keep**c * a + ...`; None: cumulative mean."""
+
+    averages: tuple[Tensor, ...]
+    keep: float | None
+    calls: Tensor | None
+    """The layer's own call counter; without one, a changed average means one call."""
+
+
+def norm_layers(model: nn.Module) -> list[NormLayer]:
+    layers = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            mean, var, calls = module.running_mean, module.running_var, module.num_batches_tracked
+            if mean is not None and var is not None:
+                keep = None if module.momentum is None else 1.0 - module.momentum
+                layers.append(NormLayer((mean, var), keep, calls))
+    return layers
+
+
+class StepBuffers:
+    """Holds the step's buffers and puts the slices' changes together.
+
+    After `commit`, buffers are bitwise equal on every rank and do not depend on which rank ran which slice. With one
+    slice in the step nothing is copied or replayed: the forward pass has already left the right values.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[NormLayer] | None = None) -> None:
+        self._layers = list(norm_layers(model) if layers is None else layers)
+        statistics = {id(t) for layer in self._layers for t in (*layer.averages, layer.calls) if t is not None}
+        self._others = _Others(model, statistics)
+        self._averages = [t for layer in self._layers for t in layer.averages]
+        self._owner = torch.tensor(
+            [i for i, layer in enumerate(self._layers) for t in layer.averages for _ in range(t.numel())],
+            dtype=torch.int64,
+        )
+        self._keep = torch.tensor([1.0 if x.keep is None else x.keep for x in self._layers], dtype=torch.float64)
+        self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
+        self.numel = len(self._owner) + len(self._layers)
+        """Length of one slice's contribution."""
+
+    def begin(self, num_slices: int) -> None:
+        self._alone = num_slices == 1
+        if not self._alone:
+            self._versions = [t._version for t in self._averages]
+            self._start, self._start_calls = self._read()
+            self._others.begin()
+
+    def enter(self, v: int) -> None:
+        if self._alone:
+            return
+        self._versions = [t._version for t in self._averages]
+        self._others.enter()
+
+    def leave(self, v: int) -> Tensor:
+        """What slice `v` made of the statistics: averages and calls, as fp64."""
+        if self._alone:
+            return torch.empty(0, dtype=torch.float64)
+        self._others.leave(v)
+        averages, calls = self._read()
+        return torch.cat([averages, calls - self._start_calls])
+
+    def put_back(self) -> None:
+        """Back to the step's own values. After backward, which may still need what forward left."""
+        if not self._alone:
+            self._write(self._start, self._start_calls)
+            self._others.put_back()
+
+    def commit(self, contributions: Sequence[Tensor]) -> None:
+        """Replay every slice's contribution, in slice order."""
+        if self._alone or not self._layers:
+            return
+        averages, calls = self._start, self._start_calls
+        for contribution in contributions:
+            averages, calls = self._replay(averages, calls, contribution)
+        self._write(averages, calls)
+
+    def first_changes(self) -> bytes:
+        """Buffers other than statistics that slice 0 changed, for the ranks that did not run it; empty if none."""
+        return b"" if self._alone else self._others.pack()
+
+    def apply_first_changes(self, data: bytes) -> None:
+        if data:
+            self._others.unpack(data)
+
+    def _replay(self, averages: Tensor, calls: Tensor, contribution: Tensor) -> tuple[Tensor, Tensor]:
+        after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
+        untouched = bool((calls == self._start_calls).all())
+        if untouched:  # the first slice: its result is exactly what one process would have
+            return torch.where((made > 0)[self._owner], after, averages), calls + made
+        own_keep, own_scale = self._factors(self._start_calls, made)
+        keep, scale = self._factors(calls, made)
+        added = (after - own_keep[self._owner] * self._start) / own_scale[self._owner]
+        replayed = keep[self._owner] * averages + scale[self._owner] * added
+        return torch.where((made > 0)[self._owner], replayed, averages), calls + made
+
+    def _factors(self, before: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
+        """`a_after = keep * a_before + scale * (sum of what the calls added)`, per layer."""
+        total = (before + made).clamp(min=1)
+        keep = torch.where(self._cumulative, before / total, self._keep**made)
+        scale = torch.where(self._cumulative, 1.0 / total, torch.ones_like(keep))
+        return keep, scale
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        if not self._layers:
+            return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        averages = torch.cat([t.detach().reshape(-1).double().cpu() for t in self._averages])
+        return averages, torch.tensor(self._calls(), dtype=torch.float64)
+
+    def _calls(self) -> list[float]:
+        counts, position = [], 0
+        for layer in self._layers:
+            if layer.calls is not None:
+                counts.append(float(layer.calls))
+            else:
+                counts.append(float(layer.averages[0]._version != self._versions[position]))
+            position += len(layer.averages)
+        return counts
+
+    def _write(self, averages: Tensor, calls: Tensor) -> None:
+        start = 0
+        with torch.no_grad():
+            for tensor in self._averages:
+                tensor.copy_(averages[start : start + tensor.numel()].view_as(tensor))
+                start += tensor.numel()
+            for layer, count in zip(self._layers, calls.tolist(), strict=True):
+                if layer.calls is not None:
+                    layer.calls.fill_(int(count))
+        self._versions = [t._version for t in self._averages]
+
+
+class _Others:
+    """Every buffer and frozen parameter that is not a batch statistic, with a copy of its value at the step's start."""
+
+    def __init__(self, model: nn.Module, statistics: set[int]) -> None:
+        self._places: list[tuple[nn.Module, str, str]] = []
+        seen: set[int] = set(statistics)
+        for prefix, module in model.named_modules():
+            for name, tensor in [*module._buffers.items(), *module._parameters.items()]:
+                if tensor is None or id(tensor) in seen or tensor.requires_grad:
+                    continue
+                seen.add(id(tensor))
+                self._places.append((module, name, f"{prefix}.{name}" if prefix else name))
+        self._shadows = [self._shadow(self._get(i)) for i in range(len(self._places))]
+        self._from_first: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self._from_first = {}
+
+    def enter(self) -> None:
+        self._before = [self._get(i) for i in range(len(self._places))]
+        self._versions = [tensor._version for tensor in self._before]
+
+    def leave(self, v: int) -> None:
+        self._changed = [
+            i
+            for i, (before, version) in enumerate(zip(self._before, self._versions, strict=True))
+            if self._get(i) is not before or before._version != version
+        ]
+        for i in self._changed:
+            if self._shadows[i] is None:
+                raise TrainingFailed(
+                    f"{self._places[i][2]} has no gradient, {self._get(i).numel()} elements, and changed in forward.",
+                    fix=["keep such state in a buffer: register_buffer(...)", "slices=1, which needs no copy of it"],
+                )
+        if v == 0:
+            self._from_first = {str(i): self._get(i).detach().clone().contiguous() for i in self._changed}
+
+    def put_back(self) -> None:
+        for i in self._changed:
+            shadow = self._shadows[i]
+            assert shadow is not None
+            self._put(i, shadow)
+
+    def pack(self) -> bytes:
+        return save(self._from_first) if self._from_first else b""
+
+    def unpack(self, data: bytes) -> None:
+        for key, value in load(data).items():
+            i = int(key)
+            self._put(i, value)
+            self._shadows[i] = self._get(i).detach().clone()
+
+    def _get(self, i: int) -> Tensor:
+        module, name, _ = self._places[i]
+        tensor = module._buffers[name] if name in module._buffers else module._parameters[name]
+        assert tensor is not None
+        return tensor
+
+    def _put(self, i: int, value: Tensor) -> None:
+        tensor = self._get(i)
+        with torch.no_grad():
+            if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                tensor.copy_(value)
+            else:
+                module, name, _ = self._places[i]
+                module._buffers[name] = value.clone()
+
+    def _shadow(self, tensor: Tensor) -> Tensor | None:
+        small = not isinstance(tensor, nn.Parameter) or tensor.numel() <= MAX_SHADOW_NUMEL
+        return tensor.detach().clone() if small else None

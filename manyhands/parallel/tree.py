@@ -1,0 +1,69 @@
+"""The binary tree over slices that every sum follows, as plain arithmetic.
+
+Float addition is not associative, so a sum grouped by worker changes with the number of workers. Ours is grouped by
+this tree, which knows slices only: node (level, k) covers slices [k * 2**level, (k + 1) * 2**level), cut off at the
+number of slices. A worker adds up the largest whole nodes of the slices it has; whoever finishes the sum goes on
+along the same tree. No torch: values are anything that `add(left, right)` can add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+__all__ = ["Node", "Stack", "finish", "nodes_of", "root"]
+
+T = TypeVar("T")
+Node = tuple[int, int]
+
+
+def root(count: int) -> Node:
+    return ((count - 1).bit_length(), 0)
+
+
+def nodes_of(slices: range, count: int) -> list[Node]:
+    """The nodes that a worker with these consecutive slices ends up holding, in slice order."""
+    stack: Stack[None] = Stack(count, add=lambda left, right: None)
+    for v in slices:
+        stack.push(v, None)
+    return stack.nodes
+
+
+class Stack(dict[Node, T]):
+    """Partial sums of consecutive slices, by node, in slice order. Pushing a slice merges the siblings it completes."""
+
+    def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
+        super().__init__()
+        self._count, self._add = count, add
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self)
+
+    def push(self, v: int, value: T) -> None:
+        """Add slice `v`; slices come in ascending order."""
+        node: Node = (0, v)
+        top = root(self._count)
+        while node != top:
+            level, k = node
+            if k % 2 and (level, k - 1) in self:
+                value = self._add(self.pop((level, k - 1)), value)
+            elif k % 2 or (k + 1) << level < self._count:
+                break  # the sibling is somebody else's, or still to come
+            node = (level + 1, k // 2)
+        self[node] = value
+
+
+def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T]) -> T:
+    """The sum over all slices from partial sums that cover each slice once."""
+
+    def value(node: Node) -> T:
+        if node in partials:
+            return partials[node]
+        level, k = node
+        left = value((level - 1, 2 * k))
+        if (2 * k + 1) << (level - 1) >= count:
+            return left
+        return add(left, value((level - 1, 2 * k + 1)))
+
+    return value(root(count))

@@ -1,0 +1,80 @@
+"""The verbs that the training loop knows of a strategy, and nothing else.
+
+`setup(model, optimizer)`, `train_step(step)`, `eval_step(pieces)`, `state()`, `restore(state)`, `close()`. For users
+who write their own loop, `train_step` also comes in parts: `begin_step`, `slice_context`, `backward`, `end_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
+
+LossFn = Callable[[nn.Module, Any], Any]
+"""(model, batch) -> mean over the batch, or (sum, weight)."""
+MetricFn = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> one value per example."""
+
+
+class PieceLike(Protocol):
+    @property
+    def index(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def batch(self) -> Any: ...
+    def randomness(self) -> AbstractContextManager[None]: ...
+
+
+class StepLike(Protocol):
+    @property
+    def number(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def num_slices(self) -> int: ...
+    def mine(self) -> Iterable[PieceLike]: ...
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One committed step, as hooks and watchers see it. The same on every worker, but for `seconds`."""
+
+    loss: float
+    rows: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """This worker's time in load, forward, backward, reduce and update."""
+    grad_norm: float | None = None
+    skipped: bool = False
+    """An fp16 overflow: the loss scale was lowered and the weights were left alone."""
+    stop: int = 0
+    """The largest of what the workers passed in as `stop`."""
+    bytes_sent: int = 0
+    lr: float | None = None
+    samples_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PieceResult:
+    """Evaluation of one piece: sums over its rows."""
+
+    index: int
+    rows: int
+    loss_sum: float
+    weight: float
+    metric_sums: dict[str, float]
+
+
+class Strategy(Protocol):
+    def setup(self, model: nn.Module, optimizer: Optimizer) -> None: ...
+    def train_step(self, step: StepLike, *, stop: int = 0) -> StepStats: ...
+    def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,380 @@
+"""Whole replicas of the model: `Single`, `Mirrored` and `MultiWorker` are one strategy over one, or many, ranks.
+
+The three names a user writes are plain settings; `Replicated` does the work. One rank is not a special case: the same
+lines run, and the collectives have nothing to do. Start reading at `Replicated.train_step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.comm.axis import Axis, Pending
+from manyhands.errors import BadLoss, NonFinite, TrainingFailed
+from manyhands.parallel.buffers import StepBuffers
+from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.norms import clip_, global_norm
+from manyhands.parallel.phases import Phases
+from manyhands.parallel.precision import Precision
+from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
+
+__all__ = ["Mirrored", "MultiWorker", "Replicated", "Single"]
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    devices: tuple[str, ...] | None = None
+    """Where the workers compute, one device each, such as ("cuda:0", "cuda:1"). Default: accelerators, else the CPU."""
+    threads: int | None = None
+    """Threads per worker. Default: cores / workers; with `exact`, 1."""
+
+
+class Single(_Settings, frozen=True, kw_only=True):
+    """One worker. The promise is the others': they end where this one ends."""
+
+    name = "single"
+
+
+class Mirrored(_Settings, frozen=True, kw_only=True):
+    """Replicas on one host, one per worker."""
+
+    workers: int | None = None
+    name = "mirrored"
+
+
+class MultiWorker(_Settings, frozen=True, kw_only=True):
+    """Replicas on many hosts; `cluster` is a `ClusterSpec`, a `Server` or None for what the launcher says."""
+
+    workers: int | None = None
+    """Workers on each host."""
+    cluster: Any = None
+    name = "multi_worker"
+
+
+MAX_SKIPPED_IN_A_ROW = 50
+
+
+class Replicated:
+    """Whole replicas; the batch's slices are shared out, their gradients summed once per step.
+
+    Promises: after `train_step`, parameters and buffers are bitwise equal on every rank of `axis`; and, whatever the
+    number of ranks, they match one process that took the same slices.
+    Costs: one reduction of the gradient bytes per step, begun while backward still runs.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        loss_fn: LossFn | None,
+        precision: Precision,
+        shares: Callable[[int], Sequence[range]],
+        *,
+        clip_norm: float | None,
+        bucket_bytes: int,
+    ) -> None:
+        self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
+        self._clip_norm, self._bucket_bytes = clip_norm, bucket_bytes
+        self._skipped_in_a_row = 0
+        self.phases = Phases()
+
+    def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.synchronise()
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    def synchronise(self) -> None:
+        """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
+        self._axis.broadcast_([*self._model.parameters(), *self._model.buffers()], "weights of rank 0")
+        trained = [param for param in self._model.parameters() if param.requires_grad]
+        self._gradients = GradientSum(trained, self._axis, self._bucket_bytes)
+        self._buffers = StepBuffers(self._model)
+
+    # The step, and its parts for those who write their own loop.
+
+    def train_step(self, step: StepLike, *, stop: int = 0) -> StepStats:
+        assert self._loss_fn is not None
+        if _wants_closure(self._optimizer):
+            return self._train_step_with_closure(step, stop)
+        self.begin_step(step, stop=stop)
+        for piece in step.mine():
+            self.phases.mark("load")
+            with self.slice_context(piece):
+                result = self._loss_fn(self._model, piece.batch)
+            self.phases.mark("forward")
+            self.backward(piece, result)
+            self.phases.mark("backward")
+        return self.end_step()
+
+    def begin_step(self, step: StepLike, *, stop: int = 0) -> None:
+        self.phases.begin()
+        self._step, self._stop = step, stop
+        shares = self.shares(step.num_slices)
+        self._mine = shares[self._axis.rank]
+        self._reports: list[Tensor] = []
+        self._exchange: _Exchange | None = None
+        self._slots = max(len(share) for share in shares)
+        self._all_shares = shares
+        self._gradients.begin(step.num_slices, shares, f"step {step.number}")
+        self._buffers.begin(step.num_slices)
+
+    @contextmanager
+    def slice_context(self, piece: PieceLike) -> Iterator[None]:
+        """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
+        self._buffers.enter(piece.index)
+        with piece.randomness(), self._precision.autocast():
+            yield
+
+    def backward(self, piece: PieceLike, result: Any) -> None:
+        """Backward of one slice, weighted so that the sum over all slices is the gradient of the batch's mean."""
+        total, weight, scaled = self._weigh(piece, result)
+        contribution = self._buffers.leave(piece.index)
+        report = torch.tensor([total, weight], dtype=torch.float64)
+        self._reports.append(torch.cat([report, contribution]))
+        self._gradients.before_backward(piece.index)
+        if piece.index == self._mine[-1]:
+            self._exchange = self._start_exchange()  # travels while backward runs
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._gradients.after_backward(piece.index)
+        self._buffers.put_back()
+
+    def end_step(self) -> StepStats:
+        step = self._step
+        loss, stop = self._reduce()
+        stats = StepStats(loss=loss, rows=step.rows, stop=stop, bytes_sent=self._gradients.bytes_sent)
+        self.phases.mark("reduce")
+        self._update(stats)
+        self.phases.mark("update")
+        stats.seconds = self.phases.seconds
+        stats.lr = float(self._optimizer.param_groups[0]["lr"])
+        return stats
+
+    def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]:
+        """Loss and per-example metrics of each piece, with the model in evaluation mode."""
+        assert self._loss_fn is not None
+        results = []
+        with self.evaluating():
+            for piece in pieces:
+                value = self._loss_fn(self._model, piece.batch)
+                total, weight = _total_and_weight(value, piece.rows)
+                sums = {
+                    name: _metric_sum(name, fn(self._model, piece.batch), piece.rows) for name, fn in metrics.items()
+                }
+                results.append(PieceResult(piece.index, piece.rows, float(total), weight, sums))
+        return results
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._precision.autocast():
+                yield
+        finally:
+            self._model.train(was_training)
+
+    @contextmanager
+    def using_loss(self, loss_fn: LossFn) -> Iterator[None]:
+        """Evaluate with another loss function; a loop of the user's own has none that we know."""
+        before, self._loss_fn = self._loss_fn, loss_fn
+        try:
+            yield
+        finally:
+            self._loss_fn = before
+
+    def state(self) -> dict[str, Any]:
+        return {"loss_scale": self._precision.scale.state()} if self._precision.scale else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._precision.scale and "loss_scale" in state:
+            self._precision.scale.restore(state["loss_scale"])
+
+    def close(self) -> None:
+        self._axis.close()
+
+    def _train_step_with_closure(self, step: StepLike, stop: int) -> StepStats:
+        """LBFGS and its kind evaluate the loss several times per step; each evaluation covers the whole batch."""
+        assert self._loss_fn is not None
+        pieces = list(step.mine())
+        stats = StepStats(loss=math.nan, rows=step.rows)
+
+        def closure() -> float:
+            self.begin_step(step, stop=stop)
+            for piece in pieces:
+                with self.slice_context(piece):
+                    result = self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
+                self.backward(piece, result)
+            loss, stats.stop = self._reduce()
+            self._scale_gradients(stats)
+            if math.isnan(stats.loss):
+                stats.loss = loss
+            return loss
+
+        self._optimizer.step(closure)
+        self.phases.mark("update")
+        stats.seconds, stats.lr = self.phases.seconds, float(self._optimizer.param_groups[0]["lr"])
+        return stats
+
+    def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
+        total, weight = _total_and_weight(result, piece.rows)
+        if not total.requires_grad:
+            raise BadLoss(
+                "The loss has no gradient: it does not depend on any trained parameter.",
+                fix=["compute it from model(...) without .detach(), .item() or torch.no_grad()"],
+            )
+        # Slices are weighted before backward, with what is known before it; what `weight` adds is divided out after.
+        scale = self._precision.scale.value if self._precision.scale else 1.0
+        if isinstance(result, Tensor):
+            factor = scale * (piece.rows / self._step.rows)
+            return float(total.detach()), weight, result if factor == 1.0 else result * factor
+        return float(total.detach()), weight, total * (scale / self._step.rows)
+
+    def _start_exchange(self) -> _Exchange:
+        return _Exchange(self._axis, self._reports, self._slots, self._stop, self._buffers, self._step.number)
+
+    def _reduce(self) -> tuple[float, int]:
+        """Sum gradients, losses and statistics over the ranks; the batch's loss, and the largest `stop`."""
+        exchange = self._exchange or self._start_exchange()
+        self._gradients.finish()
+        reports, stop, changes = exchange.finish(self._all_shares)
+        self._buffers.commit([report[2:] for report in reports])
+        self._buffers.apply_first_changes(changes)
+        total = math.fsum(float(report[0]) for report in reports)
+        self._weight = math.fsum(float(report[1]) for report in reports)
+        if self._weight <= 0:
+            raise BadLoss(
+                f"The weights of step {self._step.number} sum to {self._weight:g}; the mean needs them above 0."
+            )
+        loss = total / self._weight
+        if not math.isfinite(loss) and not self._precision.scale:
+            self._raise_non_finite(f"The loss of step {self._step.number} is {loss}")
+        return loss, stop
+
+    def _update(self, stats: StepStats) -> None:
+        if self._scale_gradients(stats):
+            self._optimizer.step()
+
+    def _scale_gradients(self, stats: StepStats) -> bool:
+        """Divide out loss scale and weights, clip; False when an fp16 overflow means that the step is skipped."""
+        grads = [param.grad for param in self._gradients.params if param.grad is not None]
+        scale = self._precision.scale
+        factor = self._step.rows / self._weight / (scale.value if scale else 1.0)
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        if self._clip_norm is None and scale is None:
+            return True
+        stats.grad_norm = global_norm(grads)
+        if scale:
+            stats.skipped = not math.isfinite(stats.grad_norm)
+            scale.update(overflow=stats.skipped)
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if stats.skipped else 0
+            if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                self._raise_non_finite(
+                    f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}"
+                )
+            if stats.skipped:
+                return False
+        elif not math.isfinite(stats.grad_norm):
+            self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
+        if self._clip_norm is not None:
+            clip_(grads, stats.grad_norm, self._clip_norm)
+        return True
+
+    def _raise_non_finite(self, what: str) -> None:
+        name = _first_non_finite(self._model)
+        raise NonFinite(
+            f"{what}; {name or 'every parameter is still finite'}.",
+            fix=[
+                "a lower learning rate, or clip_norm=1.0",
+                "the data of this step: NaN in the input makes NaN in the loss",
+            ],
+        )
+
+
+class _Exchange:
+    """One small message per step and rank: per slice its loss, weight and statistics; and whether anyone wants to stop."""
+
+    def __init__(
+        self, axis: Axis, reports: list[Tensor], slots: int, stop: int, buffers: StepBuffers, number: int
+    ) -> None:
+        self._axis, self._reports, self._stop, self._number = axis, reports, stop, number
+        self._changes = buffers.first_changes()
+        if axis.size == 1:
+            return
+        self._width = 2 + (buffers.numel if len(reports) == 0 else len(reports[0]) - 2)
+        self._mine = torch.zeros(2 + slots * self._width, dtype=torch.float64)
+        self._mine[0], self._mine[1] = stop, len(self._changes)
+        if reports:
+            self._mine[2 : 2 + len(reports) * self._width] = torch.cat(reports)
+        self._everyone = torch.empty(axis.size * len(self._mine), dtype=torch.float64)
+        self._pending: Pending = axis.all_gather_start(self._everyone, self._mine, f"losses of step {number}")
+
+    def finish(self, shares: Sequence[range]) -> tuple[list[Tensor], int, bytes]:
+        """All slices' reports in slice order, the largest `stop`, and the buffers that slice 0 changed."""
+        if self._axis.size == 1:
+            return self._reports, self._stop, self._changes
+        self._pending.wait()
+        ranks = self._everyone.view(self._axis.size, -1)
+        reports = [
+            ranks[rank, 2 + i * self._width : 2 + (i + 1) * self._width]
+            for rank, share in enumerate(shares)
+            for i in range(len(share))
+        ]
+        changes = self._changes
+        if bool((ranks[:, 1] > 0).any()):
+            sent = self._axis.all_gather_bytes(f"buffers of step {self._number}", self._changes)
+            changes = next(data for data in sent if data)
+        return reports, int(ranks[:, 0].max()), changes
+
+
+def _total_and_weight(result: Any, rows: int) -> tuple[Tensor, float]:
+    """(sum over the examples, its weight) from what a loss function returned."""
+    if isinstance(result, tuple) and len(result) == 2:
+        total, weight = result
+        if isinstance(total, Tensor) and total.numel() == 1:
+            return total.reshape(()), float(weight)
+    elif isinstance(result, Tensor) and result.numel() == 1:
+        return result.reshape(()) * rows, float(rows)
+    raise BadLoss(
+        f"The loss function returned {_describe(result)}, not a scalar or a (sum, weight) pair.",
+        fix=[
+            "return the mean over the batch, such as cross_entropy(model(x), y)",
+            "or a pair: (losses.sum(), len(losses))",
+        ],
+    )
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return f"a {type(result).__name__}"
+
+
+def _metric_sum(name: str, values: Any, rows: int) -> float:
+    if not isinstance(values, Tensor) or values.shape[:1] != (rows,) or values.numel() != rows:
+        raise TrainingFailed(
+            f"Metric {name!r} returned {_describe(values)} for {rows} examples; it must return one value per example.",
+            fix=["(model(x).argmax(1) == y).float()", "reduction='none' in a loss function"],
+        )
+    return float(values.double().sum())
+
+
+def _first_non_finite(model: nn.Module) -> str | None:
+    for kind in ("value", "gradient"):
+        for name, param in model.named_parameters():
+            tensor = param.detach() if kind == "value" else param.grad
+            if tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return f"the first parameter with a non-finite {kind} is {name}"
+    return None
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.LBFGS)
