@@ -1,0 +1,1 @@
+"""Slices, order and resume (pure); loading and prefetch. Start reading at `order`, then `batches`."""

@@ -1,0 +1,154 @@
+"""Every example exactly once, in order, shared out to the workers: what evaluation and prediction walk over.
+
+Where the data is cut does not depend on the number of workers, so a piece's result is the same whoever computes it;
+`Piece.index` puts the results back in order. Start reading at `eval_pieces`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from manyhands.data.apart import ApartSource
+from manyhands.data.batches import Piece, accelerator, to_device
+from manyhands.data.exchange import RowExchange
+from manyhands.data.feeds import STEPS_AHEAD, start_fetcher
+from manyhands.data.fetch import Fetcher, Job, fetch_now
+from manyhands.data.loaders import InProcesses, Loader
+from manyhands.data.order import slice_key, slices_of
+from manyhands.data.randomness import randomness
+from manyhands.data.rows import RowSource
+from manyhands.data.source import Source
+from manyhands.data.streams import StreamSource
+from manyhands.errors import DataFetchFailed, ManyhandsError
+
+__all__ = ["EvalSlice", "eval_pieces", "eval_slices"]
+
+
+class EvalSlice(msgspec.Struct, frozen=True):
+    """Rows [start, stop) of the data, as piece `index` of all."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def eval_slices(num_rows: int, batch_size: int, world_size: int, rank: int) -> list[EvalSlice]:
+    """This worker's pieces of at most `batch_size` rows: a contiguous share of all."""
+    count = -(-num_rows // batch_size)
+    mine = slices_of(rank, world_size, count)
+    return [EvalSlice(i, i * batch_size, min(num_rows, (i + 1) * batch_size)) for i in mine]
+
+
+def eval_pieces(
+    source: Source,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    exchange: RowExchange | None = None,
+) -> Iterator[Piece]:
+    """This worker's pieces. Randomness is keyed by (seed, piece), so an evaluation repeated is the same.
+
+    Close the iterator (or run it to its end) to end its thread or loader processes.
+    """
+    target = accelerator(device)
+    if isinstance(source, StreamSource):
+        pieces = _of_stream(source, batch_size, seed, lambda index: index % world_size == rank)
+    elif isinstance(source, ApartSource):
+        pieces = _of_apart(source, batch_size, seed)
+    elif source.shared:
+        assert exchange is not None, "files that some workers lack need an exchange"
+        pieces = _of_shared_files(source, batch_size, seed, rank, world_size, exchange)
+    else:
+        pieces = _of_rows(source, batch_size, seed, eval_slices(source.num_rows, batch_size, world_size, rank))
+    for piece in pieces:
+        if target is not None:
+            piece.batch = to_device(piece.batch, target)
+        yield piece
+
+
+def _piece(each: EvalSlice, batch: Any, seed: int) -> Piece:
+    return Piece(each.index, batch, each.stop - each.start, slice_key(seed, 0, each.index, "compute"), 0)
+
+
+def _job(each: EvalSlice, seed: int) -> Job:
+    return Job(0, each.index, np.arange(each.start, each.stop), slice_key(seed, 0, each.index, "evaluate"))
+
+
+def _of_rows(source: RowSource, batch_size: int, seed: int, mine: list[EvalSlice]) -> Iterator[Piece]:
+    if not mine:
+        return
+    jobs = (_job(piece, seed) for piece in mine)
+    if source.num_workers:
+        # Starting a process takes seconds, and a run evaluates often: these stay for as long as the source does.
+        loader = source.kept_loader or Loader(source, STEPS_AHEAD)
+        source.kept_loader = None  # nobody else may use it meanwhile
+        fetcher: Fetcher = InProcesses(loader, jobs, keep=True)
+    else:
+        loader, fetcher = None, start_fetcher(source, jobs, STEPS_AHEAD)
+    try:
+        for each in mine:
+            yield _piece(each, fetcher.get(0, each.index), seed)
+    finally:
+        fetcher.close()
+        source.kept_loader = loader
+
+
+def _of_shared_files(
+    source: RowSource, batch_size: int, seed: int, rank: int, world_size: int, exchange: RowExchange
+) -> Iterator[Piece]:
+    """In rounds of one piece per worker; a worker that has no more still takes part."""
+    shares = [eval_slices(source.num_rows, batch_size, world_size, other) for other in range(world_size)]
+    for turn in range(max(len(share) for share in shares)):
+        now = [share[turn : turn + 1] for share in shares]
+        wanted = [[np.arange(piece.start, piece.stop) for piece in pieces] for pieces in now]
+        batches = source.take_together(wanted, exchange, f"data/evaluation {turn}")
+        for each, batch in zip(now[rank], batches, strict=True):
+            yield _piece(each, fetch_now(functools.partial(_collated, batch), _job(each, seed)), seed)
+
+
+def _collated(batch: Callable[[], Any], _job: Job) -> Any:
+    return batch()
+
+
+def _of_stream(source: StreamSource, batch_size: int, seed: int, mine: Callable[[int], bool]) -> Iterator[Piece]:
+    """Every worker reads the whole stream; pieces are dealt out in turn, as nobody knows how many there are."""
+    stream, index, read = None, 0, 0
+    while True:
+        try:
+            with randomness(slice_key(seed, 0, index, "evaluate")):
+                stream = source.open(0) if stream is None else stream
+                rows = list(islice(stream, batch_size))
+        except ManyhandsError:
+            raise
+        except Exception as error:
+            what = f"Reading the stream for evaluation failed after row {read}. {type(error).__name__}: {error}"
+            raise DataFetchFailed(what) from error
+        if not rows:
+            return
+        if mine(index):
+            each = EvalSlice(index, read, read + len(rows))
+            yield _piece(each, fetch_now(functools.partial(source.collate_job, rows), _job(each, seed)), seed)
+        index, read = index + 1, read + len(rows)
+
+
+def _of_apart(source: ApartSource, batch_size: int, seed: int) -> Iterator[Piece]:
+    """Each worker its own slices' data; piece i of slice v has the number i * V + v."""
+    for v, part in source.parts.items():
+        own_seed = slice_key(seed, 0, v, "evaluate")
+        if isinstance(part, StreamSource):
+            pieces = _of_stream(part, batch_size, own_seed, lambda _index: True)
+        else:
+            pieces = _of_rows(part, batch_size, own_seed, eval_slices(part.num_rows, batch_size, 1, 0))
+        for piece in pieces:
+            piece.index = piece.index * source.num_slices + v
+            yield piece

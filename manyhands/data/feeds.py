@@ -1,0 +1,205 @@
+"""From a position to steps and their batches, for rows by number. Streams have a feed of their own (`streams`).
+
+`plan_steps` is the whole decision: pure, endless if asked, the same on every worker. `RowFeed` has its slices
+fetched in that order. What a step looks like to a strategy is `batches`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.data.exchange import RowExchange
+from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
+from manyhands.data.loaders import InProcesses, Loader
+from manyhands.data.order import Position, num_slices, order, slice_bounds, slice_key, slices_of
+from manyhands.data.rows import RowSource
+
+__all__ = [
+    "STEPS_AHEAD",
+    "Bounds",
+    "EpochOrder",
+    "Feed",
+    "Plan",
+    "RowFeed",
+    "Schedule",
+    "SharedFilesFeed",
+    "cut",
+    "plan_steps",
+    "start_fetcher",
+    "total_steps",
+]
+
+STEPS_AHEAD = 2
+# The order is computed for this many rows at a time: for a batch of 64 alone the fixed cost would be 100 microseconds.
+_ORDER_BLOCK = 32768
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Schedule(NamedTuple):
+    """What every worker of a run agrees on."""
+
+    batch_size: int
+    slices: int
+    position: Position
+    first_step: int
+    epochs: int | None
+    steps: int | None
+    shuffle: bool = True
+
+
+class Plan(NamedTuple):
+    """One step, before anything is fetched: rows [start, start + rows) of the epoch's order, cut at `bounds`."""
+
+    number: int
+    epoch: int
+    start: int
+    rows: int
+    bounds: Bounds
+    last_of_epoch: bool
+
+
+class Feed(Protocol):
+    def plans(self) -> Iterator[Plan]: ...
+
+    def get(self, plan: Plan, v: int) -> Any:
+        """The batch of one of this worker's slices, in order."""
+
+    def again(self, plan: Plan, v: int) -> Any:
+        """The batch of any slice of a step, at any time; may be slow."""
+
+    def close(self) -> None: ...
+
+
+@functools.lru_cache(maxsize=64)
+def cut(rows: int, slices: int, short: bool) -> Bounds:
+    return tuple(slice_bounds(rows, num_slices(rows, slices, short=short)))
+
+
+def plan_steps(num_rows: int, schedule: Schedule) -> Iterator[Plan]:
+    """The steps from the schedule's position on."""
+    batch_size, number = schedule.batch_size, schedule.first_step
+    epoch, start = schedule.position.epoch, schedule.position.row
+    while schedule.epochs is None or epoch < schedule.epochs:
+        while start < num_rows:
+            if schedule.steps is not None and number > schedule.steps:
+                return
+            rows = min(batch_size, num_rows - start)
+            bounds = cut(rows, schedule.slices, rows < batch_size)
+            yield Plan(number, epoch, start, rows, bounds, start + rows == num_rows)
+            number, start = number + 1, start + rows
+        epoch, start = epoch + 1, 0
+
+
+def total_steps(num_rows: int, schedule: Schedule) -> int | None:
+    """Steps of the whole run, those before the position included; None for a run without an end."""
+    if schedule.epochs is None:
+        return schedule.steps
+    position, batch_size = schedule.position, schedule.batch_size
+    whole = max(0, schedule.epochs - position.epoch - 1) * -(-num_rows // batch_size)
+    this = -(-(num_rows - position.row) // batch_size) if position.epoch < schedule.epochs else 0
+    total = schedule.first_step - 1 + this + whole
+    return total if schedule.steps is None else min(total, schedule.steps)
+
+
+class EpochOrder:
+    """`order`, computed in blocks and remembered; one per thread that asks."""
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._epoch, self._start, self._block = -1, 0, np.empty(0, np.int64)
+
+    def rows(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        if epoch != self._epoch or start < self._start or stop > self._start + len(self._block):
+            end = min(self._num_rows, max(stop, start + _ORDER_BLOCK))
+            self._block = order(self._num_rows, self._seed, epoch, start, end, shuffle=self._shuffle)
+            self._epoch, self._start = epoch, start
+        return self._block[start - self._start : stop - self._start]
+
+
+class RowFeed:
+    """Steps over rows by number; this worker's slices are fetched ahead where the source allows it."""
+
+    def __init__(self, source: RowSource, schedule: Schedule, rank: int, world_size: int) -> None:
+        self._source, self._schedule, self._rank, self._world_size = source, schedule, rank, world_size
+        self._order = self._new_order()
+        self._fetcher: Fetcher | None = None
+
+    def plans(self) -> Iterator[Plan]:
+        return plan_steps(self._source.num_rows, self._schedule)
+
+    def get(self, plan: Plan, v: int) -> Any:
+        if self._fetcher is None:
+            # Only now, so that making a feed starts nothing.
+            mine = slices_of(self._rank, self._world_size, self._schedule.slices)
+            self._fetcher = start_fetcher(self._source, self._jobs(), STEPS_AHEAD * max(1, len(mine)))
+        return self._fetcher.get(plan.number, v)
+
+    def again(self, plan: Plan, v: int) -> Any:
+        return fetch_now(self._source.take_job, self._job(plan, v, self._order))
+
+    def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _new_order(self) -> EpochOrder:
+        shuffle = self._schedule.shuffle and self._source.shuffle
+        return EpochOrder(self._source.num_rows, self._schedule.position.seed, shuffle)
+
+    def _jobs(self) -> Iterator[Job]:
+        rows = self._new_order()  # of its own, as the prefetch thread walks it
+        for plan in self.plans():
+            for v in slices_of(self._rank, self._world_size, len(plan.bounds)):
+                yield self._job(plan, v, rows)
+
+    def _job(self, plan: Plan, v: int, rows: EpochOrder) -> Job:
+        low, high = plan.bounds[v]
+        key = slice_key(self._schedule.position.seed, plan.number, v, "fetch")
+        return Job(plan.number, v, rows.rows(plan.epoch, plan.start + low, plan.start + high), key)
+
+
+class SharedFilesFeed(RowFeed):
+    """Steps over files that not every worker has; rows are sent before a step is given out.
+
+    The exchange happens in the thread that runs the steps: only there do all workers come by in the same order. A
+    worker without a slice of its own takes part too.
+    """
+
+    def __init__(
+        self, source: RowSource, schedule: Schedule, rank: int, world_size: int, exchange: RowExchange
+    ) -> None:
+        super().__init__(source, schedule, rank, world_size)
+        self._exchange = exchange
+        self._plan: Plan | None = None
+        self._taken: dict[int, Callable[[], Any]] = {}
+
+    def plans(self) -> Iterator[Plan]:
+        for plan in super().plans():
+            wanted = [
+                [self._job(plan, v, self._order).rows for v in slices_of(rank, self._world_size, len(plan.bounds))]
+                for rank in range(self._world_size)
+            ]
+            batches = self._source.take_together(wanted, self._exchange, f"data/step {plan.number}")
+            mine = slices_of(self._rank, self._world_size, len(plan.bounds))
+            self._plan, self._taken = plan, dict(zip(mine, batches, strict=True))
+            yield plan
+
+    def get(self, plan: Plan, v: int) -> Any:
+        return fetch_now(lambda _job: self._taken[v](), self._job(plan, v, self._order))
+
+    def again(self, plan: Plan, v: int) -> Any:
+        return self.get(plan, v) if plan is self._plan and v in self._taken else super().again(plan, v)
+
+
+def start_fetcher(source: RowSource, jobs: Iterator[Job], ahead: int) -> Fetcher:
+    """Whoever may fetch from this source; `ahead` slices may be fetched before they are asked for."""
+    if source.num_workers:
+        return InProcesses(Loader(source, ahead), jobs)
+    if source.fetched_by == "thread":
+        return InThread(source.take_job, jobs, ahead)
+    return InCaller(source.take_job, jobs)

@@ -1,0 +1,168 @@
+"""Loader processes: a user's data read ahead, in processes of its own, by torch's DataLoader.
+
+A job is one slice, seeded with the slice's key in the process that fetches it, so the number of processes changes
+nothing but speed. Processes are spawned (a fork of a process with threads may hang) and end with this one, however that
+ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from manyhands.data.fetch import Job, failed
+from manyhands.data.randomness import seed_all
+from manyhands.data.rows import RowSource
+from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
+
+__all__ = ["Failure", "InProcesses", "Loader", "LoaderError", "start", "stream_loader"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class LoaderError(Exception):
+    """Stands for the exception that a loader process met; its text is that process's traceback."""
+
+
+class Failure:
+    """An exception of a loader process as text, because not every exception survives the way."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.kind, self.message = type(error).__name__, str(error)
+        self.notes = list(getattr(error, "__notes__", []))
+        self.trace = "".join(traceback.format_exception(error))
+
+
+class _Slices(Dataset[Any]):
+    def __init__(self, source: RowSource) -> None:
+        self._source = copy.copy(source)  # without its kept loader, which would be a reference cycle
+
+    def __getitem__(self, job: Job) -> Any:
+        seed_all(job.key)
+        try:
+            return job, self._source.take(job.rows)
+        except Exception as error:
+            return job, Failure(error)
+
+
+class InProcesses:
+    """Slices from a `Loader`, which is closed with this unless it is to be used again."""
+
+    def __init__(self, loader: Loader, jobs: Iterator[Job], *, keep: bool = False) -> None:
+        self._loader, self._keep = loader, keep
+        self._items: Generator[Any, None, None] | None = loader.run(jobs)
+
+    def get(self, step: int, v: int) -> Any:
+        assert self._items is not None, "asked after close"
+        for job, batch in self._items:
+            if (job.step, job.v) != (step, v):
+                continue
+            if isinstance(batch, Failure):
+                told = failed(job, batch.kind, batch.message, batch.notes, trace=batch.trace)
+                raise told from LoaderError(batch.trace)
+            return batch
+        raise ManyhandsError(f"Slice {v} of step {step} was asked for twice, or out of order.")
+
+    def close(self) -> None:
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+        if not self._keep:
+            self._loader.close()
+
+
+class _Jobs:
+    """What a DataLoader takes for its sampler. Apart from `Loader`, as a reference cycle would keep processes alive."""
+
+    def __init__(self) -> None:
+        self.now: Iterator[Job] = iter(())
+
+    def __iter__(self) -> Iterator[Job]:
+        return self.now
+
+
+class Loader:
+    """Processes that fetch slices, together about `ahead` slices ahead, for one iterator of jobs at a time."""
+
+    def __init__(self, source: RowSource, ahead: int) -> None:
+        self._jobs = _Jobs()
+        self._loader: DataLoader[Any] | None = _data_loader(_Slices(source), source.num_workers, ahead, self._jobs)
+
+    def run(self, jobs: Iterator[Job]) -> Generator[Any, None, None]:
+        assert self._loader is not None, "asked after close"
+        self._jobs.now = jobs
+        return start(self._loader)
+
+    def close(self) -> None:
+        self._loader = None  # the last reference; the processes end with it
+
+
+def stream_loader(dataset: Dataset[Any], ahead: int) -> DataLoader[Any]:
+    """One process that iterates over `dataset`."""
+    return _data_loader(dataset, 1, ahead, None)
+
+
+def _data_loader(dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Jobs | None) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=jobs,
+        num_workers=num_workers,
+        collate_fn=_as_is,
+        prefetch_factor=max(1, -(-ahead // num_workers)),
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+        worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
+        generator=torch.Generator(),  # of its own: the default draws from the run's
+    )
+
+
+def start(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """What the loader gives, in order. Processes are there when this returns."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Got pickle error")  # we say it ourselves
+            return _until_closed(iter(loader))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"The data cannot be sent to a loader process: {error}.",
+            fix=[
+                "num_workers=0",
+                "no lambda, no open file, no class inside a function in the dataset",
+            ],
+        ) from error
+
+
+def _until_closed(items: Iterator[Any]) -> Generator[Any, None, None]:
+    try:
+        yield from items
+    except RuntimeError as error:
+        raise DataFetchFailed(
+            f"A loader process is gone: {error}.",
+            fix=["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does'],
+        ) from error
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _end_with_parent(parent: int, _number: int) -> None:
+    """Have the kernel end this process with its parent. Ctrl-C reaches it too, but the parent decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(1)

@@ -1,0 +1,64 @@
+"""The three global generators (`random`, `numpy`, `torch`), set to a slice's key and put back afterwards.
+
+What is drawn inside depends on the key alone: not on the rank, the number of workers or what ran before.
+Which key belongs to which slice is `order.slice_key`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+__all__ = ["randomness", "seed_all"]
+
+# numpy's get_state and set_state take 90 microseconds together; exchanging the generator takes one. Spares are kept
+# because making one is slow too; a nested use takes another.
+_spare_generators: list[np.random.BitGenerator] = []
+
+
+def seed_all(key: int) -> None:
+    """Seed all three for good. numpy's legacy generator takes 32 bits, so it gets the low ones."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    # torch.manual_seed also visits every kind of accelerator, which takes 160 microseconds where there is none.
+    torch.default_generator.manual_seed(key)
+    if _cuda_in_use():
+        torch.cuda.manual_seed_all(key)
+
+
+@contextmanager
+def randomness(key: int) -> Iterator[None]:
+    """Seed all three inside, and give them back as they were. About 30 microseconds in all."""
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    cuda_states = torch.cuda.get_rng_state_all() if _cuda_in_use() else None
+    put_back = _lend_numpy_generator()
+    try:
+        seed_all(key)
+        yield
+    finally:
+        random.setstate(python_state)
+        put_back()
+        torch.default_generator.set_state(torch_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _lend_numpy_generator() -> Callable[[], None]:
+    outer = mtrand.get_bit_generator()
+    inner = _spare_generators.pop() if _spare_generators else np.random.MT19937(0)
+    mtrand.set_bit_generator(inner)
+
+    def put_back() -> None:
+        mtrand.set_bit_generator(outer)
+        _spare_generators.append(inner)
+
+    return put_back
