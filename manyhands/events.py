@@ -32,7 +32,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=T
     """Wall clock of the emitting process, for people; never compared between hosts."""
 
 
-class RunStarted(_Event):
+class RunStarted(_Event, frozen=True):
     run: str
     strategy: str
     workers: int
@@ -45,13 +45,13 @@ class RunStarted(_Event):
     call: str = "fit"
 
 
-class GenerationStarted(_Event):
+class GenerationStarted(_Event, frozen=True):
     generation: str
     workers: int
     hosts: int
 
 
-class StepDone(_Event):
+class StepDone(_Event, frozen=True):
     step: int
     epoch: int
     loss: float
@@ -65,26 +65,26 @@ class StepDone(_Event):
     total_steps: int | None = None
 
 
-class EpochDone(_Event):
+class EpochDone(_Event, frozen=True):
     epoch: int
     step: int
     results: dict[str, float]
 
 
-class Evaluated(_Event):
+class Evaluated(_Event, frozen=True):
     step: int
     results: dict[str, float]
     rows: int
 
 
-class Logged(_Event):
+class Logged(_Event, frozen=True):
     """Values the user's own code logged."""
 
     step: int
     values: dict[str, float]
 
 
-class CheckpointSaved(_Event):
+class CheckpointSaved(_Event, frozen=True):
     step: int
     path: str
     num_bytes: int
@@ -93,12 +93,12 @@ class CheckpointSaved(_Event):
     """How long the training loop waited for the snapshot; the rest happened beside it."""
 
 
-class CheckpointFailed(_Event):
+class CheckpointFailed(_Event, frozen=True):
     step: int
     reason: str
 
 
-class Resumed(_Event):
+class Resumed(_Event, frozen=True):
     step: int
     epoch: int
     path: str
@@ -106,7 +106,7 @@ class Resumed(_Event):
     """Newer checkpoints that did not verify, with the reason."""
 
 
-class WorkerLost(_Event):
+class WorkerLost(_Event, frozen=True):
     rank: int
     host: str
     pid: int
@@ -114,11 +114,11 @@ class WorkerLost(_Event):
     collateral: bool = False
 
 
-class Warned(_Event):
+class Warned(_Event, frozen=True):
     text: str
 
 
-class RunEnded(_Event):
+class RunEnded(_Event, frozen=True):
     exit_code: int
     step: int
     reason: str

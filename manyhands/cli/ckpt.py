@@ -48,7 +48,13 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("run_or_dir")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="The file to write.")
-@click.option("--format", "file_format", type=click.Choice(["safetensors", "pt"]), default="safetensors")
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["safetensors", "pt"]),
+    default="safetensors",
+    help="pt: a dict of tensors by torch.save, for programs that read nothing else.",
+)
 @click.option("--all-tensors", is_flag=True, help="Optimizer and other tensors too, under their full names.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 @_JSON

@@ -7,6 +7,7 @@ every call has nothing to do. Start reading at `Axis`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,7 +23,7 @@ __all__ = ["Axis", "Pending", "connect"]
 
 
 class Pending:
-    """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the operation's name."""
+    """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the name."""
 
     def __init__(self, work: Any, name: str, axis: Axis) -> None:
         self._work, self._name, self._axis = work, name, axis
@@ -128,7 +129,7 @@ class Axis:
                     "[comm] timeout_s, if a step may take this long",
                 ],
             )
-        return PeerLost(f"Rank {self.rank} lost a peer in {name!r}: {text.splitlines()[0] if text else 'closed'}")
+        return PeerLost(f"Rank {self.rank} lost a peer in {name!r}: {_reason(text)}.")
 
     def _start(self, call: Callable[[Any], Any], name: str) -> Pending:
         if self._group is None:
@@ -167,6 +168,12 @@ def connect(
     except RuntimeError as error:
         raise axis.translate(error, "connecting to the other workers") from error
     return axis
+
+
+def _reason(text: str) -> str:
+    """The part of Gloo's message that says what happened: without its source file and without its advice."""
+    first = text.splitlines()[0] if text else "the connection was closed"
+    return re.sub(r"^\[[^]]*\]\s*|\. This is typically.*$", "", first)
 
 
 def _broadcast(raw: torch.Tensor, options: Any, group: Any) -> Any:

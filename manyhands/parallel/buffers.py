@@ -11,7 +11,8 @@ Start reading at `StepBuffers`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import TrainingFailed
 
-__all__ = ["NormLayer", "StepBuffers", "norm_layers"]
+__all__ = ["ForeignState", "NormLayer", "StepBuffers", "norm_layers"]
 
 # A frozen parameter this large is not a statistic: it is watched, but no copy is kept to restore it from.
 MAX_SHADOW_NUMEL = 2**20
@@ -33,7 +34,18 @@ class NormLayer:
     averages: tuple[Tensor, ...]
     keep: float | None
     calls: Tensor | None
-    """The layer's own call counter; without one, a changed average means one call."""
+    """The layer's own call counter; without one, every write to the first average is one call."""
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """State that a library other than torch keeps in a model, found by whoever knows that library."""
+
+    norms: tuple[NormLayer, ...] = ()
+    seeds: tuple[Tensor, ...] = ()
+    """States of the model's own generators. They are no buffers: `in_slice` sets them and puts them back."""
+    in_slice: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Open during the forward pass of a slice, inside its randomness."""
 
 
 def norm_layers(model: nn.Module) -> list[NormLayer]:
@@ -51,13 +63,14 @@ class StepBuffers:
     """Holds the step's buffers and puts the slices' changes together.
 
     After `commit`, buffers are bitwise equal on every rank and do not depend on which rank ran which slice. With one
-    slice in the step nothing is copied or replayed: the forward pass has already left the right values.
+    rank and one slice in the step nothing is copied or replayed: the forward pass has already left the right values.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[NormLayer] | None = None) -> None:
-        self._layers = list(norm_layers(model) if layers is None else layers)
+    def __init__(self, model: nn.Module, foreign: ForeignState | None = None) -> None:
+        foreign = foreign or ForeignState()
+        self._layers = [*norm_layers(model), *foreign.norms]
         statistics = {id(t) for layer in self._layers for t in (*layer.averages, layer.calls) if t is not None}
-        self._others = _Others(model, statistics)
+        self._others = _Others(model, statistics | {id(seed) for seed in foreign.seeds})
         self._averages = [t for layer in self._layers for t in layer.averages]
         self._owner = torch.tensor(
             [i for i, layer in enumerate(self._layers) for t in layer.averages for _ in range(t.numel())],
@@ -65,15 +78,18 @@ class StepBuffers:
         )
         self._keep = torch.tensor([1.0 if x.keep is None else x.keep for x in self._layers], dtype=torch.float64)
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
-        self.numel = len(self._owner) + len(self._layers)
-        """Length of one slice's contribution."""
 
-    def begin(self, num_slices: int) -> None:
-        self._alone = num_slices == 1
+    def begin(self, num_slices: int, num_ranks: int = 1) -> None:
+        self._alone = num_slices == num_ranks == 1
         if not self._alone:
             self._versions = [t._version for t in self._averages]
             self._start, self._start_calls = self._read()
             self._others.begin()
+
+    @property
+    def numel(self) -> int:
+        """Length of one slice's contribution to this step."""
+        return 0 if self._alone else len(self._owner) + len(self._layers)
 
     def enter(self, v: int) -> None:
         if self._alone:
@@ -142,7 +158,7 @@ class StepBuffers:
             if layer.calls is not None:
                 counts.append(float(layer.calls))
             else:
-                counts.append(float(layer.averages[0]._version != self._versions[position]))
+                counts.append(float(layer.averages[0]._version - self._versions[position]))
             position += len(layer.averages)
         return counts
 

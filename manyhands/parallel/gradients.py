@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.axis import Axis, Pending
 from manyhands.errors import TrainingFailed
@@ -37,8 +38,10 @@ class GradientSum:
         self._place: dict[int, tuple[_Bucket, int]] = {}
         self._arrival: list[int] = []
         self._settled = False
+        self._shares: Sequence[range] | None = None
         self._overlapping = False
         self.bytes_sent = 0
+        self._hooks: list[RemovableHandle] = []
         if axis.size > 1:
             self._hooks = [
                 param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -47,7 +50,7 @@ class GradientSum:
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
-        self._count, self._shares, self._name = count, shares, name
+        self._count, self._name = count, name
         self._mine = shares[self._axis.rank]
         self._stack: Stack[Gradients] = Stack(count, add=_add_lists)
         self._summed = False
@@ -55,9 +58,10 @@ class GradientSum:
         if self._axis.size > 1:
             if not self._buckets:
                 self._make_buckets(range(len(self.params) - 1, -1, -1))
-            nodes = [nodes_of(share, count) for share in shares]
+            if shares is not self._shares:
+                self._shares, self._nodes = shares, [nodes_of(share, count) for share in shares]
             for bucket in self._buckets:
-                bucket.begin(nodes, self._count)
+                bucket.begin(self._nodes, self._count)
             self._launched = 0
             self.bytes_sent = 0
 
@@ -67,7 +71,7 @@ class GradientSum:
         if self._overlapping:
             self._below = list(self._stack.values())
             held = len(self._below)
-            self._merges = held - (len(nodes_of(self._mine, self._count)) - 1)
+            self._merges = held - (len(self._nodes[self._axis.rank]) - 1)
 
     def after_backward(self, v: int) -> None:
         if self._overlapping:
@@ -97,6 +101,11 @@ class GradientSum:
             bucket, place = self._place[index]
             param.grad = bucket.result(place)
         self._settle_order()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _drop(self) -> None:
         for param in self.params:

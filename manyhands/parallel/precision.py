@@ -8,6 +8,7 @@ with an overflow is skipped on every rank alike, because all of them look at the
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,16 +57,33 @@ class LossScale:
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
-def fp16_slowdown(size: int = 384) -> float:
-    """How many times as long an fp16 matrix product takes on this CPU as an fp32 one; a few milliseconds to find out."""
-    seconds = {}
-    for dtype in (torch.float32, torch.float16):
-        a = torch.ones(size, size, dtype=dtype)
-        a @ a
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            a @ a
-            best = min(best, time.perf_counter() - start)
-        seconds[dtype] = best
-    return seconds[torch.float16] / seconds[torch.float32]
+def fp16_slowdown() -> tuple[str, float]:
+    """The operation that fp16 slows down most on this CPU, and how many times as long it takes as in fp32.
+
+    Forward and backward of a small product and a small convolution; a CPU may have fast kernels for one of them only.
+    """
+    factors = {
+        name: _seconds(operation, torch.float16) / _seconds(operation, torch.float32)
+        for name, operation in (("matrix product", _product), ("convolution", _convolution))
+    }
+    slowest = max(factors, key=lambda name: factors[name])
+    return slowest, factors[slowest]
+
+
+def _product(dtype: torch.dtype) -> torch.Tensor:
+    a = torch.ones(128, 128, dtype=dtype, requires_grad=True)
+    return (a @ a).sum()
+
+
+def _convolution(dtype: torch.dtype) -> torch.Tensor:
+    pictures = torch.ones(4, 8, 12, 12, dtype=dtype)
+    return torch.conv2d(pictures, torch.ones(8, 8, 3, 3, dtype=dtype, requires_grad=True)).sum()
+
+
+def _seconds(operation: Callable[[torch.dtype], torch.Tensor], dtype: torch.dtype) -> float:
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        operation(dtype).backward()  # type: ignore[no-untyped-call]
+        best = min(best, time.perf_counter() - start)
+    return best

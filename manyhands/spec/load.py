@@ -22,7 +22,7 @@ from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask, from_tf_config
 from manyhands.spec.config_file import Setting, dump_toml, read_config
 from manyhands.spec.run import RunSpec
-from manyhands.spec.seat import RESULT_VARIABLE, SEAT_VARIABLES, Seat, parse_seat
+from manyhands.spec.seat import SEAT_VARIABLES, Seat, parse_seat
 
 __all__ = [
     "KEYS",
@@ -43,7 +43,7 @@ __all__ = [
 CONFIG_VARIABLE = "MANYHANDS_CONFIG"
 KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
 PREFIX = "MANYHANDS_"
-RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, RESULT_VARIABLE}
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE}
 MAX_TEXT = 4096
 
 

@@ -48,8 +48,8 @@ TORCHRUN_FLAGS = (
 class Machine(msgspec.Struct, frozen=True):
     cores: int
     accelerators: int
-    is_this_host: Callable[[str], bool] = lambda host: False
-    """Whether a host name or address is one of this machine's own."""
+    may_listen: Callable[[str, int], bool] = lambda host, port: False
+    """Whether an address is one of this machine's own, and its port free."""
 
     @property
     def default_workers(self) -> int:
@@ -93,9 +93,11 @@ def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
             where="--hosts-wanted",
             fix=["--listen ADDR, the address of this host on the network that joins them"],
         )
-    return Placement(
-        workers=launch.workers or machine.default_workers, num_hosts=launch.hosts_wanted, listen=launch.listen
-    )
+    workers = launch.workers or machine.default_workers
+    if launch.hosts_wanted > 1:
+        return Placement(workers=workers, num_hosts=launch.hosts_wanted, listen=launch.listen)
+    ignored = ["--listen is ignored: one host alone listens to nobody; --hosts-wanted says how many there are."]
+    return Placement(workers=workers, notes=ignored if launch.listen else [])
 
 
 def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Machine) -> Placement:
@@ -106,7 +108,7 @@ def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Mach
     common: dict[str, Any] = {
         "workers": _num_workers(str(nproc), machine),
         "num_hosts": num_hosts,
-        "listen": flags.get("local_addr") or launch.listen,
+        "listen": flags.get("local_addr") or launch.listen if num_hosts > 1 else None,
         "notes": _notes(flags),
     }
     if num_hosts == 1:
@@ -131,8 +133,9 @@ def _dynamic(flags: Mapping[str, Any], common: dict[str, Any], machine: Machine)
         what = f"{common['num_hosts']} nodes have no endpoint to meet at."
         raise SpecError(what, where="--rdzv-backend", fix=[f"--rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}"])
     host, port = _endpoint(endpoint)
-    here = machine.is_this_host(host)
-    return Placement(**common, host_rank=0 if here else None, coordinates=here, master=(host, port or DEFAULT_PORT))
+    master = (host, port or DEFAULT_PORT)
+    here = machine.may_listen(*master)
+    return Placement(**common, host_rank=0 if here else None, coordinates=here, master=master)
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
@@ -181,15 +184,16 @@ def _notes(flags: Mapping[str, Any]) -> list[str]:
 
 def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> Placement:
     """Each chief and worker task is a host of the run; ps and evaluator tasks train nothing under these strategies."""
-    address = task.address
-    alone_with_waiters = task.is_chief and len(task.trainers) == 1 and len(task.cluster.jobs) > 1
+    num_hosts, address = len(task.trainers), task.address
+    own = launch.listen or (address[0] if address else None)
+    alone_with_waiters = task.is_chief and num_hosts == 1 and len(task.cluster.jobs) > 1
     return Placement(
         workers=launch.workers or machine.default_workers,
-        num_hosts=len(task.trainers),
+        num_hosts=num_hosts,
         host_rank=task.host_rank if task.trains else None,
         coordinates=task.is_chief,
         master=task.chief_address,
-        listen=launch.listen or (address[0] if address else None),
+        listen=own if num_hosts > 1 else None,
         trains=task.trains,
         announce=task.chief_address if alone_with_waiters else None,
     )

@@ -24,7 +24,7 @@ def _at_least(section: str, name: str, value: float | None, least: float) -> Non
         raise SpecError(f"[{section}] {name} is {value}, but must be at least {least:g}.", fix=[f"{name} = {least:g}"])
 
 
-class RunSection(_Section):
+class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_dir: str | None = None
     """Where everything the run writes goes; without it, runs/<time>-<script>."""
     overwrite: bool = False
@@ -41,7 +41,7 @@ class RunSection(_Section):
         _at_least("run", "grace_s", self.grace_s, 0)
 
 
-class TrainSection(_Section):
+class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     strategy: Literal["single", "mirrored", "multi_worker"] = "mirrored"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     slices: int | None = None
@@ -60,7 +60,7 @@ class TrainSection(_Section):
             raise SpecError(f"[train] clip_norm is {self.clip_norm}, but must be above 0.", fix=["clip_norm = 1.0"])
 
 
-class LaunchSection(_Section):
+class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int | None = None
     """Workers on this host. Default: one per accelerator; without accelerators, one."""
     threads: int | None = None
@@ -88,7 +88,7 @@ class LaunchSection(_Section):
             )
 
 
-class CommSection(_Section):
+class CommSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     timeout_s: float = 30.0
     """How long a collective waits for its slowest peer before `PeerTimeout` names it."""
     bucket_bytes: int = 25 * 2**20
@@ -99,7 +99,7 @@ class CommSection(_Section):
         _at_least("comm", "bucket_bytes", self.bucket_bytes, 1024)
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every_steps: int | None = None
     every_s: float | None = 600.0
     keep_last: int = 3
@@ -112,7 +112,7 @@ class CheckpointSection(_Section):
         _at_least("checkpoint", "keep_last", self.keep_last, 1)
 
 
-class RunSpec(_Section):
+class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: RunSection = RunSection()
     train: TrainSection = TrainSection()
     launch: LaunchSection = LaunchSection()

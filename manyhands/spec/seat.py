@@ -13,10 +13,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["RESULT_VARIABLE", "SEAT_VARIABLES", "Seat", "parse_seat", "seat_environment"]
-
-RESULT_VARIABLE = "MANYHANDS_RESULT"
-"""Names the file that the chief of an `mh.launch` call writes its result to; set for the chief only."""
+__all__ = ["SEAT_VARIABLES", "Seat", "parse_seat", "seat_environment"]
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

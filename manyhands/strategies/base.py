@@ -6,7 +6,7 @@ who write their own loop, `train_step` also comes in parts: `begin_step`, `slice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,6 +39,8 @@ class StepLike(Protocol):
     def rows(self) -> int: ...
     @property
     def num_slices(self) -> int: ...
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]: ...
     def mine(self) -> Iterable[PieceLike]: ...
 
 

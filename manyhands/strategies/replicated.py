@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis, Pending
 from manyhands.errors import BadLoss, NonFinite, TrainingFailed
-from manyhands.parallel.buffers import StepBuffers
+from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_, global_norm
 from manyhands.parallel.phases import Phases
@@ -77,10 +77,12 @@ class Replicated:
         *,
         clip_norm: float | None,
         bucket_bytes: int,
+        foreign: ForeignState | None = None,
     ) -> None:
         self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
-        self._clip_norm, self._bucket_bytes = clip_norm, bucket_bytes
+        self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
         self._skipped_in_a_row = 0
+        self._summed: GradientSum | None = None
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -91,12 +93,22 @@ class Replicated:
     def model(self) -> nn.Module:
         return self._model
 
+    @property
+    def _gradients(self) -> GradientSum:
+        assert self._summed is not None, "setup comes first"
+        return self._summed
+
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
         self._axis.broadcast_([*self._model.parameters(), *self._model.buffers()], "weights of rank 0")
+        if self._summed is not None:
+            self._summed.close()
         trained = [param for param in self._model.parameters() if param.requires_grad]
-        self._gradients = GradientSum(trained, self._axis, self._bucket_bytes)
-        self._buffers = StepBuffers(self._model)
+        for param in self._model.parameters():
+            param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
+        self._layout: _Layout | None = None
+        self._summed = GradientSum(trained, self._axis, self._bucket_bytes)
+        self._buffers = StepBuffers(self._model, self._foreign)
 
     # The step, and its parts for those who write their own loop.
 
@@ -117,33 +129,32 @@ class Replicated:
     def begin_step(self, step: StepLike, *, stop: int = 0) -> None:
         self.phases.begin()
         self._step, self._stop = step, stop
-        shares = self.shares(step.num_slices)
+        if self._layout is None or self._layout.bounds != step.bounds:
+            self._layout = _lay_out(step.bounds, self.shares(step.num_slices))
+        self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
-        self._reports: list[Tensor] = []
+        self._reports: list[_Report] = []
         self._exchange: _Exchange | None = None
-        self._slots = max(len(share) for share in shares)
-        self._all_shares = shares
-        self._gradients.begin(step.num_slices, shares, f"step {step.number}")
-        self._buffers.begin(step.num_slices)
+        self._gradients.begin(len(self._place), shares, f"step {step.number}")
+        self._buffers.begin(len(self._place), self._axis.size)
 
     @contextmanager
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
-        self._buffers.enter(piece.index)
-        with piece.randomness(), self._precision.autocast():
+        self._buffers.enter(self._place[piece.index])
+        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             yield
 
     def backward(self, piece: PieceLike, result: Any) -> None:
         """Backward of one slice, weighted so that the sum over all slices is the gradient of the batch's mean."""
         total, weight, scaled = self._weigh(piece, result)
-        contribution = self._buffers.leave(piece.index)
-        report = torch.tensor([total, weight], dtype=torch.float64)
-        self._reports.append(torch.cat([report, contribution]))
-        self._gradients.before_backward(piece.index)
-        if piece.index == self._mine[-1]:
+        place = self._place[piece.index]
+        self._reports.append(_Report(total, weight, self._buffers.leave(place)))
+        self._gradients.before_backward(place)
+        if place == self._mine[-1]:
             self._exchange = self._start_exchange()  # travels while backward runs
         scaled.backward()  # type: ignore[no-untyped-call]
-        self._gradients.after_backward(piece.index)
+        self._gradients.after_backward(place)
         self._buffers.put_back()
 
     def end_step(self) -> StepStats:
@@ -163,12 +174,11 @@ class Replicated:
         results = []
         with self.evaluating():
             for piece in pieces:
-                value = self._loss_fn(self._model, piece.batch)
-                total, weight = _total_and_weight(value, piece.rows)
+                value, times, weight = _as_loss(self._loss_fn(self._model, piece.batch), piece.rows)
                 sums = {
                     name: _metric_sum(name, fn(self._model, piece.batch), piece.rows) for name, fn in metrics.items()
                 }
-                results.append(PieceResult(piece.index, piece.rows, float(total), weight, sums))
+                results.append(PieceResult(piece.index, piece.rows, value.item() * times, weight, sums))
         return results
 
     @contextmanager
@@ -224,31 +234,31 @@ class Replicated:
         return stats
 
     def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
-        total, weight = _total_and_weight(result, piece.rows)
-        if not total.requires_grad:
+        value, times, weight = _as_loss(result, piece.rows)
+        if not value.requires_grad:
             raise BadLoss(
                 "The loss has no gradient: it does not depend on any trained parameter.",
                 fix=["compute it from model(...) without .detach(), .item() or torch.no_grad()"],
             )
         # Slices are weighted before backward, with what is known before it; what `weight` adds is divided out after.
         scale = self._precision.scale.value if self._precision.scale else 1.0
-        if isinstance(result, Tensor):
-            factor = scale * (piece.rows / self._step.rows)
-            return float(total.detach()), weight, result if factor == 1.0 else result * factor
-        return float(total.detach()), weight, total * (scale / self._step.rows)
+        factor = scale * (times / self._step.rows)
+        return value.item() * times, weight, value if factor == 1.0 else value * factor
 
     def _start_exchange(self) -> _Exchange:
-        return _Exchange(self._axis, self._reports, self._slots, self._stop, self._buffers, self._step.number)
+        assert self._layout is not None
+        shares = self._layout.shares
+        return _Exchange(self._axis, self._reports, shares, self._stop, self._buffers, self._step.number)
 
     def _reduce(self) -> tuple[float, int]:
         """Sum gradients, losses and statistics over the ranks; the batch's loss, and the largest `stop`."""
         exchange = self._exchange or self._start_exchange()
         self._gradients.finish()
-        reports, stop, changes = exchange.finish(self._all_shares)
-        self._buffers.commit([report[2:] for report in reports])
+        reports, stop, changes = exchange.finish()
+        self._buffers.commit([report.statistics for report in reports])
         self._buffers.apply_first_changes(changes)
-        total = math.fsum(float(report[0]) for report in reports)
-        self._weight = math.fsum(float(report[1]) for report in reports)
+        total = math.fsum(report.total for report in reports)
+        self._weight = math.fsum(report.weight for report in reports)
         if self._weight <= 0:
             raise BadLoss(
                 f"The weights of step {self._step.number} sum to {self._weight:g}; the mean needs them above 0."
@@ -264,9 +274,11 @@ class Replicated:
 
     def _scale_gradients(self, stats: StepStats) -> bool:
         """Divide out loss scale and weights, clip; False when an fp16 overflow means that the step is skipped."""
-        grads = [param.grad for param in self._gradients.params if param.grad is not None]
         scale = self._precision.scale
         factor = self._step.rows / self._weight / (scale.value if scale else 1.0)
+        if factor == 1.0 and self._clip_norm is None and scale is None:
+            return True
+        grads = [param.grad for param in self._gradients.params if param.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         if self._clip_norm is None and scale is None:
@@ -299,50 +311,84 @@ class Replicated:
         )
 
 
+class _Layout(NamedTuple):
+    """Whose slices are whose in a step. An empty slice contributes nothing: the tree is over those that have rows."""
+
+    bounds: Sequence[tuple[int, int]]
+    place: dict[int, int]
+    """Slice -> its place among those that have rows."""
+    shares: list[range]
+    """Each rank's places."""
+
+
+def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Layout:
+    present = [v for v, (low, high) in enumerate(bounds) if high > low]
+    place = {v: number for number, v in enumerate(present)}
+    owned = [[place[v] for v in share if v in place] for share in shares]
+    ranges = [range(places[0], places[-1] + 1) if places else range(0) for places in owned]
+    return _Layout(bounds, place, ranges)
+
+
+class _Report(NamedTuple):
+    """What a slice says of itself: the sum of its losses, their weight, and what it made of the batch statistics."""
+
+    total: float
+    weight: float
+    statistics: Tensor
+
+
 class _Exchange:
-    """One small message per step and rank: per slice its loss, weight and statistics; and whether anyone wants to stop."""
+    """One small message per step and rank: each slice's loss, weight and statistics; whether anyone wants to stop."""
 
     def __init__(
-        self, axis: Axis, reports: list[Tensor], slots: int, stop: int, buffers: StepBuffers, number: int
+        self, axis: Axis, reports: list[_Report], shares: Sequence[range], stop: int, buffers: StepBuffers, number: int
     ) -> None:
-        self._axis, self._reports, self._stop, self._number = axis, reports, stop, number
+        self._axis, self._reports, self._shares, self._stop, self._number = axis, reports, shares, stop, number
         self._changes = buffers.first_changes()
         if axis.size == 1:
             return
-        self._width = 2 + (buffers.numel if len(reports) == 0 else len(reports[0]) - 2)
-        self._mine = torch.zeros(2 + slots * self._width, dtype=torch.float64)
-        self._mine[0], self._mine[1] = stop, len(self._changes)
-        if reports:
-            self._mine[2 : 2 + len(reports) * self._width] = torch.cat(reports)
-        self._everyone = torch.empty(axis.size * len(self._mine), dtype=torch.float64)
-        self._pending: Pending = axis.all_gather_start(self._everyone, self._mine, f"losses of step {number}")
+        numbers = [float(stop), float(len(self._changes))]
+        for report in reports:
+            numbers += [report.total, report.weight]
+        slots, self._width = max(map(len, shares)), buffers.numel
+        self._num_numbers = 2 + 2 * slots
+        mine = torch.zeros(self._num_numbers + slots * self._width, dtype=torch.float64)
+        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        for i, report in enumerate(reports if self._width else ()):
+            self._statistics(mine, i).copy_(report.statistics)
+        self._everyone = torch.empty(axis.size, len(mine), dtype=torch.float64)
+        self._pending: Pending = axis.all_gather_start(self._everyone.view(-1), mine, f"losses of step {number}")
 
-    def finish(self, shares: Sequence[range]) -> tuple[list[Tensor], int, bytes]:
+    def finish(self) -> tuple[list[_Report], int, bytes]:
         """All slices' reports in slice order, the largest `stop`, and the buffers that slice 0 changed."""
         if self._axis.size == 1:
             return self._reports, self._stop, self._changes
         self._pending.wait()
-        ranks = self._everyone.view(self._axis.size, -1)
+        numbers = self._everyone[:, : self._num_numbers].tolist()
         reports = [
-            ranks[rank, 2 + i * self._width : 2 + (i + 1) * self._width]
-            for rank, share in enumerate(shares)
+            _Report(numbers[rank][2 + 2 * i], numbers[rank][3 + 2 * i], self._statistics(self._everyone[rank], i))
+            for rank, share in enumerate(self._shares)
             for i in range(len(share))
         ]
         changes = self._changes
-        if bool((ranks[:, 1] > 0).any()):
+        if any(row[1] for row in numbers):
             sent = self._axis.all_gather_bytes(f"buffers of step {self._number}", self._changes)
             changes = next(data for data in sent if data)
-        return reports, int(ranks[:, 0].max()), changes
+        return reports, int(max(row[0] for row in numbers)), changes
+
+    def _statistics(self, message: Tensor, i: int) -> Tensor:
+        start = self._num_numbers + i * self._width
+        return message[start : start + self._width]
 
 
-def _total_and_weight(result: Any, rows: int) -> tuple[Tensor, float]:
-    """(sum over the examples, its weight) from what a loss function returned."""
+def _as_loss(result: Any, rows: int) -> tuple[Tensor, float, float]:
+    """What a loss function returned, how many times it counts in the sum over the examples, and that sum's weight."""
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return result, float(rows), float(rows)
     if isinstance(result, tuple) and len(result) == 2:
         total, weight = result
         if isinstance(total, Tensor) and total.numel() == 1:
-            return total.reshape(()), float(weight)
-    elif isinstance(result, Tensor) and result.numel() == 1:
-        return result.reshape(()) * rows, float(rows)
+            return total, 1.0, float(weight)
     raise BadLoss(
         f"The loss function returned {_describe(result)}, not a scalar or a (sum, weight) pair.",
         fix=[

@@ -18,7 +18,7 @@ def step_in_slices(model: nn.Module, slices: list[torch.Tensor], runners: list[l
     contributions: dict[int, torch.Tensor] = {}
     changes, all_buffers = b"", [StepBuffers(replica) for replica in replicas]
     for replica, buffers, mine in zip(replicas, all_buffers, runners, strict=True):
-        buffers.begin(len(slices))
+        buffers.begin(len(slices), len(runners))
         for v in mine:
             buffers.enter(v)
             replica(slices[v])

@@ -1,0 +1,43 @@
+# Everything starts from a clean checkout with Python 3.11, pip and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+INSTALLED_DEMO := $(VENV)/installed-demo
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench test-gpu clean help
+
+help:
+	@echo "make demo   train a small network on handwritten digits with 2 workers, stop, resume on 1"
+	@echo "make test   everything that guards the promises"
+	@echo "make bench  side-by-side measurements against named peers"
+	@echo "make lint   ruff and mypy --strict alone (part of make test)"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e '.[test]'
+	touch $(INSTALLED) $(INSTALLED_DEMO)
+
+$(INSTALLED_DEMO): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e '.[demo]'
+	touch $(INSTALLED_DEMO)
+
+demo: $(INSTALLED_DEMO)
+	$(BIN)/mh demo
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/mh bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,56 @@
+"""What a launch shows: the usual display, or with --json lines of one object each, its kind under "event"."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from manyhands.control.failure import Failure
+from manyhands.control.launch_request import Display
+from manyhands.events import Event, encode
+from manyhands.runtime.launch import open_display
+from manyhands.spec.load import Resolved
+
+__all__ = ["JsonDisplay", "display_for"]
+
+
+def display_for(resolved: Resolved, environ: Mapping[str, str], *, as_json: bool) -> Display:
+    return JsonDisplay(sys.stdout) if as_json else open_display(resolved, environ)
+
+
+class JsonDisplay:
+    """Events as they are, and Output, Said and Failure objects beside them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # A character may arrive in two pieces.
+        self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+
+    def event(self, event: Event) -> None:
+        self._line(encode(event).decode())
+
+    def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
+        make = codecs.getincrementaldecoder("utf-8")
+        decoder = self._decoders.setdefault((rank, stream), make(errors="replace"))
+        if text := decoder.decode(data):
+            self._object({"event": "Output", "rank": rank, "stream": stream, "text": text})
+
+    def say(self, line: str) -> None:
+        self._object({"event": "Said", "line": line})
+
+    def failure(self, block: Failure) -> None:
+        self._object({"event": "Failure", **msgspec.to_builtins(block)})
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _object(self, value: dict[str, Any]) -> None:
+        self._line(json.dumps(value))
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)

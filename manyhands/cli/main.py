@@ -1,0 +1,120 @@
+"""`mh`: finds the command, runs it, and turns what it raises into a message and an exit code.
+
+Commands are imported when they are called, so `mh --help` is quick and loads no torch. A user's mistake is told in
+two or three lines; a traceback means a bug of ours (exit 70). Start reading at `main`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import IO, NoReturn
+
+import click
+
+from manyhands.errors import ManyhandsError
+from manyhands.spec.load import environment, nearest
+
+__all__ = ["COMMANDS", "cli", "main", "report"]
+
+COMMANDS = {
+    "demo": "Train on handwritten digits with 2 workers, stop, resume on 1, report.",
+    "run": "Train: start workers for a script or module on this host.",
+    "agent": "Lend this host to a run that waits for more hosts.",
+    "stop": "Ask a live run to commit a checkpoint and end.",
+    "status": "Show what a run is doing, or did.",
+    "logs": "Show the output of a run's workers.",
+    "ckpt": "List, verify and export checkpoints.",
+    "config": "Show settings with their origin; the schema of config files.",
+    "doctor": "Check that this machine can train.",
+    "keygen": "Make a key file for runs over several hosts.",
+}
+"""Every command with its one line of help; each is the function of its name in the module of its name."""
+
+BUG = "This is a bug in manyhands. Please report it with the traceback above, the command and `mh doctor --json`."
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"manyhands.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            meant = [f"Did you mean {name}?" for name in nearest(args[0], COMMANDS)]
+            ctx.fail(" ".join([f"No such command {args[0]!r}.", *meant]))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="manyhands", prog_name="manyhands")
+def cli() -> None:
+    """Train one PyTorch model with any number of workers.
+
+    Exit codes: 0 done, 1 the training code failed, 2 usage or config, 3 environment, 4 gave up after the restart
+    budget, 70 a bug of ours, 75 preempted with a committed checkpoint, 130 and 143 stopped by the user without one.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The whole life of one `mh` command; ends the process with its exit code."""
+    try:
+        code = cli.main(args=arguments, prog_name="mh", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe went away (`mh logs | head`): nobody is left to tell. click, too, ends with 1 here.
+        sys.stdout = None
+        code = 1
+    except BaseException as error:
+        code = report(error, sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: BaseException, stream: IO[str]) -> int:
+    """Say what went wrong, in the form that fits its kind; returns the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 130
+    if isinstance(error, ManyhandsError) and type(error) is not ManyhandsError:
+        _print(stream, type(error).__name__, str(error))
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        help_of = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "mh"
+        _print(stream, "UsageError", f"{error.format_message()}\n  try: {help_of} --help")
+        return 2
+    traceback.print_exception(error, file=stream)
+    print(BUG, file=stream)
+    return 70
+
+
+def _print(stream: IO[str], name: str, text: str) -> None:
+    styled = click.style(name, fg="red", bold=True) if _wants_color(stream) else name
+    print(f"{styled}: {text}", file=stream, flush=True)
+
+
+def _wants_color(stream: IO[str]) -> bool:
+    environ = environment()
+    if environ.get("NO_COLOR"):
+        return False
+    return bool(environ.get("FORCE_COLOR")) or (stream.isatty() and not environ.get("CI"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The settings of a run as options: one flag for each key of `RunSpec`, for every command that takes them.
+
+Names and types come from the spec; only the help stands here. Whether values make sense together is decided
+where they are declared.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import click
+
+from manyhands.spec.load import KEYS, Key, flag_name
+
+__all__ = ["BOTH_SPELLINGS", "HELP", "settings_options", "take_settings"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+BOTH_SPELLINGS = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""Context settings under which --run-dir and --run_dir are the same flag, as in torchrun."""
+
+HELP = {
+    "run_dir": "Where the run writes everything. Default: runs/<time>-<script>.",
+    "overwrite": "Start over in the directory of a finished run.",
+    "seed": "All randomness and the data order follow from it.",
+    "max_restarts": "How often a lost worker may restart the run from its last checkpoint.",
+    "grace_s": "Seconds that workers get to commit a checkpoint after SIGTERM.",
+    "strategy": "How the work is shared out.",
+    "precision": "Number format of forward and backward; weights stay fp32.",
+    "slices": "V: the pieces that every global batch is cut into. Default: accumulate x workers.",
+    "accumulate": "Slices per worker and step, where --slices is not given.",
+    "exact": "The same bits for every number of workers.",
+    "clip_norm": "Scale the gradient down to this global norm when it is longer.",
+    "workers": "Workers on this host. Default: one per accelerator, else one.",
+    "threads": "Threads per worker. Default: cores / workers.",
+    "hosts_wanted": "Start when this many hosts have joined.",
+    "listen": "Address (or ADDR:PORT) that other hosts reach this one at.",
+    "insecure_data_plane": "Let tensors travel between hosts in the clear and without authentication.",
+    "allocator": "keep: freed memory stays with the worker for the next step. system: as it comes.",
+    "memory_format": "Memory format of the model and its inputs.",
+    "ui": "Progress: a live bar, plain lines, none, or what fits the terminal.",
+    "timeout_s": "Seconds that a collective waits for its slowest peer.",
+    "bucket_bytes": "Gradients travel in pieces of about this size.",
+    "every_steps": "Commit a checkpoint every so many steps.",
+    "every_s": "Commit a checkpoint every so many seconds.",
+    "keep_last": "How many of the newest checkpoints stay.",
+    "keep_best": 'Also keep the best by a result: "loss", "accuracy", "min:NAME" or "max:NAME".',
+}
+
+
+def _click_type(key: Key) -> Any:
+    is_union = typing.get_origin(key.type) in (typing.Union, types.UnionType)
+    kind = next(one for one in typing.get_args(key.type) if one is not type(None)) if is_union else key.type
+    return click.Choice(typing.get_args(kind)) if typing.get_origin(kind) is Literal else kind
+
+
+def settings_options(command: Command) -> Command:
+    """Adds a flag for every setting; what was given arrives under the setting's own name, the rest as None."""
+    for key in reversed(KEYS.values()):
+        kind, flag = _click_type(key), flag_name(key.name)
+        names = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag, key.name]
+        if key.name == "workers":
+            names.insert(0, "-n")
+        option = {} if kind is bool else {"type": kind}
+        command = click.option(*names, **option, default=None, help=HELP[key.name])(command)
+    return command
+
+
+def take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among a command's options: only those given, by name."""
+    return {name: options[name] for name in KEYS if options.get(name) is not None}

@@ -1,0 +1,154 @@
+"""`mh status`: what a run is doing, or did; without a run, all of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from manyhands.control.messages import MemberStatus
+from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
+from manyhands.runtime.progress_lines import clean, count, duration, results
+from manyhands.runtime.terminal import BottomLines, columns, is_terminal
+
+__all__ = ["status"]
+
+REFRESH_S = 1.0
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--live", "-f", is_flag=True, help="Refresh every second until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document; with --live one a line.")
+def status(run: str | None, live: bool, as_json: bool) -> None:
+    """Show what RUN is doing, or did: a run directory, or its name under runs/.
+
+    Without RUN: all runs under runs/, the newest first; with --live: the newest.
+    """
+    if run is None and not live:
+        overviews = [look_at(path, ask=False) for path in all_runs()]
+        click.echo(_document(overviews) if as_json else _table(overviews))
+        return
+    path = find_run(run)
+    if live:
+        _follow(path, as_json)
+    elif as_json:
+        click.echo(_document(look_at(path)))
+    else:
+        click.echo("\n".join(_lines(look_at(path))))
+
+
+def _document(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2)  # a loss of NaN becomes null, as JSON wants it
+
+
+def _follow(path: Path, as_json: bool) -> None:
+    in_place = is_terminal(sys.stdout) and not as_json
+    screen = BottomLines(sys.stdout)
+    while True:
+        overview = look_at(path)
+        ended = overview.state != "running"
+        if as_json:
+            click.echo(msgspec.json.encode(overview))
+        elif in_place and not ended:
+            width = columns(sys.stdout) - 1
+            screen.draw([line[:width] for line in _lines(overview)])
+        elif in_place:
+            screen.erase()
+            click.echo("\n".join(_lines(overview)))
+        else:
+            click.echo(_row(overview))
+        if ended:
+            return
+        time.sleep(REFRESH_S)
+
+
+def _lines(overview: Overview) -> list[str]:
+    rows = [
+        ("run", overview.path),
+        ("state", _state(overview)),
+        ("command", " ".join(overview.command)),
+        ("workers", _workers(overview)),
+        ("step", _step(overview)),
+        ("loss", "" if overview.loss is None else f"{overview.loss:.4g}"),
+        ("speed", _speed(overview)),
+        ("evaluated", results(overview.results)),
+        ("checkpoint", _checkpoint(overview)),
+        ("restarts", _restarts(overview)),
+        ("dropped", f"{overview.events_dropped} events could not be recorded" if overview.events_dropped else ""),
+        ("warning", overview.last_warning or ""),
+    ]
+    rows += [(f"rank {place.rank}", _place(place)) for place in overview.ranks]
+    return [f"{name:<10}  {clean(text)}" for name, text in rows if text]
+
+
+def _place(place: MemberStatus) -> str:
+    where = f"step {place.step}, {place.phase}" if place.step is not None else place.status
+    return f"{where}, {duration(place.age_s)} ago, pid {place.pid}"
+
+
+def _state(overview: Overview) -> str:
+    text = overview.state
+    if overview.state == "died":
+        text = f"died: it was running as pid {overview.pid}, which is gone; the same command resumes it"
+    elif overview.state == "running":
+        text = f"running, pid {overview.pid} on {overview.host or 'this host'}"
+        if overview.started_s:
+            text += f", for {duration(time.time() - overview.started_s)}"
+    elif overview.exit_code is not None:
+        text += f", exit code {overview.exit_code}"
+    return text
+
+
+def _workers(overview: Overview) -> str:
+    if overview.workers is None:
+        return ""
+    return f"{overview.workers}, {overview.strategy}, V={overview.slices}, {overview.precision}"
+
+
+def _step(overview: Overview) -> str:
+    if overview.step is None:
+        return ""
+    total = f"/{overview.total_steps}" if overview.total_steps else ""
+    return f"{overview.step}{total}, epoch {overview.epoch}, {duration(overview.last_step_age_s or 0)} ago"
+
+
+def _speed(overview: Overview) -> str:
+    if overview.samples_per_s is None or overview.state != "running":
+        return ""
+    eta = f", eta {duration(overview.eta_s)}" if overview.eta_s else ""
+    return f"{count(overview.samples_per_s)} samples/s{eta}"
+
+
+def _checkpoint(overview: Overview) -> str:
+    if overview.checkpoint is None:
+        return "none seen"
+    saved = overview.checkpoint
+    return f"step {saved.step}, {duration(saved.age_s)} ago, {saved.path}"
+
+
+def _restarts(overview: Overview) -> str:
+    lost = f"; last lost: {overview.last_lost}" if overview.last_lost else ""
+    return f"{overview.restarts}{lost}" if overview.restarts or lost else ""
+
+
+def _table(overviews: list[Overview]) -> str:
+    if not overviews:
+        return "No runs in runs/."
+    width = max(len(overview.run) for overview in overviews)
+    return "\n".join(f"{clean(overview.run):<{width}}  {_row(overview)}" for overview in overviews)
+
+
+def _row(overview: Overview) -> str:
+    total = f"/{overview.total_steps}" if overview.total_steps else ""
+    parts = [
+        f"{overview.state:<8}",
+        "" if overview.step is None else f"step {overview.step}{total}",
+        "" if overview.loss is None else f"loss {overview.loss:.4g}",
+        _speed(overview),
+        "" if not overview.restarts else f"{overview.restarts} restarts",
+    ]
+    return "  ".join(part for part in parts if part).rstrip()

@@ -1,0 +1,132 @@
+"""Typed messages over ZeroMQ sockets that never block and never trust.
+
+A `Port` is one socket, the Struct types it accepts, and limits: one frame per message, at most `MAX_MESSAGE_BYTES`,
+bounded queues. What does not decode is counted and dropped, never raised. Who the peers are and what the messages
+mean is the caller's business; CURVE keys come ready-made in `Curve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+__all__ = ["MAX_MESSAGE_BYTES", "QUEUE_MESSAGES", "Curve", "Port", "open_port"]
+
+MAX_MESSAGE_BYTES = 2**20
+# Enough for every rank of a large host to meet in the store at once; beyond it messages are dropped, not hoarded.
+QUEUE_MESSAGES = 10_000
+# How many messages one readiness may deliver before other sockets get their turn.
+BURST = 500
+HANDSHAKE_MS = 5000
+
+M = TypeVar("M")
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """CURVE keys of one end, in Z85. A server has no `server_key`; it is told clients apart by ZAP."""
+
+    public: bytes
+    secret: bytes
+    server_key: bytes | None = None
+    domain: bytes = b"run"
+
+
+class Port(Generic[M]):
+    """One ROUTER or DEALER socket that speaks `accepts`. For one thread only, as ZeroMQ sockets are."""
+
+    def __init__(self, socket: zmq.Socket[bytes], accepts: Any) -> None:
+        self.socket = socket
+        self.garbage = 0
+        """Frames that were not a message of ours."""
+        self.dropped = 0
+        """Messages that found the queue full."""
+        self._routed = socket.type == zmq.ROUTER
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Any, to: bytes = b"") -> bool:
+        """Queue a message; False when it was too large or the queue was full."""
+        payload = self._encoder.encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            self.dropped += 1
+            return False
+        try:
+            self.socket.send_multipart([to, payload] if self._routed else [payload], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            self.dropped += 1
+            return False
+        return True
+
+    def receive(self, most: int = BURST) -> Iterator[tuple[bytes, M]]:
+        """What has arrived, as (sender, message), without waiting."""
+        for _ in range(most):
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.ZMQError:
+                return
+            sender = frames.pop(0) if self._routed else b""
+            if len(frames) != 1 or len(frames[0]) > MAX_MESSAGE_BYTES:
+                self.garbage += 1
+                continue
+            try:
+                message = self._decoder.decode(frames[0])
+            # RecursionError: deeply nested arrays; UnicodeDecodeError is a ValueError, as MsgspecError is.
+            except (ValueError, RecursionError, OverflowError, MemoryError):
+                self.garbage += 1
+                continue
+            yield sender, message
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.socket.close(linger_ms)
+
+
+def open_port(
+    context: zmq.Context[Any],
+    kind: int,
+    endpoint: str,
+    accepts: Any,
+    *,
+    bind: bool = False,
+    identity: bytes | None = None,
+    curve: Curve | None = None,
+) -> Port[Any]:
+    """A bound or connecting port. Raises `zmq.ZMQError` where the address cannot be bound."""
+    socket = context.socket(kind)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, QUEUE_MESSAGES),
+        (zmq.RCVHWM, QUEUE_MESSAGES),
+        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.RECONNECT_IVL, 50),
+        (zmq.RECONNECT_IVL_MAX, 1000),
+    ):
+        socket.setsockopt(option, value)
+    if kind == zmq.ROUTER:
+        # A peer that reconnects under its own identity takes over from its dead connection.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if identity is not None:
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+    if curve is not None:
+        _secure(socket, curve)
+    try:
+        socket.bind(endpoint) if bind else socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise
+    return Port(socket, accepts)
+
+
+def _secure(socket: zmq.Socket[bytes], curve: Curve) -> None:
+    socket.curve_publickey = curve.public
+    socket.curve_secretkey = curve.secret
+    if curve.server_key is None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, curve.domain)
+        # A socket with CURVE_SERVER and no ZAP handler lets everyone in; this refuses instead.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    else:
+        socket.curve_serverkey = curve.server_key

@@ -1,0 +1,412 @@
+"""The agent: one process per host that starts, watches, fences and restarts that host's workers.
+
+One thread, one loop over sockets, pipes and pidfds. The agent reports how its host stands and makes it stand as the
+coordinator orders; it decides nothing about the run. The first host's agent is also the parent of the coordinator, and
+starts it again when it dies. Start reading at `run_agent`, then `Agent._obey`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec.structs import replace
+
+from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.desk import Desk
+from manyhands.control.failure import describe, escape
+from manyhands.control.launch_request import Display, LaunchRequest
+from manyhands.control.membership import parse_generation
+from manyhands.control.messages import Hello, HostReport, Job, MemberStatus, Orders, Plan, Refusal, Status, StoreReply
+from manyhands.control.output import Stream
+from manyhands.control.preflight import check_command, resolve
+from manyhands.control.premises import Premises
+from manyhands.control.reception import Reception
+from manyhands.control.workers import Worker
+from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
+from manyhands.events import Event, GenerationStarted, RunEnded, Warned, WorkerLost
+
+__all__ = ["run_agent"]
+
+POLL_S = 0.2
+REPORT_EVERY_S = 1.0
+# Until then the script may still name the run directory.
+ADOPT_AFTER_S = 10.0
+HUNG_COORDINATOR_S = 10.0
+
+
+def run_agent(request: LaunchRequest, display: Display) -> int:
+    """Run this host's part until the run ends; returns the exit code of DESIGN.md section 4.
+
+    Raises a `ManyhandsError` where the run cannot start or this host cannot be part of it; its `exit_code` is the one
+    to end with. Signals are handled when called from the main thread. The display is left open.
+    """
+    job = _job(request)
+    premises = Premises(f"agent-{secrets.token_hex(8)}", request, resolve(request), job, display.say)
+    try:
+        return Agent(request, premises, job, display).run()
+    finally:
+        premises.close()
+
+
+def _job(request: LaunchRequest) -> Job | None:
+    if request.command is None:
+        return None
+    return Job(
+        command=check_command(request.command),
+        flags=request.flags,
+        grace_s=request.grace_s,
+        max_restarts=request.max_restarts,
+        threads=request.threads,
+    )
+
+
+class Agent:
+    def __init__(self, request: LaunchRequest, premises: Premises, job: Job | None, display: Display) -> None:
+        self._request, self._at, self._job, self._display = request, premises, job, display
+        self._host = socket.gethostname()
+        self._term, self._generation = 0, ""
+        self._crew: Crew | None = None
+        self._crew_started = 0.0
+        self._lost: set[int] = set()
+        self._stop: tuple[str, int] | None = None
+        self._signalled = False
+        self._changed, self._reported_at = True, 0.0
+        self._exit_code: int | None = None
+        self._reception = Reception(request, premises.book, owner=premises.coordinator is not None, say=display.say)
+        self._desk = Desk(
+            premises.context,
+            f"ipc://{premises.directory}/agent",
+            premises.name,
+            send=premises.link.send,
+            hello=self._greet,
+            event=display.event,
+        )
+
+    # ---- the loop ----
+
+    def run(self) -> int:
+        try:
+            while self._exit_code is None:
+                self._wait()
+                self._act_on_signals()
+                self._tick(time.monotonic())
+            if self._reception.refusal is not None:
+                raise self._reception.refusal
+        except ManyhandsError as error:
+            self._exit_code = error.exit_code
+            raise
+        finally:
+            self._at.exit_code = 70 if self._exit_code is None else self._exit_code
+            if self._crew is not None:
+                self._crew.kill_and_wait()
+                self._crew.close()
+            # The last word: nothing of the generation lives here. It spares the others the wait for a silent host.
+            self._report(time.monotonic(), leaving=True)
+            self._desk.close()
+        return self._exit_code
+
+    def _wait(self) -> None:
+        """Wait for something to happen, and attend to it.
+
+        Messages before pipes before deaths: what workers said before they died explains their death.
+        """
+        at, crew_fds = self._at, self._crew.descriptors() if self._crew else {}
+        ready = _poll(
+            [
+                at.link.port.socket,
+                self._desk.port.socket,
+                at.people.socket,
+                at.signals.fd,
+                *crew_fds,
+                at.coordinator.pidfd if at.coordinator else None,
+                self._meeting_fd(),
+            ]
+        )
+        self._desk.attend(self._crew)
+        for fd in sorted((fd for fd in crew_fds if fd in ready), key=lambda fd: fd == crew_fds[fd].pidfd):
+            self._attend_worker(fd, crew_fds[fd])
+        self._take_orders()
+        self._answer_people()
+        if at.coordinator is not None and at.coordinator.pidfd in ready:
+            self._revive_coordinator("died")
+        if at.meeting is not None and self._meeting_fd() in ready:
+            at.meeting.serve(self._request.environment)
+
+    def _meeting_fd(self) -> int | None:
+        return self._at.meeting.waiting_fd if self._at.meeting is not None and self._crew is not None else None
+
+    def _attend_worker(self, fd: int, worker: Worker) -> None:
+        assert self._crew is not None
+        if not self._crew.attend(fd, worker):
+            return
+        self._changed = True
+        if self._crew.clear:
+            self._at.renew_meeting()
+        if worker.failed_at is not None:
+            self._reception.adopt_default(self._crew)
+            self._note_loss(worker)
+        elif not worker.alive and worker.returned is not None and worker.seat.rank == 0 and self._request.result_file:
+            Path(self._request.result_file).write_text(worker.returned.value)
+
+    def _tick(self, now: float) -> None:
+        if self._crew is not None:
+            self._crew.tick(now)
+            if self._at.book.directory is None and now - self._crew_started > ADOPT_AFTER_S:
+                self._reception.adopt_default(self._crew)
+        if self._changed or now - self._reported_at >= REPORT_EVERY_S:
+            self._report(now)
+        self._watch_coordinator()
+        self._reception.welcome(self._desk, self._stop[0] if self._stop else None)
+        if self._reception.refusal is not None:
+            self._exit_code = self._reception.refusal.exit_code
+
+    def _watch_coordinator(self) -> None:
+        link, coordinator = self._at.link, self._at.coordinator
+        if coordinator is not None:
+            coordinator.read_stderr()
+            if link.silent_s > HUNG_COORDINATOR_S:
+                self._revive_coordinator("hung")
+            return
+        link.check_joining(self._request.join_timeout_s)
+        limit = self._request.lost_after_s
+        if link.ever_heard and link.silent_s > limit:
+            raise GaveUp(f"The run's first host has been silent for {limit:g} s; its run is over here.")
+
+    def _revive_coordinator(self, what: str) -> None:
+        assert self._at.coordinator is not None
+        self._warn(f"the coordinator (pid {self._at.coordinator.pid}) {what}; starting it again, training goes on")
+        self._at.coordinator.restart()
+        self._at.link.heard_at = time.monotonic()
+
+    # ---- reporting and obeying ----
+
+    def _report(self, now: float, *, leaving: bool = False) -> None:
+        self._changed, self._reported_at = False, now
+        at, crew, book = self._at, self._crew, self._at.book
+        stop, stop_signal = self._stop or (None, 0)
+        if crew is not None:
+            crew.look_at_memory(now)
+        at.link.send(
+            HostReport(
+                run=book.run,
+                agent=at.name,
+                host=self._host,
+                slots=self._request.workers,
+                term=self._term,
+                versions=at.versions,
+                data_address=at.addresses.data,
+                host_rank=self._request.host_rank,
+                local=at.coordinator is not None,
+                master=at.meeting.master if at.meeting else None,
+                generation=self._generation or None,
+                members=crew.reports(now) if crew else [],
+                clear=crew is None or crew.clear,
+                stop=stop,
+                stop_signal=stop_signal,
+                run_dir=book.path,
+                log_base=book.log_base,
+                committed=self._desk.committed,
+                has_job=self._job is not None,
+                leaving=leaving,
+            )
+        )
+
+    def _take_orders(self) -> None:
+        for message in self._at.link.receive():
+            match message:
+                case Orders():
+                    self._obey(message)
+                case StoreReply():
+                    self._desk.answer(message)
+                case Refusal() if self._crew is None:
+                    raise JoinRefused(message.what, fix=message.fix)
+
+    def _obey(self, orders: Orders) -> None:
+        """Make this host stand as ordered. Orders of an older term are from a coordinator that has been replaced."""
+        if orders.term < self._term or self._exit_code is not None:
+            return
+        if orders.term > self._term:
+            self._meet_coordinator(orders)
+        if self._job is None and orders.job is not None:
+            self._job = replace(orders.job, command=check_command(orders.job.command))
+        if orders.run_dir is not None:
+            self._reception.visit(orders.run_dir, orders.log_base, self._crew)
+        if orders.stop is not None and self._stop is None:
+            self._stop = (orders.stop, orders.stop_signal)
+        match orders.do:
+            case "run":
+                self._run_plan(orders)
+            case "stop":
+                self._stop_generation(orders.generation)
+            case "end":
+                self._end(orders)
+        if orders.note and orders.do != "end":
+            self._warn(orders.note)
+        self._apply_stop()
+
+    def _meet_coordinator(self, orders: Orders) -> None:
+        """A new term: tell the new coordinator what the old one knew of this host."""
+        first, self._term = self._term == 0, orders.term
+        self._at.book.run = orders.run
+        if not first and self._generation:
+            self._report(time.monotonic())
+            self._desk.resend(self._generation)
+
+    def _run_plan(self, orders: Orders) -> None:
+        assert orders.plan is not None
+        self._desk.elsewhere = orders.positions
+        if self._job is None or not _later(orders.plan.generation, self._generation):
+            return
+        if self._crew is not None:
+            if not self._crew.clear:
+                return
+            self._crew.close()
+        self._start_crew(orders.plan, self._job)
+
+    def _start_crew(self, plan: Plan, job: Job) -> None:
+        if plan.why:
+            self._display.say(plan.why)
+        at = self._at
+        self._generation, self._crew_started, self._changed = plan.generation, time.monotonic(), True
+        at.book.host = plan.host
+        at.book.note_generation(plan.generation)
+        self._lost.clear()
+        self._desk.new_generation()
+        self._reception.new_generation()
+        around = Surroundings(
+            agent=f"ipc://{at.directory}/agent",
+            host=self._host,
+            run=at.book.run,
+            job=job,
+            data_address=at.addresses.data,
+            environment=self._request.environment,
+            guard=at.guard,
+            output=self._show_output,
+        )
+        self._crew = Crew(plan, around)
+        if (folder := at.book.logs(plan.attempt)) is not None:
+            self._crew.write_logs_to(folder)
+        self._record(GenerationStarted(generation=plan.generation, workers=plan.world_size, hosts=plan.num_hosts))
+
+    def _stop_generation(self, generation: str | None) -> None:
+        if generation is None:
+            return
+        if _later(generation, self._generation):
+            # Ordered to stop what was never started here: now it never will be.
+            self._generation, self._changed = generation, True
+        elif generation == self._generation and self._crew is not None:
+            self._crew.stop_after_crash(time.monotonic())
+
+    def _end(self, orders: Orders) -> None:
+        assert orders.exit_code is not None
+        if self._crew is not None:
+            self._crew.kill_and_wait()
+        self._reception.adopt_default(self._crew)
+        if orders.failure is not None:
+            self._display.failure(orders.failure)
+        elif orders.exit_code != 0:
+            self._display.say(escape(f"run {self._at.book.run} ended: {orders.note}"))
+            if self._request.resume and self._at.book.path:
+                self._display.say(f"resume: {self._request.resume.replace('{run_dir}', self._at.book.path)}")
+        step = max((worker.step or 0 for worker in self._crew.workers), default=0) if self._crew else 0
+        dropped = self._at.book.dropped
+        self._record(RunEnded(exit_code=orders.exit_code, step=step, reason=orders.note, dropped=dropped))
+        self._exit_code = orders.exit_code
+
+    # ---- stopping on request ----
+
+    def _act_on_signals(self) -> None:
+        """The first asks for a checkpoint; another one ends everything at once."""
+        for number in self._at.signals.take():
+            if self._signalled:
+                self._exit_code = 130 if number == signal.SIGINT else 143
+                return
+            self._signalled = True
+            name = signal.Signals(number).name
+            self._display.say(f"{name}: workers have {self._grace_s():g} s to commit a checkpoint; again: end at once")
+            self._ask_stop("preempt", number)
+
+    def _ask_stop(self, kind: str, number: int) -> None:
+        self._stop = self._stop or (kind, number)
+        self._changed = True
+        self._apply_stop()
+
+    def _apply_stop(self) -> None:
+        if self._stop is not None and self._crew is not None and not self._crew.clear:
+            kind, number = self._stop
+            self._crew.ask_to_stop(kind, number, self._grace_s(), lambda worker: self._desk.tell_stop(worker, kind))
+
+    def _grace_s(self) -> float:
+        return self._job.grace_s if self._job else self._request.grace_s
+
+    # ---- workers and people ----
+
+    def _greet(self, worker: Worker, hello: Hello) -> None:
+        assert self._crew is not None
+        self._at.close_meeting()  # a worker that speaks our protocol needs no TCPStore
+        self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
+        self._changed = True
+
+    def _answer_people(self) -> None:
+        for peer, question in self._at.people.receive():
+            if question.what == "stop":
+                self._ask_stop("stop", signal.SIGTERM)
+            self._at.people.send(self._status(), to=peer)
+
+    def _status(self) -> Status:
+        crew, coordinator = self._crew, self._at.coordinator
+        members = [
+            MemberStatus(rank=m.rank, pid=m.pid, status=m.status, step=m.step, phase=m.phase, age_s=m.age_s)
+            for m in (crew.reports(time.monotonic()) if crew else [])
+        ]
+        return Status(
+            run=self._at.book.run,
+            run_dir=self._at.book.path,
+            generation=self._generation or None,
+            attempt=crew.plan.attempt if crew else 0,
+            hosts=crew.plan.num_hosts if crew else 0,
+            host=self._host,
+            stop=self._stop[0] if self._stop else None,
+            coordinator_pid=coordinator.pid if coordinator else 0,
+            members=members,
+            committed=self._desk.committed,
+        )
+
+    # ---- showing ----
+
+    def _show_output(self, rank: int, stream: Stream, data: bytes) -> None:
+        if rank == 0:
+            self._display.output(rank, stream, data)
+
+    def _record(self, event: Event) -> None:
+        self._at.book.event(event)
+        self._display.event(event)
+
+    def _warn(self, text: str) -> None:
+        self._record(Warned(text=escape(text)))
+
+    def _note_loss(self, worker: Worker) -> None:
+        end = worker.report(time.monotonic()).end
+        if end is None or end.rank in self._lost:
+            return
+        self._lost.add(end.rank)
+        reason, collateral = describe(end), end.kind == "stopped"
+        self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
+
+
+def _poll(watched: list[Any]) -> dict[Any, int]:
+    poller = zmq.Poller()
+    for item in watched:
+        if item is not None:
+            poller.register(item, zmq.POLLIN)
+    return dict(poller.poll(round(POLL_S * 1000)))
+
+
+def _later(generation: str, than: str) -> bool:
+    return not than or parse_generation(generation) > parse_generation(than)

@@ -1,0 +1,141 @@
+"""What went wrong, as data, and as the one block a person reads.
+
+`WorkerEnd` is one worker's end as its agent saw it; `Failure` is the run's: who failed first, who only followed, and
+how to go on. Which of the ends was first is decided in `policy`; this module only states and renders.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
+
+
+class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a worker ended, other than well.
+
+    stopped: the agent killed it because of another's end. lost: its host went silent.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    kind: Literal["signal", "exception", "exit", "stopped", "lost"]
+    signal: int = 0
+    exit_code: int = 0
+    error: str = ""
+    """Class name of the exception, as the traceback prints it."""
+    message: str = ""
+    bases: list[str] = []
+    """Names of the exception's classes up to Exception: what it *is*, for telling causes from consequences."""
+    traceback: str = ""
+    stderr: list[str] = []
+    step: int | None = None
+    phase: str = ""
+    greeted: bool = False
+    clock: str = ""
+    """Wall clock of its host, for people."""
+    memory: str = ""
+    """Why it may have run out of memory, where there is a sign of that."""
+    log: str = ""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run: str
+    exit_code: int
+    reason: str
+    """Why the run ended instead of restarting."""
+    attempt: int
+    max_attempts: int
+    step: int | None
+    first: WorkerEnd
+    certain: bool
+    """False: the order of two ends was judged by their kind, not by a clock alone."""
+    followers: list[WorkerEnd] = []
+    committed_step: int | None = None
+    committed_path: str = ""
+    resume: str = ""
+
+
+def escape(text: str) -> str:
+    """Without control characters: what a peer sends must not move the reader's cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def describe(end: WorkerEnd) -> str:
+    match end.kind:
+        case "signal":
+            return f"signal {end.signal} ({_signal(end.signal)})"
+        case "exception":
+            first_line = end.message.strip().splitlines()[0] if end.message.strip() else ""
+            return f"{end.error}: {first_line}" if first_line else end.error
+        case "exit":
+            return f"exit code {end.exit_code}"
+        case "lost":
+            return "its host went silent"
+        case _:
+            return "stopped by its agent"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def short(end: WorkerEnd) -> str:
+    """One line, for a restart: "rank 1 on host-0 (pid 4121) died: SIGKILL"."""
+    what = _signal(end.signal) if end.kind == "signal" else describe(end)
+    return escape(f"rank {end.rank} on {end.host} (pid {end.pid}) died: {what}")
+
+
+def render(failure: Failure) -> str:
+    """The failure block. Plain text, no colour."""
+    first = failure.first
+    steps = f" after {failure.step} steps" if failure.step is not None else ""
+    sure = "earliest by the coordinator's clock" if failure.certain else "heuristic: judged by the kind of end"
+    lines = [
+        f"run {failure.run} failed{steps} (attempt {failure.attempt} of {failure.max_attempts}): {failure.reason}",
+        _row(
+            "first failure",
+            f"rank {first.rank} on {first.host} (pid {first.pid})  {describe(first)}  at {first.clock}  [{sure}]",
+        ),
+    ]
+    if first.step is not None:
+        lines.append(_row("where", f"step {first.step}" + (f", {first.phase}" if first.phase else "")))
+    if first.memory:
+        lines.append(_row("likely cause", f"{first.memory} (heuristic)"))
+    lines += _block("traceback", first.traceback.rstrip().splitlines())
+    if not first.traceback:
+        lines += _block("last stderr", first.stderr)
+    if failure.followers:
+        lines.append(_row("collateral", _followers(failure.followers)))
+    if failure.committed_step is not None:
+        lines.append(_row("last commit", f"step {failure.committed_step}  {failure.committed_path}".rstrip()))
+    else:
+        lines.append(_row("last commit", "none"))
+    if failure.resume:
+        lines.append(_row("resume", failure.resume))
+    if first.log:
+        lines.append(_row("log", first.log))
+    return escape("\n".join(lines))
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<15} {text}"
+
+
+def _block(name: str, lines: list[str]) -> list[str]:
+    return [_row(name if number == 0 else "", line) for number, line in enumerate(lines)]
+
+
+def _followers(ends: list[WorkerEnd]) -> str:
+    by_cause: dict[str, list[str]] = {}
+    for end in ends:
+        by_cause.setdefault(describe(end), []).append(str(end.rank))
+    parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} ({what})" for what, ranks in by_cause.items()]
+    return "; ".join(parts) + "; not causes"

@@ -1,0 +1,73 @@
+"""Making sure that a process that should be gone is gone.
+
+Linux only: parent-death signals, pidfds and sessions. A worker leads a session of its own, so its loader processes and
+other descendants can be found and killed with it. What to kill, and when, others decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from manyhands.control import guard
+
+__all__ = ["Guard", "die_with_parent", "kill_session"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """From now on SIGKILL ends this process when its parent ends; at once if that has already happened."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_session(leader: int) -> bool:
+    """Kill every process of a dead or dying worker's session; True when none is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    return guard.kill_all({leader}, rounds=10)
+
+
+class Guard:
+    """The agent's end of its guard process. Every worker's session is registered before the worker does anything."""
+
+    def __init__(self, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._pipe: IO[bytes] = self._process.stdin
+
+    def watch(self, session: int) -> None:
+        self._tell(f"+{session}\n")
+
+    def forget(self, session: int) -> None:
+        self._tell(f"-{session}\n")
+
+    def _tell(self, line: str) -> None:
+        # The guard may have been killed: what it would do after our death is lost then, the run is not.
+        with contextlib.suppress(OSError):
+            self._pipe.write(line.encode())
+            self._pipe.flush()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the guard clean up, and wait for it."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

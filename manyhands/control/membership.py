@@ -1,0 +1,424 @@
+"""Who is in the run, decided: `react(state, event, now) -> (state, outputs)`, with no socket, clock or process.
+
+Agents report how their hosts stand, `orders_for` says how they should stand, and between the two lies a small machine:
+
+    gathering --all hosts there--> running --a member failed--> stopping --every host clear--> gathering or ended
+                                   running --every host clear-----------------------------------------> ended
+
+A generation is (term, counter): terms grow with every start of a coordinator, counters with every generation, so none
+repeats. A new one needs every agent's word ("clear") that its members of the one before are dead. The shell performs
+outputs in order: `Persist` is on disk before any `Tell` of the same reaction leaves. Start reading at `react`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.failure import Failure, WorkerEnd, short
+from manyhands.control.messages import Commit, HostReport, MemberReport, Orders, Plan, WorkerPosition
+from manyhands.control.policy import Ended, attribute, judge, signature
+from manyhands.control.roster import (
+    Event,
+    Heard,
+    Host,
+    Member,
+    Membership,
+    Outcome,
+    Output,
+    Persist,
+    Refuse,
+    Roster,
+    Settings,
+    Tell,
+    Ticked,
+)
+
+__all__ = ["begin", "orders_for", "parse_generation", "react", "restored"]
+
+
+def begin(settings: Settings, term: int, now: float) -> Membership:
+    return Membership(settings=settings, term=term, since=now)
+
+
+def restored(state: Membership, term: int, now: float) -> Membership:
+    """The state a restarted coordinator goes on with: a higher term, and nobody heard of yet."""
+    assert term > state.term
+    hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
+    return replace(state, term=term, hosts=hosts, since=now)
+
+
+def parse_generation(text: str) -> tuple[int, int]:
+    term, counter = text.split(".")
+    return int(term), int(counter)
+
+
+def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
+    outputs: list[Output] = []
+    match event:
+        case Heard(report=report):
+            refusal = _objection(state, report)
+            if refusal is not None:
+                return state, [refusal]
+            known = state
+            state = _hear(state, report, now)
+            news = (state.stop, state.run_dir) != (known.stop, known.run_dir)
+            outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
+        case Ticked():
+            state = _note_silence(state, now)
+    before = state
+    while (after := _advance(state, now)) is not state:
+        state = after
+    if state is not before:
+        # The new state is durable before anyone acts on it; every agent then hears of it, the asking one included.
+        outputs = [Persist(state=state), *(Tell(agent=agent) for agent in state.hosts)]
+    return state, outputs
+
+
+# ---- hearing ---------------------------------------------------------------------------------------------------
+
+
+def _objection(state: Membership, report: HostReport) -> Refuse | None:
+    settings = state.settings
+    if report.run not in ("", settings.run):
+        return Refuse(agent=report.agent, what=f"This is run {settings.run}, not {report.run}.")
+    if report.agent in state.hosts:
+        return None
+    for name, ours in settings.versions.items():
+        theirs = report.versions.get(name, "none")
+        if theirs != ours:
+            what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
+            return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
+    if len(state.hosts) >= settings.hosts_wanted:
+        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {settings.hosts_wanted} of its hosts.")
+    if report.host_rank is not None and report.host_rank in [host.host_rank for host in state.hosts.values()]:
+        return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")
+    return None
+
+
+def _hear(state: Membership, report: HostReport, now: float) -> Membership:
+    known = state.hosts.get(report.agent)
+    host = Host(
+        agent=report.agent,
+        name=report.host,
+        slots=report.slots,
+        local=report.local,
+        data_address=report.data_address,
+        order=known.order if known else state.next_order,
+        host_rank=report.host_rank,
+        master=report.master,
+        heard_at=now,
+    )
+    state = replace(
+        state,
+        hosts={**state.hosts, report.agent: host},
+        next_order=state.next_order + (known is None),
+        committed=_newest(state.committed, report.committed),
+        run_dir=report.run_dir if report.local and report.run_dir else state.run_dir,
+        log_base=report.log_base if report.local else state.log_base,
+        stop=state.stop or report.stop,
+        stop_signal=state.stop_signal or report.stop_signal,
+    )
+    if report.generation is not None and state.roster is not None:
+        if report.generation == state.roster.generation:
+            state = _hear_members(state, state.roster, report, now)
+        elif report.members:
+            state = replace(state, stale=state.stale + 1)
+    if report.leaving and report.clear:
+        return _leave(state, report.agent, now)
+    return state
+
+
+def _newest(one: Commit | None, other: Commit | None) -> Commit | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.step >= one.step else one
+
+
+def _hear_members(state: Membership, roster: Roster, report: HostReport, now: float) -> Membership:
+    said = {member.rank: member for member in report.members}
+    ended = {entry.end.rank for entry in roster.ends}
+    members, ends, stale = [], list(roster.ends), state.stale
+    first_step, last_step = roster.first_step, roster.last_step
+    for member in roster.members:
+        word = said.get(member.rank)
+        if member.agent != report.agent or word is None:
+            members.append(member)
+            continue
+        if word.incarnation != member.incarnation:
+            stale += 1
+            members.append(member)
+            continue
+        members.append(_updated(member, word, report.clear, now))
+        if word.end is not None and member.rank not in ended:
+            ends.append(Ended(end=word.end, at=now - word.ended_s_ago))
+        for step in (word.first_step, word.step, word.end.step if word.end else None):
+            if step is not None:
+                first_step = step if first_step is None else min(step, first_step)
+                last_step = max(step, last_step or 0)
+    cleared = tuple(sorted({*roster.cleared, report.agent})) if report.clear else roster.cleared
+    roster = replace(
+        roster, members=tuple(members), ends=tuple(ends), cleared=cleared, first_step=first_step, last_step=last_step
+    )
+    return replace(state, roster=roster, stale=stale)
+
+
+def _updated(member: Member, word: MemberReport, clear: bool, now: float) -> Member:
+    status = "dead" if clear and word.status != "done" else word.status
+    return replace(
+        member,
+        status=status,
+        exit_code=word.exit_code,
+        pid=word.pid,
+        step=word.step,
+        phase=word.phase,
+        moved_at=now - word.age_s,
+    )
+
+
+def _leave(state: Membership, agent: str, now: float) -> Membership:
+    """An agent that goes on its own, having given its word. Its members are lost to this generation."""
+    if state.roster is not None and state.phase == "running" and agent in state.roster.agents:
+        state = _lose(state, state.roster, agent, now)
+    return replace(state, hosts={name: host for name, host in state.hosts.items() if name != agent})
+
+
+def _note_silence(state: Membership, now: float) -> Membership:
+    limit = state.settings.silent_after_s
+    for host in list(state.hosts.values()):
+        if host.local or host.silent or now - host.heard_at <= limit:
+            continue
+        state = replace(state, hosts={**state.hosts, host.agent: replace(host, silent=True)})
+        if state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
+            state = _lose(state, state.roster, host.agent, host.heard_at)
+        elif state.phase == "gathering" and (state.roster is None or host.agent not in state.roster.agents):
+            state = replace(state, hosts={name: h for name, h in state.hosts.items() if name != host.agent})
+    return state
+
+
+def _lose(state: Membership, roster: Roster, agent: str, at: float) -> Membership:
+    members, ends = [], list(roster.ends)
+    ended = {entry.end.rank for entry in ends}
+    name = state.hosts[agent].name
+    for member in roster.members:
+        if member.agent == agent and member.status == "live":
+            member = replace(member, status="suspect")
+            if member.rank not in ended:
+                end = WorkerEnd(rank=member.rank, host=name, pid=member.pid, kind="lost", step=member.step)
+                ends.append(Ended(end=end, at=at))
+        members.append(member)
+    return replace(state, roster=replace(roster, members=tuple(members), ends=tuple(ends)))
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+
+def _advance(state: Membership, now: float) -> Membership:
+    """One transition, if one is due; the same state otherwise."""
+    match state.phase:
+        case "gathering":
+            return _gather(state, now)
+        case "running" | "stopping":
+            assert state.roster is not None
+            return _watch(state, state.roster, now)
+        case _:
+            return state
+
+
+def _gather(state: Membership, now: float) -> Membership:
+    if state.stop is not None:
+        return _end(state, now, _stopped_code(state), "stopped before its workers were started")
+    ready = [host for host in state.hosts.values() if not host.silent]
+    chief = _in_order(ready)[0] if ready else None
+    if len(ready) == state.settings.hosts_wanted and chief is not None and chief.master is not None:
+        return _form(state, _in_order(ready), chief.master, now)
+    again = state.roster is not None
+    if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
+        reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
+        return _end(state, now, 4 if again else 3, reason)
+    return state
+
+
+def _in_order(hosts: Sequence[Host]) -> list[Host]:
+    """The coordinator's own host first, then by the rank that was asked for, then by who came first."""
+    return sorted(hosts, key=lambda h: (not h.local, h.host_rank if h.host_rank is not None else 2**31, h.order))
+
+
+def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
+    members: list[Member] = []
+    for host in hosts:
+        for local_rank in range(host.slots):
+            number = len(members)
+            members.append(
+                Member(
+                    rank=number,
+                    agent=host.agent,
+                    local_rank=local_rank,
+                    incarnation=state.next_incarnation + number,
+                    moved_at=now,
+                )
+            )
+    roster = Roster(
+        generation=f"{state.term}.{state.counter + 1}",
+        attempt=state.restarts + 1,
+        members=tuple(members),
+        agents=tuple(host.agent for host in hosts),
+        master=master,
+        why=state.why,
+    )
+    return replace(
+        state,
+        counter=state.counter + 1,
+        next_incarnation=state.next_incarnation + len(members),
+        roster=roster,
+        phase="running",
+        since=now,
+    )
+
+
+def _watch(state: Membership, roster: Roster, now: float) -> Membership:
+    if set(roster.cleared) >= set(roster.agents):
+        return _conclude(state, roster, now)
+    missing = [state.hosts.get(agent) for agent in roster.agents if agent not in roster.cleared]
+    if any(host is None or (host.silent and now - host.heard_at > state.settings.rejoin_wait_s) for host in missing):
+        return _give_up_on_silent(state, roster, now)
+    # While a stop is under way the agents' grace time rules; one worker that fails then must not cut it short.
+    if state.phase == "running" and roster.ends and state.stop is None:
+        return replace(state, phase="stopping", since=now)
+    return state
+
+
+def _conclude(state: Membership, roster: Roster, now: float) -> Membership:
+    """Every process of the generation is dead, by the agents' word. Done, stopped, again, or failed?"""
+    codes = [member.exit_code for member in roster.members if member.status == "done"]
+    if len(codes) == len(roster.members):
+        code = 75 if 75 in codes else 0
+        return _end(state, now, code, "preempted, with a committed checkpoint" if code else "finished")
+    if state.stop is not None:
+        chief = roster.members[0]
+        code = 75 if chief.status == "done" and chief.exit_code == 75 else _stopped_code(state)
+        return _end(state, now, code, "stopped on request")
+    return _after_failure(state, roster, now)
+
+
+def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
+    if not roster.ends:
+        return _end(state, now, 70, "workers ended without a reason that anyone saw")
+    first, _, _ = attribute(roster.ends)
+    history = (*state.history, signature(first))
+    settings = state.settings
+    progressed = (roster.last_step or 0) > (roster.first_step or 0)
+    verdict = judge(
+        first,
+        history,
+        restarts=state.restarts,
+        max_restarts=settings.job.max_restarts,
+        progressed=progressed,
+        always_restart=settings.always_restart,
+    )
+    state = replace(state, history=history)
+    if not verdict.restart:
+        return _end(state, now, verdict.exit_code, verdict.reason, failed=True)
+    where = f"from step {state.committed.step}" if state.committed else "from the start"
+    attempts = f"attempt {state.restarts + 2} of {settings.job.max_restarts + 1}"
+    return replace(
+        state,
+        phase="gathering",
+        since=now,
+        restarts=state.restarts + 1,
+        why=f"{short(first)}; restarting {where}, {attempts}",
+    )
+
+
+def _give_up_on_silent(state: Membership, roster: Roster, now: float) -> Membership:
+    lost = [
+        state.hosts[agent].name if agent in state.hosts else agent
+        for agent in roster.agents
+        if agent not in roster.cleared
+    ]
+    if state.stop is not None:
+        return _end(state, now, _stopped_code(state), f"stopped; no word from {', '.join(lost)}")
+    return _end(state, now, 4, f"{', '.join(lost)} did not come back to say that its workers are dead", failed=True)
+
+
+def _stopped_code(state: Membership) -> int:
+    """SIGINT ends with 130; SIGTERM, SIGUSR1 and `mh stop` with 143."""
+    return 130 if state.stop_signal == 2 else 143
+
+
+def _end(state: Membership, now: float, code: int, reason: str, *, failed: bool = False) -> Membership:
+    failure = _failure(state, state.roster, code, reason) if failed and state.roster and state.roster.ends else None
+    return replace(state, phase="ended", since=now, outcome=Outcome(exit_code=code, reason=reason, failure=failure))
+
+
+def _failure(state: Membership, roster: Roster, code: int, reason: str) -> Failure:
+    first, others, certain = attribute(roster.ends)
+    commit = state.committed
+    return Failure(
+        run=state.settings.run,
+        exit_code=code,
+        reason=reason,
+        attempt=roster.attempt,
+        max_attempts=state.settings.job.max_restarts + 1,
+        step=roster.last_step,
+        first=first,
+        certain=certain,
+        followers=[_brief(end) for end in others],
+        committed_step=commit.step if commit else None,
+        committed_path=commit.path if commit else "",
+        resume=state.settings.resume.replace("{run_dir}", state.run_dir or ""),
+    )
+
+
+def _brief(end: WorkerEnd) -> WorkerEnd:
+    return replace(end, traceback="", stderr=[], message=end.message[:200])
+
+
+# ---- orders ----------------------------------------------------------------------------------------------------
+
+
+def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = False) -> Orders:
+    """How this host should stand."""
+    roster, outcome = state.roster, state.outcome
+    orders = Orders(
+        term=state.term,
+        run=state.settings.run,
+        do="wait",
+        stop=state.stop,
+        stop_signal=state.stop_signal,
+        run_dir=state.run_dir,
+        log_base=state.log_base,
+        job=state.settings.job if with_job else None,
+        generation=roster.generation if roster else None,
+    )
+    if outcome is not None:
+        return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
+    if roster is None or agent not in roster.agents or state.phase == "gathering":
+        return orders
+    if state.phase == "stopping":
+        return replace(orders, do="stop")
+    return replace(orders, do="run", plan=_plan(roster, agent), positions=_elsewhere(roster, agent, now))
+
+
+def _plan(roster: Roster, agent: str) -> Plan:
+    mine = [member for member in roster.members if member.agent == agent]
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len(roster.agents),
+        host=roster.agents.index(agent),
+        first_rank=mine[0].rank,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+    )
+
+
+def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
+    return {
+        member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
+        for member in roster.members
+        if member.agent != agent and member.step is not None
+    }

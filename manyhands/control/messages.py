@@ -1,0 +1,299 @@
+"""Every message of the control plane: worker to agent, agent to coordinator, and a person's questions to an agent.
+
+Reports and orders are *states*, not commands: an agent says how its host stands, the coordinator says how it should
+stand, both again every second. So a lost, repeated or late message is harmless. Unknown fields and types are
+refused by the decoder, and everything carries the generation and incarnation (or term) it speaks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from manyhands.control.failure import Failure, WorkerEnd
+from manyhands.control.launch_request import WorkerCommand
+from manyhands.events import Event
+
+__all__ = [
+    "Ask",
+    "Commit",
+    "Committed",
+    "FromAgent",
+    "FromCoordinator",
+    "FromWorker",
+    "Goodbye",
+    "Hello",
+    "HostReport",
+    "Job",
+    "MemberReport",
+    "Orders",
+    "Plan",
+    "PositionReply",
+    "Publish",
+    "Refusal",
+    "Report",
+    "RunFacts",
+    "Status",
+    "StopRequest",
+    "StoreReply",
+    "StoreRequest",
+    "ToWorker",
+    "Welcome",
+    "WhereIsEveryone",
+    "WorkerPosition",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    pass
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+# ---- worker and agent ------------------------------------------------------------------------------------------
+
+
+class _FromMember(_Message, frozen=True, kw_only=True):
+    generation: str
+    incarnation: int
+
+
+class RunFacts(_Value, frozen=True, kw_only=True):
+    """What the script's constructor arguments say about the run."""
+
+    run_dir: str | None = None
+    overwrite: bool = False
+    strategy: str = ""
+    slices: int = 0
+    precision: str = ""
+    script: str = ""
+
+
+class Hello(_FromMember, frozen=True, kw_only=True):
+    rank: int
+    pid: int
+    facts: RunFacts
+
+
+class Report(_FromMember, frozen=True, kw_only=True):
+    step: int
+    phase: str
+
+
+class Committed(_FromMember, frozen=True, kw_only=True):
+    step: int
+    path: str
+
+
+class Publish(_FromMember, frozen=True, kw_only=True):
+    event: Event
+
+
+class Goodbye(_FromMember, frozen=True, kw_only=True):
+    pass
+
+
+class WhereIsEveryone(_FromMember, frozen=True, kw_only=True):
+    ticket: int
+
+
+class StoreRequest(_FromMember, frozen=True, kw_only=True):
+    ticket: int
+    op: Literal["get", "set", "wait", "add", "check", "delete"]
+    keys: list[str]
+    value: bytes = b""
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+class StoreReply(_Message, frozen=True, kw_only=True):
+    ticket: int
+    ok: bool
+    value: bytes = b""
+    number: int = 0
+    error: str = ""
+
+
+class WorkerPosition(_Value, frozen=True, kw_only=True):
+    step: int
+    phase: str
+    age_s: float
+
+
+class PositionReply(_Message, frozen=True, kw_only=True):
+    ticket: int
+    positions: dict[int, WorkerPosition]
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    run: str
+    run_dir: str
+    stop: str | None = None
+
+
+class Refusal(_Message, frozen=True, kw_only=True):
+    """`error` is the name of a class in `manyhands.errors`."""
+
+    error: str
+    what: str
+    where: str | None = None
+    fix: list[str] = []
+
+
+class StopRequest(_Message, frozen=True, kw_only=True):
+    kind: str
+
+
+FromWorker = Hello | Report | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest
+ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply
+
+
+# ---- agent and coordinator -------------------------------------------------------------------------------------
+
+
+class Commit(_Value, frozen=True, kw_only=True):
+    step: int
+    path: str
+
+
+class MemberReport(_Value, frozen=True, kw_only=True):
+    """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`."""
+
+    rank: int
+    incarnation: int
+    status: Literal["live", "done", "failed"]
+    pid: int
+    exit_code: int | None = None
+    first_step: int | None = None
+    """Where it began in this generation."""
+    step: int | None = None
+    phase: str = ""
+    age_s: float = 0.0
+    greeted: bool = False
+    """It said Hello: it speaks our protocol."""
+    end: WorkerEnd | None = None
+    ended_s_ago: float = 0.0
+
+
+class HostReport(_Message, frozen=True, kw_only=True):
+    """How a host stands. Sent every second and at every change."""
+
+    run: str
+    agent: str
+    host: str
+    slots: int
+    term: int
+    """The latest coordinator term this agent has heard."""
+    versions: dict[str, str]
+    data_address: str
+    host_rank: int | None = None
+    local: bool = False
+    """On the coordinator's own host, and its parent: cannot be lost without it."""
+    master: tuple[str, int] | None = None
+    generation: str | None = None
+    members: list[MemberReport] = []
+    clear: bool = True
+    """No process of `generation` or of any earlier one is left on this host."""
+    stop: str | None = None
+    stop_signal: int = 0
+    run_dir: str | None = None
+    log_base: int = 0
+    committed: Commit | None = None
+    has_job: bool = False
+    leaving: bool = False
+
+
+class Job(_Value, frozen=True, kw_only=True):
+    """What a joining host needs in order to start workers."""
+
+    command: WorkerCommand
+    flags: dict[str, Any]
+    grace_s: float
+    max_restarts: int
+    threads: int | None = None
+
+
+class Plan(_Value, frozen=True, kw_only=True):
+    """One host's part in a generation."""
+
+    generation: str
+    attempt: int
+    world_size: int
+    num_hosts: int
+    host: int
+    first_rank: int
+    incarnations: list[int]
+    """Of this host's workers, in order of local rank."""
+    master: tuple[str, int]
+    why: str = ""
+    """What ended the attempt before, in one line."""
+
+
+class Orders(_Message, frozen=True, kw_only=True):
+    """How a host should stand."""
+
+    term: int
+    run: str
+    do: Literal["wait", "run", "stop", "end"]
+    plan: Plan | None = None
+    generation: str | None = None
+    stop: str | None = None
+    stop_signal: int = 0
+    exit_code: int | None = None
+    failure: Failure | None = None
+    run_dir: str | None = None
+    log_base: int = 0
+    job: Job | None = None
+    positions: dict[int, WorkerPosition] = {}
+    note: str = ""
+    """Something a person should read once, such as a refused join."""
+
+
+class Relay(StoreRequest, frozen=True, kw_only=True):
+    """A worker's store request on its way through the agent."""
+
+    agent: str = ""
+
+
+class Replay(_Message, frozen=True, kw_only=True):
+    """Values a restarted coordinator has forgotten and an agent has kept."""
+
+    agent: str
+    generation: str
+    values: dict[str, bytes]
+
+
+FromAgent = HostReport | Relay | Replay
+FromCoordinator = Orders | StoreReply | Refusal
+
+
+# ---- a person and an agent -------------------------------------------------------------------------------------
+
+
+class Ask(_Message, frozen=True, kw_only=True):
+    what: Literal["status", "stop"]
+
+
+class MemberStatus(_Value, frozen=True, kw_only=True):
+    rank: int
+    pid: int
+    status: str
+    step: int | None
+    phase: str
+    age_s: float
+
+
+class Status(_Message, frozen=True, kw_only=True):
+    run: str
+    run_dir: str | None
+    generation: str | None
+    attempt: int
+    hosts: int
+    host: str
+    stop: str | None
+    coordinator_pid: int
+    members: list[MemberStatus]
+    committed: Commit | None = None

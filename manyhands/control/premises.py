@@ -1,0 +1,133 @@
+"""What an agent holds open: its private directory, its guard, its sockets, and on the first host the coordinator.
+
+Opened in order, closed in reverse; after `close` nothing of it is left, also when opening failed half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from manyhands.comm.transport import Port, open_port
+from manyhands.control.book import Book
+from manyhands.control.coordinator import CoordinatorConfig
+from manyhands.control.coordinator_process import CoordinatorProcess
+from manyhands.control.fence import Guard
+from manyhands.control.keys import private_directory, write_join_file
+from manyhands.control.launch_request import JoinTicket, LaunchRequest
+from manyhands.control.link import Link
+from manyhands.control.messages import Ask, Job
+from manyhands.control.preflight import Addresses, is_loopback, versions
+from manyhands.control.roster import Settings
+from manyhands.control.runs import run_name
+from manyhands.control.stop_signals import StopSignals
+from manyhands.control.torch_store import TorchMeeting
+
+__all__ = ["Premises"]
+
+
+class Premises:
+    def __init__(
+        self, name: str, request: LaunchRequest, addresses: Addresses, job: Job | None, say: Callable[[str], None]
+    ) -> None:
+        self.name, self.addresses, self.versions = name, addresses, versions()
+        self.exit_code = 70
+        """For the run's record; what the run ends with sets it."""
+        self.coordinator: CoordinatorProcess | None = None
+        self.meeting: TorchMeeting | None = None
+        with ExitStack() as opened:
+            self._open(request, job, say, opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, request: LaunchRequest, job: Job | None, say: Callable[[str], None], opened: ExitStack) -> None:
+        self.signals = StopSignals()
+        opened.callback(self.signals.close)
+        self.directory = private_directory()
+        self.guard = Guard(self.directory)
+        opened.callback(self.guard.close)
+        self.book = Book(_run_name(request, self.addresses), _command(request), f"ipc://{self.directory}/control")
+        opened.callback(lambda: self.book.close(self.exit_code))
+        self.context: zmq.Context[Any] = zmq.Context()
+        opened.callback(self.context.destroy, linger=500)
+        if self.addresses.join is not None:
+            self.link = Link(self.context, _tcp(self.addresses.join), self.name, self.addresses.key)
+        else:
+            assert job is not None
+            self._open_first_host(request, job, say, opened)
+        opened.callback(self.link.close)
+        self.people: Port[Ask] = open_port(self.context, zmq.ROUTER, f"ipc://{self.directory}/control", Ask, bind=True)
+
+    def _open_first_host(self, request: LaunchRequest, job: Job, say: Callable[[str], None], opened: ExitStack) -> None:
+        if request.run_dir is not None:
+            self.book.adopt(request.run_dir, request.overwrite)
+        settings = Settings(
+            run=self.book.run,
+            job=job,
+            versions=self.versions,
+            hosts_wanted=request.hosts_wanted,
+            always_restart=request.always_restart,
+            resume=request.resume or "",
+            gather_wait_s=request.join_timeout_s,
+        )
+        config = CoordinatorConfig(
+            settings=settings,
+            directory=str(self.directory),
+            term_floor=self.book.term_floor(),
+            listen=self.addresses.listen,
+            key=self.addresses.key,
+        )
+        self.coordinator = CoordinatorProcess(config)
+        opened.callback(self.coordinator.close)
+        self.link = Link(self.context, f"ipc://{self.directory}/coordinator", self.name)
+        self.meeting = TorchMeeting(self.addresses.data)
+        opened.callback(self.close_meeting)
+        self._invite(request, say)
+
+    def _invite(self, request: LaunchRequest, say: Callable[[str], None]) -> None:
+        """Say what crosses the network in the clear, and write the join file where hosts do not share a key already."""
+        listen, key = self.addresses.listen, self.addresses.key
+        if listen is None or key is None:
+            return
+        if not is_loopback(listen[0]):
+            say(f"tensors between hosts travel in the clear, at {listen[0]} (--insecure-data-plane)")
+        if request.key is not None or request.master is not None:
+            return
+        path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
+        address = _tcp(listen).removeprefix("tcp://")
+        write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
+        say(f"waiting for {request.hosts_wanted - 1} more: mh agent --join {path}")
+
+    def renew_meeting(self) -> None:
+        """A store for the next generation: what this one left in its own must not be found again."""
+        if self.meeting is not None:
+            self.meeting.close()
+            self.meeting = TorchMeeting(self.addresses.data)
+
+    def close_meeting(self) -> None:
+        if self.meeting is not None:
+            self.meeting.close()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _run_name(request: LaunchRequest, addresses: Addresses) -> str:
+    if addresses.join is not None:
+        return addresses.run
+    if request.run_dir is not None:
+        return Path(request.run_dir).absolute().name
+    assert request.command is not None
+    return run_name(request.command.target)
+
+
+def _command(request: LaunchRequest) -> list[str]:
+    return [request.command.target, *request.command.args] if request.command else []
+
+
+def _tcp(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,46 @@
+"""What a worker says through its lifeline, the pipe to its agent: one JSON line, at most once, at its end.
+
+A pipe and not the message channel, because it needs no thread, no library and no session: it works for any script.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["MAX_RECORD_BYTES", "Raised", "Record", "Returned", "decode", "encode"]
+
+MAX_RECORD_BYTES = 2**20
+
+
+class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The user's code raised; `step` is where the worker last said it was."""
+
+    error: str
+    message: str
+    bases: list[str]
+    traceback: str
+    exit_code: int
+    step: int | None = None
+    phase: str = ""
+
+
+class Returned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """What the function of a "call" returned, as JSON text."""
+
+    value: str
+
+
+Record = Raised | Returned
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(record) + b"\n"
+
+
+def decode(line: bytes) -> Record | None:
+    """None for anything that is not a record: the worker may have been killed while it wrote."""
+    try:
+        record: Record = msgspec.json.decode(line, type=Record)
+        return record
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,121 @@
+"""The door of a run that listens: who may not come in, and a log line about it that nobody can flood.
+
+CURVE refuses those without the run's public key by itself, ZAP those without its client key. Both are seen through the
+socket's monitor, and told once per peer and kind.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from manyhands.comm.transport import Port
+from manyhands.control.keys import client_curve
+
+__all__ = ["DoorKeeper"]
+
+NOTES_PER_MINUTE = 10
+MAX_REMEMBERED = 1000
+
+UNKNOWN = "an address that hung up at once"
+
+_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: it spoke without CURVE
+
+
+class DoorKeeper:
+    """Answers ZAP requests and reads the monitor; `attend` returns new lines worth telling."""
+
+    def __init__(self, context: zmq.Context[Any], key: bytes) -> None:
+        self._allowed = z85.decode(client_curve(key).public)
+        self._zap = context.socket(zmq.ROUTER)
+        self._zap.linger = 0
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._port: Port[Any] | None = None
+        self._peers: dict[int, str] = {}
+        self._pending: str | None = None
+        self._nameless: dict[str, float] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._recent: list[float] = []
+        self.refused = 0
+
+    def watch(self, port: Port[Any]) -> None:
+        self._port = port
+        self._monitor = port.socket.get_monitor_socket()
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self._zap] + ([self._monitor] if self._monitor is not None else [])
+
+    def attend(self) -> list[str]:
+        self._answer_zap()
+        notes: list[str] = []
+        while self._monitor is not None and self._monitor.poll(0):
+            note = self._note(recv_monitor_message(self._monitor))
+            if note is not None:
+                notes.append(note)
+        return notes + self._tell_nameless()
+
+    def _answer_zap(self) -> None:
+        while self._zap.poll(0):
+            frames = self._zap.recv_multipart()
+            # [peer, empty, version, request id, domain, address, identity, mechanism, credentials...]
+            known = len(frames) >= 9 and frames[7] == b"CURVE" and frames[8] == self._allowed
+            answer = [b"200", b"OK"] if known else [b"400", b"not a member"]
+            self._zap.send_multipart([*frames[:2], b"1.0", frames[3], *answer, b"agent" if known else b"", b""])
+
+    def _note(self, event: Any) -> str | None:
+        """Failures carry no peer; the disconnection that follows carries the descriptor that was accepted."""
+        kind, value = event["event"], int(event["value"])
+        if kind == zmq.EVENT_ACCEPTED:
+            self._peers[value] = _peer(value)
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._pending = "no key" if value == _MISMATCH else "a wrong key, or another run's"
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._pending = "a wrong key, or another run's"
+        elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+            peer, reason, self._pending = self._peers.pop(value, UNKNOWN), self._pending, None
+            if reason and peer == UNKNOWN:
+                self._nameless.setdefault(reason, time.monotonic())
+            elif reason:
+                return self._refuse(peer, reason)
+        return None
+
+    def _tell_nameless(self) -> list[str]:
+        """Peers that hung up before their address was read. Most come again at once, and are told by name then."""
+        due = [reason for reason, at in self._nameless.items() if time.monotonic() - at > 1.0]
+        for reason in due:
+            del self._nameless[reason]
+        known = {reason for _, reason in self._told}
+        return [note for reason in due if reason not in known and (note := self._refuse(UNKNOWN, reason))]
+
+    def _refuse(self, peer: str, reason: str) -> str | None:
+        self.refused += 1
+        now = time.monotonic()
+        self._recent = [at for at in self._recent if now - at < 60]
+        if (peer, reason) in self._told or len(self._recent) >= NOTES_PER_MINUTE or len(self._told) >= MAX_REMEMBERED:
+            return None
+        self._told.add((peer, reason))
+        self._recent.append(now)
+        return f"refused a join from {peer}: {reason}"
+
+    def close(self) -> None:
+        self._zap.close(0)
+        if self._port is not None and self._monitor is not None:
+            self._port.socket.disable_monitor()
+            self._monitor.close(0)
+
+
+def _peer(fd: int) -> str:
+    """The address behind a descriptor that ZeroMQ owns; `UNKNOWN` when it is closed already."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            return str(copy.getpeername()[0])
+    except (OSError, IndexError):
+        return UNKNOWN

@@ -1,0 +1,160 @@
+"""The first thing a worker process runs: tie it to its agent, then run the user's code as `python` would.
+
+Run as `python -u -m manyhands.runtime.bootstrap --parent PID --lifeline FD --kind KIND --target TARGET -- args`. If the
+code raises, the exception goes to the agent through the lifeline before anything is torn down, so the first failure is
+known even if this process hangs on its way out. Exit codes are those of `manyhands.errors`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from manyhands.control.fence import die_with_parent
+from manyhands.control.records import Raised, Returned, encode
+from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+
+__all__ = ["main"]
+
+TRACEBACK_CHARS = 6000
+MESSAGE_CHARS = 1000
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--kind", choices=["script", "module", "call"], required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("args", nargs="*")
+    asked = parser.parse_args(argv)
+    die_with_parent(asked.parent)
+    os.set_inheritable(asked.lifeline, False)
+    faulthandler.enable()
+    try:
+        _run(asked.kind, asked.target, asked.args, asked.lifeline)
+    except SystemExit:
+        raise
+    except Preempted as stopped:  # an orderly end, not a failure
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.exit_code)
+    except BaseException as error:
+        _tell(asked.lifeline, _raised(error))
+        _show(error)
+        sys.exit(_exit_code(error))
+
+
+def _run(kind: str, target: str, args: list[str], lifeline: int) -> None:
+    sys.argv = [target, *args]
+    match kind:
+        case "script":
+            sys.path[0] = str(Path(target).resolve().parent)
+            runpy.run_path(target, run_name="__main__")
+        case "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        case _:
+            arguments = json.loads(args[0]) if args else {}
+            function = _function(target)
+            result = function(*arguments.get("args", []), **arguments.get("kwargs", {}))
+            _tell(lifeline, Returned(value=_as_json(result)))
+
+
+def _function(target: str) -> Callable[..., Any]:
+    place, _, qualname = target.rpartition(":")
+    if place.endswith(".py"):
+        sys.path[0] = str(Path(place).resolve().parent)
+        found: Any = _module_from(Path(place))
+    else:
+        found = importlib.import_module(place)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    if not callable(found):
+        raise UsageError(f"{target} is not a function.")
+    return found  # type: ignore[no-any-return]
+
+
+def _module_from(path: Path) -> Any:
+    """Import a file under its own name, so that what it defines can be pickled by loader processes."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _as_json(result: Any) -> str:
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The function returned a {type(result).__name__}, which does not fit into JSON: {error}.",
+            fix=["return numbers, strings, lists and dicts; save tensors with trainer.save(...)"],
+        ) from error
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, ManyhandsError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _raised(error: BaseException) -> Raised:
+    step, phase = _position()
+    text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+    bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
+    return Raised(
+        error=type(error).__name__,
+        message=str(error)[:MESSAGE_CHARS],
+        bases=bases,
+        traceback=text[-TRACEBACK_CHARS:],
+        exit_code=_exit_code(error),
+        step=step,
+        phase=phase,
+    )
+
+
+def _position() -> tuple[int | None, str]:
+    """Where the worker last said it was; nothing is imported that the user's code did not."""
+    session = sys.modules.get("manyhands.control.session")
+    return session.latest_position() if session is not None else (None, "")
+
+
+def _show(error: BaseException) -> None:
+    """On stderr: what was wrong for a mistake the user can act on, else the traceback without our own frames."""
+    if isinstance(error, UsageError | PeerLost):  # what a lost peer did wrong stands in its own log
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return
+    traceback.print_exception(type(error), error, _own_frames(error))
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's code on: how it was started is of no use to anybody."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename in ours:
+        place = place.tb_next
+    return place or error.__traceback__
+
+
+def _tell(lifeline: int, record: Raised | Returned) -> None:
+    # The agent may be gone, and so are we in a moment.
+    with contextlib.suppress(OSError):
+        os.write(lifeline, encode(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Public calls are numbered, so that a restarted script finds what the run has already done.
+
+Every worker runs the script from the top, also after a restart. A call that had finished before the checkpoint that
+the run resumes from returns its recorded result at once; the call the checkpoint was taken in goes on; later ones
+run as usual. Records are files `<run_dir>/calls/0001-fit.json`, written by the chief when a call ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.errors import CheckpointCorrupt
+
+__all__ = ["Calls"]
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    result: Any = None
+
+
+class Calls:
+    """The calls of one trainer. `resume_at` is the call that the loaded checkpoint was taken in."""
+
+    def __init__(self, directory: Path, *, writes: bool, warn: Callable[[str], None]) -> None:
+        self._directory, self._writes, self._warn = directory, writes, warn
+        self.number = 0
+        self.resume_at = 0
+
+    def begin(self, name: str) -> None:
+        self.number += 1
+        self._name = name
+
+    @property
+    def already_done(self) -> bool:
+        return self.number < self.resume_at
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this is the call that the loaded checkpoint was taken in."""
+        return self.number == self.resume_at
+
+    def recorded(self) -> Any:
+        path = self._path()
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=_Record)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointCorrupt(
+                f"The record of call {self.number} ({self._name}) is missing or broken: {path}: {error}",
+                fix=["start over in a new run directory: --run-dir NEW"],
+            ) from error
+        if record.name != self._name:
+            raise CheckpointCorrupt(
+                f"Call {self.number} of this script is {self._name}, but the run recorded {record.name}.",
+                fix=["start over in a new run directory: --run-dir NEW"],
+            )
+        return record.result
+
+    def finish(self, result: Any) -> None:
+        if not self._writes:
+            return
+        try:
+            self._write(result)
+        except OSError as error:  # a full disk costs the record, not the result
+            self._warn(f"The result of call {self.number} ({self._name}) is not on record: {error.strerror}.")
+
+    def _write(self, result: Any) -> None:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        path = self._path()
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            file.write(msgspec.json.encode(_Record(self._name, result)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def tensors_path(self) -> Path:
+        """Where results too large for a record go."""
+        return self._path().with_suffix(".safetensors")
+
+    def _path(self) -> Path:
+        return self._directory / f"{self.number:04d}-{self._name}.json"

@@ -1,0 +1,294 @@
+"""Your own loop: `mh.join` gives you `Hands`, and the batch comes one slice at a time.
+
+The loop is the user's; which slices this worker gets, their randomness, weights, the sum over all workers, checkpoints
+and resuming are ours. Loops may differ in length between workers: one that has no slice in a step takes part in it
+without running the loop's body.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.batches import Batches, Piece, Step
+from manyhands.errors import Preempted, UsageError
+from manyhands.events import Logged, StepDone
+from manyhands.runtime import evaluating
+from manyhands.runtime.fitting import LEAVE
+from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.models import Parts, optimizer_maker
+from manyhands.runtime.run import Run
+from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.training import Training
+from manyhands.runtime.worker import StrategyChoice, enter
+from manyhands.strategies.base import LossFn, MetricFn, StepStats
+
+__all__ = ["Hands", "join"]
+
+
+def join(
+    strategy: str | StrategyChoice | None = None,
+    *,
+    precision: str | None = None,
+    seed: int | None = None,
+    slices: int | None = None,
+    accumulate: int | None = None,
+    exact: bool | None = None,
+    clip_norm: float | None = None,
+    run_dir: str | Path | None = None,
+    checkpoint: Checkpoints | None = None,
+) -> Hands:
+    """Take this process's place in the run. With several workers asked for outside a cluster, starts them and exits."""
+    arguments = {
+        "precision": precision,
+        "seed": seed,
+        "slices": slices,
+        "accumulate": accumulate,
+        "exact": exact,
+        "clip_norm": clip_norm,
+        "run_dir": str(run_dir) if run_dir is not None else None,
+    }
+    return Hands(enter(strategy, arguments), checkpoint)
+
+
+class Hands:
+    """A worker in a loop of the user's own. Made by `join`."""
+
+    def __init__(self, worker: Any, checkpoint: Checkpoints | None) -> None:
+        self._worker, self._checkpoint = worker, checkpoint
+        self._run: Run | None = None
+        self._saver: Saver | None = None
+        self._step: Step | None = None
+        self._piece: Piece | None = None
+        self._context: AbstractContextManager[None] | None = None
+        self._backward_done = False
+        self._means = 0
+        self._last_step: Step | None = None
+        self.stepped = False
+        """Whether the last call of `step` updated the weights."""
+        self.loss = float("nan")
+        """The mean loss over the last step's whole batch."""
+
+    rank = property(lambda self: self._worker.rank)
+    world_size = property(lambda self: self._worker.world_size)
+    is_chief = property(lambda self: self._worker.is_chief)
+    device = property(lambda self: self._worker.device)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self._worker.run_dir)
+
+    @property
+    def steps_done(self) -> int:
+        return self._training.progress.step
+
+    def setup(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Hand over model, optimizer and LR scheduler (stepped once per update); all workers get the chief's weights."""
+        parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
+        self._run = Run(self._worker, parts, Hooks((), is_chief=self.is_chief), lambda _: scheduler)
+        self._run.ready(resume=False)
+        return model, optimizer
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint of the run directory, if there is one. Call after `setup`."""
+        return self._known_run.resume()
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+    ) -> Iterator[Any]:
+        """This worker's slices, one after the other, from where the run stands. Call `backward` and `step` for each."""
+        run = self._known_run
+        training = run.begin_call("batches")
+        if run.calls.already_done:
+            return
+        source = run.source(data, collate=collate, num_workers=num_workers)
+        batches = run.batches(source, run.batch_size(source, batch_size), epochs, steps)
+        self._saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
+        run.announce("batches", batches.total_steps)
+        if not run.calls.goes_on:
+            self._saver.save_now(required=True)
+        self._worker.wait_for_chief("first checkpoint")
+        try:
+            yield from self._slices(batches)
+            self._saver.save_now()
+            self._worker.wait_for_chief("end of batches")
+        finally:
+            self._leave_slice()
+            batches.close()
+            self._saver.close()
+        run.calls.finish(None)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+        """Backward of this slice's loss: its mean, or a sum with its weight."""
+        if self._piece is None or self._backward_done:
+            raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
+        self._leave_slice()
+        self._training.engine.phases.mark("forward")
+        self._training.engine.backward(self._piece, loss if weight is None else (loss, weight))
+        self._training.engine.phases.mark("backward")
+        self._backward_done = True
+
+    def step(self) -> None:
+        """Update the weights when this was the worker's last slice of the step; else do nothing."""
+        if not self._backward_done:
+            raise UsageError("step was called without backward for this slice.", fix=["hands.backward(loss)"])
+        assert self._piece is not None and self._step is not None
+        self.stepped = self._piece.index == self._step.indices[-1]
+        if self.stepped:
+            self._finish_step(self._step)
+        self._piece = None
+
+    def every(self, steps: int) -> bool:
+        return self.steps_done % steps == 0
+
+    def log(self, **values: float) -> None:
+        """Record values with the step's number; the chief's are kept."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self._worker.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
+
+    def mean(self, value: float | Tensor) -> float:
+        """The mean of `value` over the workers that had a slice in this step, weighted by their rows.
+
+        All of those workers must call it, after `step`; the others need not.
+        """
+        assert self._last_step is not None
+        step, world = self._last_step, self._worker.world_size
+        shares = self._training.engine.shares(step.num_slices)
+        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in shares]
+        if world == 1:
+            return float(value)
+        self._means += 1
+        key = f"mean/{step.number}/{self._means}"
+        self._worker.session.set(f"{key}/{self.rank}", msgspec.msgpack.encode(float(value)))
+        timeout_s = self._known_run.spec.comm.timeout_s
+        parts = [
+            (rows[rank], msgspec.msgpack.decode(self._worker.session.get(f"{key}/{rank}", timeout_s), type=float))
+            for rank in range(world)
+            if rows[rank]
+        ]
+        return sum(count * part for count, part in parts) / sum(rows)
+
+    def save(self) -> None:
+        """Start a checkpoint beside the training; the chief writes it."""
+        if self._saver is None:
+            raise UsageError("save was called outside the loop over batches().")
+        self._saver.save_soon()
+
+    def evaluate(
+        self,
+        data: Any,
+        loss: LossFn,
+        *,
+        metrics: Mapping[str, MetricFn] | None = None,
+        batch_size: int = 256,
+        collate: Any = None,
+    ) -> dict[str, float]:
+        """Loss and per-example metrics over all of `data`, every example once. All workers must call it."""
+        run, engine = self._known_run, self._training.engine
+        pieces = run.pieces(run.source(data, collate=collate, shuffle=False), batch_size)
+        with engine.using_loss(loss):
+            results, _ = evaluating.evaluate(engine, self._worker.axis, pieces, metrics or {})
+        return results
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every worker's tensor, in rank order; shapes may differ. All workers must call it."""
+        return evaluating.gather_tensors(self._worker.axis, tensor)
+
+    def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
+        """Sum or mean over the workers, the same bits on each. All workers must call it."""
+        parts = self.gather(value)
+        total = torch.stack(parts).sum(0)
+        return total / len(parts) if op == "mean" else total
+
+    @property
+    def _known_run(self) -> Run:
+        if self._run is None:
+            raise UsageError("The model is not known yet.", fix=["model, optimizer = hands.setup(model, optimizer)"])
+        return self._run
+
+    @property
+    def _training(self) -> Training:
+        return self._known_run.ready()
+
+    def _slices(self, batches: Batches) -> Iterator[Any]:
+        engine = self._training.engine
+        self._done_at = time.perf_counter()
+        for step in batches:
+            self._step = step
+            self._worker.session.report(step.number, "training")
+            engine.begin_step(step, stop=LEAVE if self._worker.session.stop_requested else 0)
+            for piece in step.mine():
+                engine.phases.mark("load")
+                self._piece, self._backward_done = piece, False
+                self._context = engine.slice_context(piece)
+                self._context.__enter__()
+                yield piece.batch
+                self._check_slice_done()
+            if not len(step.indices):
+                self._finish_step(step)
+
+    def _check_slice_done(self) -> None:
+        if self._piece is not None:
+            missing = "step()" if self._backward_done else "backward(loss) and step()"
+            raise UsageError(
+                f"The loop went on without hands.{missing} for a slice.", fix=[f"hands.{missing} in the loop"]
+            )
+
+    def _leave_slice(self) -> None:
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+    def _finish_step(self, step: Step) -> None:
+        training = self._training
+        stats = training.engine.end_step()
+        self._last_step, self._means, self.loss = step, 0, stats.loss
+        progress = training.progress
+        progress.step, progress.epoch, progress.row = step.number, step.after.epoch, step.after.row
+        progress.results = {"loss": stats.loss}
+        if training.scheduler is not None and not stats.skipped:
+            training.scheduler.step()
+        self._tell(step, stats)
+        assert self._saver is not None
+        if stats.stop == LEAVE:
+            self._saver.save_now(required=True)
+            self._worker.wait_for_chief("checkpoint before leaving")
+            raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
+        self._saver.after_step()
+
+    def _tell(self, step: Step, stats: StepStats) -> None:
+        now = time.perf_counter()
+        took_s, self._done_at = now - self._done_at, now
+        self._worker.emit(
+            StepDone(
+                time_s=time.time(),
+                step=step.number,
+                epoch=step.epoch - self._training.progress.call_epoch,
+                loss=stats.loss,
+                rows=stats.rows,
+                samples_per_s=stats.rows / took_s,
+                phases=stats.seconds,
+                lr=stats.lr,
+                grad_norm=stats.grad_norm,
+            )
+        )
+
+
+def _no_loss(model: nn.Module, batch: Any) -> Any:
+    raise AssertionError("a loop of the user's own computes its own loss")

@@ -1,0 +1,61 @@
+"""Hooks: any objects with any of `begin`, `before_step`, `after_step`, `after_epoch`, `end`, `state`, `restore`.
+
+They run on every worker, in the order given, once per committed step; on the chief only if `chief_only` is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+__all__ = ["EarlyStop", "Hooks", "smaller_is_better"]
+
+
+class Hooks:
+    def __init__(self, hooks: Sequence[Any], *, is_chief: bool) -> None:
+        self._all = list(hooks)
+        self._active = [hook for hook in hooks if is_chief or not getattr(hook, "chief_only", False)]
+        self._methods: dict[str, list[Any]] = {}
+
+    def call(self, moment: str, *arguments: Any) -> None:
+        for method in self._find(moment):
+            method(*arguments)
+
+    def _find(self, moment: str) -> list[Any]:
+        if moment not in self._methods:
+            found = (getattr(hook, moment, None) for hook in self._active)
+            self._methods[moment] = [method for method in found if method is not None]
+        return self._methods[moment]
+
+    def state(self) -> list[Any]:
+        return [hook.state() if hasattr(hook, "state") else None for hook in self._all]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        for hook, state in zip(self._all, states, strict=False):
+            if state is not None and hasattr(hook, "restore"):
+                hook.restore(state)
+
+
+class EarlyStop(msgspec.Struct, kw_only=True):
+    """Stop `fit` when a result has not improved for `patience` epochs."""
+
+    metric: str = "loss"
+    """A name in the epoch's results; with validation data, the validation's value of it."""
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: str = "auto"
+    """"min", "max" or "auto": small is good for losses and errors, large for the rest."""
+
+    def verdict(self, values: Sequence[float]) -> bool:
+        """Whether to stop after these values, one per epoch: a pure function, so that every worker agrees."""
+        down = self.mode == "min" or (self.mode == "auto" and smaller_is_better(self.metric))
+        best, since = float("inf"), 0
+        for value in (v if down else -v for v in values):
+            best, since = (value, 0) if value < best - self.min_delta else (best, since + 1)
+        return since >= self.patience
+
+
+def smaller_is_better(metric: str) -> bool:
+    return any(word in metric.lower() for word in ("loss", "error", "mse", "mae", "perplexity"))

@@ -1,0 +1,243 @@
+"""What a Keras model was compiled with, in our terms: its optimizer as a torch one, its loss and metrics as functions.
+
+Used as it is where the maths comes out the same for every cut of a batch into slices; refused with the reason where it
+does not. Start reading at `compiled_parts`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import BadLoss, DataError, SpecError
+from manyhands.strategies.base import LossFn, MetricFn
+
+__all__ = ["Compiled", "KerasOptimizer", "compiled_parts", "is_keras_optimizer", "keras_optimizer"]
+
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def compiled_parts(
+    model: Any, loss: LossFn | None, optimizer: Any, metrics: Mapping[str, MetricFn] | None
+) -> tuple[LossFn | None, Any, Mapping[str, MetricFn] | None]:
+    """The user's loss, optimizer and metrics, and for each that was not given, what the model was compiled with."""
+    if not model.compiled:
+        return loss, optimizer, metrics
+    compiled = Compiled(model)
+    if loss is None:
+        _check_loss(model)
+        loss = compiled.loss
+        metrics = compiled.metrics(model) if metrics is None else metrics
+    return loss, model.optimizer if optimizer is None else optimizer, metrics
+
+
+class Compiled:
+    """What `model.compile` was given: a loss and metrics, as functions of (model, batch).
+
+    A batch is (inputs, targets) or (inputs, targets, sample weights). The forward pass of an evaluation is shared by
+    the loss and all metrics.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._seen: tuple[Any, Any] | None = None
+        self._wants_mode = "training" in inspect.signature(model.compute_loss).parameters
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        x, y, weights = _unpack(batch)
+        _refuse_weighted_mean(model, weights)
+        outputs = self._outputs(model, batch, x)
+        mode = {"training": model.training} if self._wants_mode else {}
+        return model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, **mode)  # type: ignore[no-any-return]
+
+    def metrics(self, model: Any) -> dict[str, MetricFn]:
+        return {name: self._metric(position) for position, name in enumerate(_metric_names(model))}
+
+    def _metric(self, position: int) -> MetricFn:
+        def values(model: Any, batch: Any) -> Tensor:
+            x, y, _ = _unpack(batch)
+            outputs = self._outputs(model, batch, x)
+            compiled = model._compile_metrics
+            if not compiled.built:
+                compiled.build(y, outputs)  # only now is it known which accuracy "accuracy" means
+            metric = compiled.metrics[position]
+            found: Tensor = metric._fn(y, outputs, **metric._fn_kwargs)
+            return found.flatten(1).float().mean(1) if found.ndim > 1 else found
+
+        return values
+
+    def _outputs(self, model: Any, batch: Any, x: Any) -> Any:
+        if model.training:
+            self._seen = None
+        elif self._seen is not None and self._seen[0] is batch:
+            return self._seen[1]
+        outputs = model(x)
+        _refuse_mask(outputs)
+        if not model.training:
+            self._seen = (batch, outputs)
+        return outputs
+
+
+def _unpack(batch: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
+        raise DataError(
+            f"A compiled loss takes batches (inputs, targets) or (inputs, targets, weights), not {_shape(batch)}.",
+            fix=["data that gives such tuples, or collate=", "loss=lambda model, batch: ..., your own"],
+        )
+    x, y, weights = (*batch, None, None)[:3]
+    return x, y, weights
+
+
+def _shape(batch: Any) -> str:
+    return f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+
+
+def _refuse_mask(outputs: Any) -> None:
+    keras = sys.modules["keras"]
+    if any(getattr(output, "_keras_mask", None) is not None for output in keras.tree.flatten(outputs)):
+        raise BadLoss(
+            "The model's outputs carry a Keras mask, so the compiled loss is a mean over unmasked entries: slices with "
+            "different numbers of them cannot be put together.",
+            fix=["loss=lambda model, batch: (sum over the unmasked entries, their number)", "mask_zero=False"],
+        )
+
+
+def _check_loss(model: Any) -> None:
+    """Refuse, before anything runs, a loss whose mean over a batch is not the mean of its slices."""
+    keras = sys.modules["keras"]
+    if type(model).train_step is not keras.Model.train_step:
+        raise SpecError(
+            f"{type(model).__name__} has a train_step of its own, which only Keras's fit would call.",
+            fix=["loss=lambda model, batch: ..., which computes the same loss"],
+        )
+    for part in keras.tree.flatten(model.loss):
+        if isinstance(part, keras.losses.Loss) and part.reduction not in MEANS:
+            raise SpecError(
+                f"{type(part).__name__}(reduction={part.reduction!r}) is not a mean over the batch.",
+                fix=[
+                    f'{type(part).__name__}(reduction="sum_over_batch_size")',
+                    "for a sum: that, and a learning rate as many times as large as the batch has rows",
+                ],
+            )
+
+
+def _refuse_weighted_mean(model: Any, weights: Any) -> None:
+    keras = sys.modules["keras"]
+    parts = keras.tree.flatten(model.loss)
+    if weights is not None and any(getattr(part, "reduction", "") == "mean_with_sample_weight" for part in parts):
+        raise BadLoss(
+            'reduction="mean_with_sample_weight" divides by the sum of the batch\'s weights, unknown to a slice.',
+            fix=['reduction="sum_over_batch_size"', "loss=lambda model, batch: (weighted sum, sum of the weights)"],
+        )
+
+
+def _metric_names(model: Any) -> list[str]:
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    asked = compiled._user_metrics or []
+    if compiled._user_weighted_metrics:
+        raise SpecError("weighted_metrics are not means of one value per example.", fix=["metrics=[...] in compile"])
+    if isinstance(asked, dict) or any(isinstance(metric, list | tuple | dict) for metric in asked):
+        raise SpecError(
+            "The compiled metrics belong to single outputs; only a flat list of metrics is taken over.",
+            fix=['metrics={"name": lambda model, batch: one value per example} of the trainer'],
+        )
+    return [_metric_name(metric) for metric in asked]
+
+
+def _metric_name(asked: Any) -> str:
+    keras = sys.modules["keras"]
+    if str(asked).lower() in ("accuracy", "acc"):
+        return str(asked)
+    found = keras.metrics.get(asked)
+    name = asked if isinstance(asked, str) else getattr(found, "name", None) or getattr(found, "__name__", "metric")
+    if isinstance(found, keras.metrics.Metric) and not isinstance(found, keras.metrics.MeanMetricWrapper):
+        raise SpecError(
+            f"The compiled metric {name!r} ({type(found).__name__}) is not a mean of one value per example, so it "
+            "cannot be put together from the workers' parts.",
+            fix=[
+                "leave it out of compile(metrics=...), and compute it from trainer.predict(data)",
+                'or metrics={"name": lambda model, batch: one value per example} of the trainer',
+            ],
+        )
+    return str(name)
+
+
+class KerasOptimizer(torch.optim.Optimizer):
+    """A Keras optimizer in the shape of a torch one: gradients come from `.grad`, the update is Keras's own.
+
+    Its learning rate is shown in `param_groups` and may be set there, by a torch scheduler for instance, unless Keras
+    has a schedule of its own.
+    """
+
+    def __init__(self, optimizer: Any, variables: list[Any]) -> None:
+        self.keras, self._variables = optimizer, list(variables)
+        if not optimizer.built:
+            optimizer.build(self._variables)
+        self._shown_lr = float(optimizer.learning_rate)
+        super().__init__([variable.value for variable in self._variables], {"lr": self._shown_lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._agree_on_learning_rate()
+        with torch.no_grad():
+            self.keras.apply([variable.value.grad for variable in self._variables], self._variables)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {variable.path: variable.value.detach() for variable in self.keras.variables}
+        group = {"params": list(range(len(self._variables))), "lr": self.param_groups[0]["lr"], "keras": state}
+        return {"state": {}, "param_groups": [group]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        (group,) = state_dict["param_groups"]
+        saved, own = group["keras"], self.keras.variables
+        if list(saved) != [variable.path for variable in own]:
+            raise ValueError(
+                f"it has {len(saved)} variables, {', '.join(list(saved)[:3])}..., and now {len(own)} others"
+            )
+        for variable in own:
+            variable.assign(saved[variable.path])
+        self._shown_lr = self.param_groups[0]["lr"] = group["lr"]
+
+    def _agree_on_learning_rate(self) -> None:
+        group = self.param_groups[0]
+        if group["lr"] == self._shown_lr:
+            group["lr"] = float(self.keras.learning_rate)
+        else:
+            self._set_learning_rate(group["lr"])
+        self._shown_lr = group["lr"]
+
+    def _set_learning_rate(self, value: float) -> None:
+        try:
+            self.keras.learning_rate = value
+        except TypeError as error:
+            raise SpecError(
+                f"The learning rate was set to {value:g}, but the Keras optimizer has a schedule of its own.",
+                fix=["one of the two: scheduler=, or the schedule in keras.optimizers"],
+            ) from error
+
+
+def is_keras_optimizer(optimizer: Any) -> bool:
+    kinds = getattr(sys.modules.get("keras"), "optimizers", None)
+    return kinds is not None and isinstance(optimizer, kinds.Optimizer)
+
+
+def keras_optimizer(model: Any, optimizer: Any) -> KerasOptimizer:
+    """`optimizer` for the trained variables of `model`. Refuses what Keras does outside of `apply`."""
+    keras = sys.modules["keras"]
+    name = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
+        raise SpecError(
+            f"{name} expects a loss that Keras's own fit has scaled, which is not run here.",
+            fix=['precision="fp16" of the trainer, and compile(..., auto_scale_loss=False)'],
+        )
+    if optimizer.use_ema:
+        raise SpecError(
+            f"{name}(use_ema=True) swaps averages into the model at the end of Keras's own fit, which is not run here.",
+            fix=["use_ema=False"],
+        )
+    return KerasOptimizer(optimizer, model.trainable_variables)

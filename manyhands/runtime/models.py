@@ -1,0 +1,121 @@
+"""What the user gave as model, loss, optimizer and metrics, put together into parts that fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.checkpoint.export import save_tensors
+from manyhands.errors import SpecError
+from manyhands.parallel.buffers import ForeignState
+from manyhands.runtime import keras_models
+from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
+from manyhands.strategies.base import LossFn, MetricFn
+
+__all__ = ["Parts", "assemble", "foreign_state", "optimizer_maker", "randomness_in", "save_model"]
+
+
+@dataclass
+class Parts:
+    model: nn.Module
+    loss: LossFn
+    metrics: dict[str, MetricFn]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    call: Callable[[nn.Module, Any], Any]
+    """The model's output for one batch, for `predict`."""
+
+
+def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, MetricFn] | None) -> Parts:
+    given = model
+    model = _as_module(given)
+    call = _call
+    if keras_models.is_keras(model):
+        call = keras_models.call
+        loss, optimizer, metrics = compiled_parts(model, loss, optimizer, metrics)
+    if loss is None:
+        raise SpecError(
+            "No loss was given.", fix=["loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"]
+        )
+    if optimizer is None:
+        raise SpecError("No optimizer was given.", fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"])
+    if model is not given and isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            "The model is made here, by a function or from a file, so a ready optimizer cannot know its parameters.",
+            fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"],
+        )
+    return Parts(model, loss, dict(metrics or {}), optimizer_maker(optimizer), call)
+
+
+def _as_module(model: Any) -> nn.Module:
+    if isinstance(model, str | Path):
+        if Path(model).suffix not in keras_models.SUFFIXES:
+            raise SpecError(
+                f"model={str(model)!r} is not a file of a Keras model.", fix=["model.keras", "an nn.Module"]
+            )
+        model = keras_models.load(Path(model))
+    elif not isinstance(model, nn.Module) and not keras_models.is_keras(model):
+        if not callable(model):
+            raise SpecError(f"model is a {type(model).__name__}.", fix=["an nn.Module", "a function that makes one"])
+        model = model()
+    if keras_models.is_keras(model):
+        keras_models.check_usable(model)
+    elif not isinstance(model, nn.Module):
+        raise SpecError(f"The model function returned a {type(model).__name__}, not an nn.Module.")
+    return model  # type: ignore[no-any-return]
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    if path.suffix in keras_models.SUFFIXES:
+        keras_models.save(model, path)
+        return
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    save_tensors(path, tensors, "pt" if path.suffix == ".pt" else "safetensors", force=True)
+
+
+def foreign_state(model: nn.Module) -> ForeignState:
+    """State in `model` that plain torch does not know of, for the strategy."""
+    return keras_models.foreign_state(model)
+
+
+def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        if is_keras_optimizer(optimizer):
+            return keras_optimizer(model, optimizer)
+        made = (
+            optimizer
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else optimizer([param for param in model.parameters() if param.requires_grad])
+        )
+        if not isinstance(made, torch.optim.Optimizer):
+            raise SpecError(f"optimizer(params) returned a {type(made).__name__}, not a torch optimizer.")
+        known = {id(param) for param in model.parameters()}
+        strangers = sum(id(param) not in known for group in made.param_groups for param in group["params"])
+        if strangers:
+            raise SpecError(
+                f"{strangers} of the optimizer's parameters are not the model's.", fix=["the model's own parameters"]
+            )
+        return made
+
+    return make
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    """A batch that is a pair or longer is (input, target, ...); a dict is keyword arguments."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def randomness_in(model: nn.Module) -> str:
+    """What in the model makes a result depend on how a batch is cut: "dropout", "BatchNorm", both, or nothing."""
+    found = keras_models.randomness_in(model)
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        found.append("dropout")
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        found.append("BatchNorm")
+    return " and ".join(dict.fromkeys(found))

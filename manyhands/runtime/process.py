@@ -1,0 +1,50 @@
+"""Settings of this process that make steps faster or repeatable: device, threads, allocator, deterministic kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+__all__ = ["choose_device", "choose_threads", "keep_freed_memory", "make_deterministic"]
+
+# glibc's parameter numbers for mallopt.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 2**30
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep freed blocks instead of giving them back and faulting the pages in again next step.
+
+    Gradients are fresh memory every step; without this each costs a page fault per 4 KiB. Workers of a launcher get
+    the same by their environment. False where the C library is not glibc, or another allocator is preloaded.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES) and libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+    except (OSError, AttributeError):
+        return False
+
+
+def choose_threads(asked: int | None, local_workers: int, *, exact: bool) -> int:
+    """Threads per worker: what was asked for; else 1 where bits must not depend on it; else a share of the cores."""
+    if asked is not None:
+        return asked
+    if exact:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // local_workers)
+
+
+def make_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = False
+
+
+def choose_device(devices: tuple[str, ...] | None, local_rank: int) -> torch.device:
+    if devices:
+        return torch.device(devices[local_rank % len(devices)])
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")

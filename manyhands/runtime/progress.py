@@ -1,0 +1,359 @@
+"""What a person sees of a run while it trains: a bar on a terminal, a line per interval elsewhere.
+
+A display takes events, output and failures from the launcher or, in a run of one process, from the trainer. It puts
+them into a queue and returns; one thread does all the showing, so neither a slow terminal nor a closed pipe can hold
+up or stop a step. How things are worded is `progress_lines.py`'s business. Start reading at `make_display`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from manyhands.events import (
+    CheckpointSaved,
+    EpochDone,
+    Event,
+    GenerationStarted,
+    Logged,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
+from manyhands.runtime.progress_lines import Tally, line_of, size
+from manyhands.runtime.terminal import BottomLines, columns, is_terminal, prints_above, same_terminal, write_bytes
+
+if TYPE_CHECKING:
+    from manyhands.control.failure import Failure
+    from manyhands.control.launch_request import Display
+
+__all__ = ["make_display"]
+
+TICK_S = 0.1
+REDRAW_S = 0.2  # a redraw costs half a millisecond: a quarter of a percent of one core
+INTERVAL_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+MAX_EVENTS_WAITING = 10_000
+MAX_OUTPUT_WAITING_BYTES = 64 * 2**20
+
+
+def make_display(
+    ui: Literal["auto", "live", "plain", "none"],
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    no_color: bool = False,
+    force_color: bool = False,
+    ci: bool = False,
+    solo: bool = False,
+    interval_s: float = INTERVAL_S,
+) -> Display:
+    """The display for these streams. `auto` is live on a terminal and plain elsewhere, and plain under `ci`.
+
+    Progress goes to `stderr`, so `stdout` holds what the training script printed and nothing else. With `solo` the
+    script's prints happen in this very process: a live display then takes over `sys.stdout` and `sys.stderr` until
+    `close`, where they lead to its terminal, to keep the bar below them.
+    """
+    if ui == "auto":
+        ui = "live" if is_terminal(stderr) and not ci else "plain"
+    if ui == "live":
+        color = not no_color and (force_color or is_terminal(stderr))
+        return _Live(stdout, stderr, color=color, solo=solo)
+    if ui == "plain":
+        return _Plain(stdout, stderr, interval_s)
+    return _FailuresOnly(stdout, stderr)
+
+
+class _Output:
+    """Bytes that the chief wrote, on their way to one of our own streams."""
+
+    def __init__(self, stream: Literal["stdout", "stderr"], data: bytes) -> None:
+        self.stream, self.data = stream, data
+
+
+class _Queued:
+    """Takes everything at once; shows it from one thread. Subclasses say how, and may not be called by others."""
+
+    def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
+        self._streams: dict[str, TextIO] = {"stdout": stdout, "stderr": stderr}
+        self._gone: set[str] = set()
+        self._queue: deque[Event | _Output | str] = deque()
+        self._stepped = False
+        # How much output came in and went out, each changed by one thread only, so that no lock is needed.
+        self._bytes_in = self._bytes_out = 0
+        self._bytes_skipped = 0
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="manyhands-display", daemon=True)
+        self._thread.start()
+
+    def event(self, event: Event) -> None:
+        """Never blocks, never raises; what a stuck terminal cannot show is not shown."""
+        if len(self._queue) < MAX_EVENTS_WAITING:
+            self._queue.append(event)
+        if isinstance(event, StepDone):
+            if self._stepped:
+                return  # the first step is shown at once; further ones are looked at ten times a second
+            self._stepped = True
+        self._wake.set()
+
+    def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
+        """Pass the chief's output on. Never blocks: behind 64 MB that nobody reads, more is skipped, and said so."""
+        if self._bytes_in - self._bytes_out > MAX_OUTPUT_WAITING_BYTES:
+            self._bytes_skipped += len(data)
+            return
+        if self._bytes_skipped:
+            self._put(
+                f"warning: {size(self._bytes_skipped)} of output not shown, as nobody read it; it is in the run's logs"
+            )
+            self._bytes_skipped = 0
+        self._bytes_in += len(data)
+        self._put(_Output(stream, data))
+
+    def say(self, line: str) -> None:
+        self._put(line)
+
+    def failure(self, block: Failure) -> None:
+        from manyhands.control.failure import render
+
+        self._put(render(block))
+
+    def close(self) -> None:
+        """Show what is left, for at most two seconds; the chief's own output for as long as its reader takes."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        while self._bytes_out < self._bytes_in and self._thread.is_alive():
+            self._thread.join(TICK_S)
+
+    def _put(self, item: _Output | str) -> None:
+        self._queue.append(item)
+        self._wake.set()
+
+    def _work(self) -> None:
+        while not self._closing:
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+            self._turn()
+        self._turn()
+        with _nothing_escapes():
+            self._finish()
+
+    def _turn(self) -> None:
+        while self._queue:
+            with _nothing_escapes():
+                self._show(self._queue.popleft())
+        with _nothing_escapes():
+            self._tick(time.monotonic())
+
+    def _show(self, item: Event | _Output | str) -> None:
+        if isinstance(item, _Output):
+            try:
+                self._pass_on(item)
+            finally:
+                self._bytes_out += len(item.data)
+        elif isinstance(item, str):
+            self._line(item)
+        else:
+            self._shown_event(item)
+
+    def _pass_on(self, output: _Output) -> None:
+        self._write(output.stream, output.data)
+
+    def _line(self, text: str) -> None:
+        """A whole line, or several, to stderr."""
+        self._write("stderr", text.rstrip("\n").encode(errors="replace") + b"\n")
+
+    def _write(self, stream: str, data: bytes) -> None:
+        if stream in self._gone:
+            return
+        try:
+            write_bytes(self._streams[stream], data)
+        except (OSError, ValueError):  # the reader went away, or the stream was closed: the run goes on without it
+            self._gone.add(stream)
+
+    def _shown_event(self, event: Event) -> None: ...
+
+    def _tick(self, now: float) -> None: ...
+
+    def _finish(self) -> None: ...
+
+
+class _FailuresOnly(_Queued):
+    """`--ui none`: the chief's output and failures; not a word else."""
+
+    def say(self, line: str) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        pass
+
+
+class _Narrated(_Queued):
+    """What plain and live have in common: a tally of the steps, and which other events get a line, how often."""
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._tally = Tally()
+        self._began: float | None = None
+        self._seen_generation = False
+        # Checkpoints and logged values may come many times a second: the newest gets a line, once per interval.
+        self._held: dict[type, Event] = {}
+        self._last_line: dict[type, float] = {}
+        super().__init__(stdout, stderr)
+
+    def _shown_event(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._tally.add(event)
+            case CheckpointSaved() | Logged():
+                self._held[type(event)] = event
+            case GenerationStarted() if not self._seen_generation:
+                self._seen_generation = True  # the first one is the start of the run, which has its own line
+            case RunStarted() if self._began is not None and (event.call != "fit" or event.attempt == 1):
+                self._tally.total_steps = event.total_steps  # a further call of the same run
+            case _:
+                self._narrate(event)
+
+    def _narrate(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, RunStarted):
+            self._began = self._began or now
+            self._tally.total_steps = event.total_steps
+        if isinstance(event, EpochDone | RunEnded):
+            self._before_result(now, last=isinstance(event, RunEnded))
+        line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
+        if line is not None:
+            self._line(line)
+
+    def _tick(self, now: float) -> None:
+        for kind, event in list(self._held.items()):
+            if now - self._last_line.get(kind, -self._interval_s) >= self._interval_s:
+                self._release(kind, event, now)
+
+    def _release(self, kind: type, event: Event, now: float) -> None:
+        del self._held[kind]
+        self._last_line[kind] = now
+        self._line(line_of(event) or "")
+
+    def _finish(self) -> None:
+        self._before_result(time.monotonic(), last=True)
+
+    def _before_result(self, now: float, *, last: bool) -> None:
+        """Bring the record up to date before an epoch's result or the end."""
+        if last:
+            for kind, event in list(self._held.items()):
+                self._release(kind, event, now)
+
+
+class _Plain(_Narrated):
+    """For pipes and log files: whole lines, no colours, never a carriage return of ours."""
+
+    def _tick(self, now: float) -> None:
+        super()._tick(now)
+        if now - self._last_line.get(StepDone, -self._interval_s) >= self._interval_s:
+            self._steps_line(now)
+
+    def _before_result(self, now: float, *, last: bool) -> None:
+        super()._before_result(now, last=last)
+        if last or now - self._last_line.get(StepDone, now) >= 1.0:  # short epochs: their results are lines enough
+            self._steps_line(now)
+
+    def _steps_line(self, now: float) -> None:
+        if self._tally.fresh:
+            self._last_line[StepDone] = now
+            self._line(self._tally.line())
+            self._tally.fresh = False
+            self._tally.forget()
+
+
+class _Live(_Narrated):
+    """For terminals: two lines at the bottom, redrawn in place five times a second; the rest goes by above."""
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, *, color: bool, solo: bool) -> None:
+        self._bar = BottomLines(stderr)
+        self._console = Console(
+            file=stderr, force_terminal=True, no_color=not color, color_system="standard" if color else None,
+            highlight=False, legacy_windows=False, _environ={},
+        )  # fmt: skip
+        self._drawn_at = self._decayed_at = 0.0
+        self._note = ""
+        self._above = {
+            name for name, stream in (("stdout", stdout), ("stderr", stderr)) if same_terminal(stream, stderr)
+        }
+        self._prints = contextlib.ExitStack()
+        super().__init__(stdout, stderr, INTERVAL_S)
+        if solo:
+            self._prints.enter_context(prints_above(self._bar, stderr))
+
+    def close(self) -> None:
+        super().close()
+        self._prints.close()
+
+    def _shown_event(self, event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
+            self._note = f"saved step {event.step}"  # in the bar: the bar is always there, so no line is needed
+        else:
+            super()._shown_event(event)
+
+    def _pass_on(self, output: _Output) -> None:
+        if output.stream in self._above:
+            self._bar.above(output.data)
+        else:
+            super()._pass_on(output)
+
+    def _line(self, text: str) -> None:
+        self._bar.above(text.rstrip("\n").encode(errors="replace") + b"\n", whole_line=True)
+
+    def _tick(self, now: float) -> None:
+        super()._tick(now)
+        if now - self._drawn_at >= REDRAW_S and self._tally.step and (self._tally.fresh or not self._bar.is_up):
+            self._bar.draw(self._lines())
+            self._drawn_at, self._tally.fresh = now, False
+        if now - self._decayed_at >= 1.0:
+            self._decayed_at = now
+            self._tally.forget(0.3)
+
+    def _before_result(self, now: float, *, last: bool) -> None:
+        super()._before_result(now, last=last)
+        if last and self._tally.step:
+            self._line(self._tally.line())
+            self._tally = Tally()  # no bar any more, unless another call trains on
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._bar.erase()
+
+    def _lines(self) -> list[str]:
+        width = max(columns(self._streams["stderr"]) - 1, 20)
+        tally, speed = self._tally, "  ".join(self._tally.speed())
+        percent = f"{100 * tally.step / tally.total_steps:3.0f}%  " if tally.total_steps else ""
+        bar_width = min(40, width - len(tally.where()) - len(percent) - len(speed) - 2)
+        first = Table.grid(padding=(0, 1, 0, 0))
+        cells: list[Any] = [Text(tally.where(), style="bold"), Text(percent + speed)]
+        if tally.total_steps and bar_width >= 8:
+            cells.insert(1, ProgressBar(tally.total_steps, tally.step, width=bar_width))
+        first.add_row(*cells)
+        second = Text("  ".join(part for part in (tally.shares(), self._note) if part), style="dim")
+        return [self._rendered(renderable, width) for renderable in (first, second)]
+
+    def _rendered(self, renderable: Table | Text, width: int) -> str:
+        with self._console.capture() as captured:
+            self._console.print(renderable, width=width, no_wrap=True, overflow="crop", crop=True)
+        return captured.get().split("\n", 1)[0].rstrip()
+
+
+@contextlib.contextmanager
+def _nothing_escapes() -> Iterator[None]:
+    """A display that cannot show something shows the next thing; training never hears of it."""
+    with contextlib.suppress(Exception):
+        yield

@@ -1,0 +1,189 @@
+"""A run's events as text for people: pure functions and one running tally; nothing here prints.
+
+`line_of` words the events that are worth a line of their own. Steps are not: they come by the thousand, so `Tally`
+sums them up and words the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from manyhands.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    Logged,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+    WorkerLost,
+)
+
+__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size"]
+
+PHASES = ("load", "forward", "backward", "reduce", "update")
+
+
+class Tally:
+    """Steps since the last line: where training is, how fast, and what the time went into."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.loss = math.nan
+        self.total_steps: int | None = None
+        self.fresh = False
+        """Whether a step came that nobody was shown; whoever shows it says so here."""
+        self._given_eta_s: float | None = None
+        self._steps = self._rows = self._seconds = 0.0
+        self._phases: dict[str, float] = {}
+
+    def add(self, event: StepDone) -> None:
+        self.step, self.epoch, self.loss, self.fresh = event.step, event.epoch, event.loss, True
+        self.total_steps = event.total_steps or self.total_steps
+        self._given_eta_s = event.eta_s
+        self._steps += 1
+        if event.samples_per_s > 0:
+            self._rows += event.rows
+            self._seconds += event.rows / event.samples_per_s
+        for phase, seconds in event.phases.items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def forget(self, share: float = 1.0) -> None:
+        """Let this share of the past go: 1 starts a new interval, less now and then makes a moving average."""
+        self._steps, self._rows, self._seconds = (
+            kept * (1 - share) for kept in (self._steps, self._rows, self._seconds)
+        )
+        self._phases = {phase: seconds * (1 - share) for phase, seconds in self._phases.items()}
+
+    @property
+    def samples_per_s(self) -> float:
+        return self._rows / self._seconds if self._seconds else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        if self._given_eta_s is not None or self.total_steps is None or not self._steps or not self._seconds:
+            return self._given_eta_s
+        return max(self.total_steps - self.step, 0) * self._seconds / self._steps
+
+    def where(self) -> str:
+        return f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"
+
+    def speed(self) -> list[str]:
+        parts = [f"epoch {self.epoch}", f"loss {_number(self.loss)}", f"{count(self.samples_per_s)} samples/s"]
+        return parts if not self.eta_s else [*parts, f"eta {duration(self.eta_s)}"]
+
+    def shares(self) -> str:
+        total = sum(self._phases.values())
+        if not total:
+            return ""
+        known = [phase for phase in PHASES if phase in self._phases]
+        others = [phase for phase in self._phases if phase not in PHASES]
+        return " ".join(f"{clean(phase)} {100 * self._phases[phase] / total:.0f}%" for phase in known + others)
+
+    def line(self) -> str:
+        *speed, last = self.speed()
+        parts = [*speed, self.shares(), last] if last.startswith("eta ") else [*speed, last, self.shares()]
+        return "  ".join(part for part in (self.where(), *parts) if part)
+
+
+def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
+    """One line for people, or None for an event that has none."""
+    match event:
+        case RunStarted():
+            return _started(event)
+        case GenerationStarted():
+            return f"generation {event.generation}: {_many(event.workers, 'worker')} on {_many(event.hosts, 'host')}"
+        case EpochDone():
+            found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
+            return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()
+        case Evaluated():
+            return f"evaluated {_many(event.rows, 'example')} at step {event.step}  {results(event.results)}".rstrip()
+        case Logged():
+            return f"logged at step {event.step}  {results(event.values)}".rstrip()
+        case CheckpointSaved():
+            return f"saved checkpoint of step {event.step} ({size(event.num_bytes)} in {event.seconds:.2g} s)"
+        case CheckpointFailed():
+            return f"warning: checkpoint of step {event.step} not saved: {clean(event.reason)}"
+        case Resumed():
+            skipped = "".join(f"; skipped {clean(what)}" for what in event.skipped)
+            return f"resumed at step {event.step}, epoch {event.epoch}, from {clean(event.path)}{skipped}"
+        case WorkerLost(collateral=False):
+            return f"lost rank {event.rank} on {clean(event.host)} (pid {event.pid}): {clean(event.reason)}"
+        case Warned():
+            return f"warning: {clean(event.text)}"
+        case RunEnded():
+            return _ended(event, elapsed_s)
+    return None
+
+
+def _started(event: RunStarted) -> str:
+    parts = [
+        f"{event.strategy}: {_many(event.workers, 'worker')}",
+        f"V={event.slices}",
+        event.precision,
+        f"{_many(event.threads, 'thread')} each",
+    ]
+    if event.attempt > 1:
+        parts.append(f"attempt {event.attempt}")
+    return clean(f"{', '.join(parts)}, in {event.run}")
+
+
+def _ended(event: RunEnded, elapsed_s: float | None) -> str:
+    ending = "finished" if event.exit_code == 0 else f"ended with exit code {event.exit_code}"
+    after = "" if elapsed_s is None else f" after {duration(elapsed_s)}"
+    because = f": {clean(event.reason)}" if event.exit_code and event.reason else ""
+    missing = f" ({_many(event.dropped, 'event')} not recorded)" if event.dropped else ""
+    return f"{ending} at step {event.step}{after}{because}{missing}"
+
+
+def results(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{clean(name)} {_number(value)}" for name, value in values.items())
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: 7s, 41m, 3h12m, 2d4h."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(max(seconds, 0))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    minutes = round(whole / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24}h"
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def count(value: float) -> str:
+    """A rate with no more digits than it is worth: 312, 4.27, 15300."""
+    return f"{value:.0f}" if value >= 100 or not math.isfinite(value) else f"{value:.3g}"
+
+
+def clean(text: str) -> str:
+    """Text from elsewhere on one line, unable to move a terminal's cursor or change its colours."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

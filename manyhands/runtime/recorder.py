@@ -1,0 +1,222 @@
+"""Events to disk, without the training loop ever waiting for it.
+
+`Recorder.emit` puts the event into a bounded queue and returns; one background thread encodes and appends JSON
+lines. A full, slow or read-only disk costs events, which are counted, and nothing else. What the events mean is the
+business of `events.py`. `read_events` and `follow` read such a file, also while it is being written, torn, or from
+a later version. Start reading at `Recorder.emit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from manyhands import events
+from manyhands.events import Event, Warned
+
+__all__ = ["Recorder", "follow", "parse_line", "read_events"]
+
+POLL_S = 0.25
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 10.0
+BATCH_EVENTS = 512
+
+
+class Recorder:
+    """Appends events to `path`, which need not exist yet.
+
+    When the queue is full the oldest event makes room: after a long outage the newest facts tell more. Once the
+    disk takes writes again, a `Warned` line says how many events are missing. Safe from any thread.
+    """
+
+    def __init__(self, path: Path, *, max_queue: int = 10_000) -> None:
+        self.path = path
+        self._queue: deque[tuple[float, Event]] = deque()
+        self._max_queue = max_queue
+        self._lock = threading.Lock()  # guards the queue and the count; held for microseconds, never during I/O
+        self._dropped = 0
+        self._told_dropped = 0
+        self._num_taken = 0
+        self._file = _AppendFile(path)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="manyhands-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Events that are not, and will not be, on disk."""
+        return self._dropped
+
+    def emit(self, event: Event) -> None:
+        """Take an event. Never waits for the disk, never raises; a microsecond or two."""
+        now_s = time.time()
+        with self._lock:
+            if self._stop.is_set():
+                self._dropped += 1
+                return
+            if len(self._queue) >= self._max_queue:
+                self._queue.popleft()
+                self._dropped += 1
+            self._queue.append((now_s, event))  # wakes nobody: the thread looks four times a second
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, or give up after `timeout_s`; what then remains counts as dropped."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        with self._lock:  # empty unless the disk refused, or hangs
+            self._dropped += len(self._queue)
+            self._queue.clear()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        wait_s = POLL_S
+        while not self._stop.wait(wait_s):
+            wait_s = POLL_S if self._drain() else min(max(2 * wait_s, FIRST_RETRY_S), LAST_RETRY_S)
+        if not self._drain():
+            with self._lock:  # a note about missing events, if still pending, comes before the batch and is none itself
+                self._dropped += min(self._num_taken, self._file.pending.count(b"\n"))
+        self._file.close()
+
+    def _drain(self) -> bool:
+        """Write the whole queue; False when the disk would not take it."""
+        while self._file.flush():
+            self._file.pending = self._next_batch()
+            if not self._file.pending:
+                return True
+        return False
+
+    def _next_batch(self) -> bytes:
+        with self._lock:
+            taken = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
+            missing, self._told_dropped = self._dropped - self._told_dropped, self._dropped
+        lines = [_line(emitted_s, event) for emitted_s, event in taken]
+        if missing:
+            lines.insert(0, _line(time.time(), Warned(text=f"{missing} events before this one could not be recorded")))
+        bad = lines.count(b"")
+        self._num_taken = len(taken) - bad
+        with self._lock:
+            self._dropped += bad
+        return b"".join(lines)
+
+
+def _line(emitted_s: float, event: Event) -> bytes:
+    """One JSON line; nothing for what is no event, or holds what JSON cannot."""
+    try:
+        return events.encode(event if event.time_s else msgspec.structs.replace(event, time_s=emitted_s)) + b"\n"
+    except (TypeError, ValueError, AttributeError):
+        return b""
+
+
+class _AppendFile:
+    """An append-only file that may fail at any time and remembers what it still owes the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._in_line = False
+        self.pending = b""
+
+    def flush(self) -> bool:
+        """Write all that is pending; False, with the rest kept, when the disk would not take it."""
+        try:
+            while self.pending:
+                if self._fd is None:
+                    self._fd = self._open()
+                num_written = os.write(self._fd, self.pending)
+                # A full disk may take half a line. The other half stays pending and will follow it.
+                self._in_line = self.pending[num_written - 1 : num_written] != b"\n"
+                self.pending = self.pending[num_written:]
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(fd).st_size
+        if size and not self._in_line and os.pread(fd, 1, size - 1) != b"\n":
+            self.pending = b"\n" + self.pending  # an earlier process died in the middle of its last line
+        return fd
+
+    def close(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = None
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every event of a file, oldest first; none when there is no file.
+
+    Skips what it cannot read: a torn line, or a kind of event that a later version writes.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if (event := parse_line(line)) is not None:
+                yield event
+
+
+def follow(path: Path, *, poll_s: float = 0.2, done: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    """Events as they are written, from the first on; waits for the file to appear.
+
+    Ends when `done()` is true and nothing more is there to read; without it, never.
+    """
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        rest = b""
+        while True:
+            ending = done()  # asked before reading: what was written before the end is still delivered
+            if file is None and path.exists():
+                file = stack.enter_context(path.open("rb"))
+            fresh = file.read() if file is not None else b""
+            *lines, rest = (rest + fresh).split(b"\n")
+            for line in lines:
+                if (event := parse_line(line)) is not None:
+                    yield event
+            if ending and not fresh:
+                return
+            if not fresh:
+                time.sleep(poll_s)
+
+
+def parse_line(line: bytes) -> Event | None:
+    """The event on one line; None for a torn line, or a kind of event that a later version writes."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            return events.decode(line)
+        except msgspec.ValidationError:
+            event: Event = msgspec.convert(_with_nan(msgspec.json.decode(line)), Event)
+            return event
+    return None
+
+
+def _with_nan(fields: Any) -> Any:
+    """JSON knows no NaN: a diverged loss is written as null, and is read as NaN again."""
+    if not isinstance(fields, dict):
+        return fields
+    for name in ("loss", "samples_per_s"):
+        if name in fields and fields[name] is None:
+            fields[name] = math.nan
+    for name in ("results", "values", "phases"):
+        if isinstance(fields.get(name), dict):
+            fields[name] = {key: math.nan if value is None else value for key, value in fields[name].items()}
+    return fields

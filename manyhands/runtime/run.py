@@ -1,0 +1,220 @@
+"""What the trainer and a user's own loop have in common: getting ready, cutting data into steps, telling of it.
+
+`Run.ready` joins the run, reads the newest checkpoint and builds the live state, once; everything before it is cheap
+and touches neither the disk nor the other workers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint.reader import Loaded
+from manyhands.control.session import RunFacts
+from manyhands.data.batches import Batches, Piece
+from manyhands.data.evaluation import eval_pieces
+from manyhands.data.order import slices_of
+from manyhands.data.source import InputContext, Source, as_source
+from manyhands.errors import CheckpointMismatch, DataError
+from manyhands.events import Evaluated, RunStarted
+from manyhands.parallel.precision import Precision, fp16_slowdown
+from manyhands.runtime import evaluating
+from manyhands.runtime.calls import Calls
+from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.models import Parts, foreign_state, randomness_in
+from manyhands.runtime.saving import load_newest
+from manyhands.runtime.training import Training
+from manyhands.runtime.worker import Worker
+from manyhands.strategies.replicated import Replicated
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One run on this worker. `calls` and the state exist once `ready` has been called."""
+
+    def __init__(self, worker: Worker, parts: Parts, hooks: Hooks, scheduler: Callable[..., Any] | None) -> None:
+        self.worker, self.parts, self.spec = worker, parts, worker.resolved.spec
+        self._hooks, self._scheduler = hooks, scheduler
+        self._training: Training | None = None
+        self.calls: Calls
+
+    def begin_call(self, name: str, *, resume: bool = True) -> Training:
+        """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
+        training = self.ready(resume=resume)
+        self.calls.begin(name)
+        progress = training.progress
+        if self.calls.number > progress.call:
+            progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
+            progress.history = []
+        return training
+
+    def ready(self, *, resume: bool = True) -> Training:
+        if self._training is not None:
+            return self._training
+        spec, worker = self.spec, self.worker
+        worker.settle_in(
+            RunFacts(
+                run_dir=spec.run.run_dir,
+                overwrite=spec.run.overwrite,
+                strategy=worker.strategy.name,
+                slices=spec.train.slices or spec.train.accumulate * worker.world_size,
+                precision=spec.train.precision,
+                script=sys.argv[0],
+            )
+        )
+        self.calls = Calls(worker.run_dir / "calls", writes=worker.is_chief, warn=worker.warn)
+        loaded = load_newest(worker) if resume else None
+        self._training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
+        if loaded is not None:
+            self._restore(loaded)
+        return self._training
+
+    def resume(self) -> bool:
+        """Go back to the newest checkpoint, for loops that ask for it themselves."""
+        training = self.ready(resume=False)
+        loaded = load_newest(self.worker)
+        if loaded is None:
+            return False
+        training.slices = self._choose_slices(loaded.manifest.slices)
+        self._restore(loaded)
+        return True
+
+    def _restore(self, loaded: Loaded) -> None:
+        training = self.ready()
+        training.restore(loaded)
+        self.calls.resume_at = training.progress.call
+
+    def _build(self, slices: int) -> Training:
+        spec, worker, parts = self.spec, self.worker, self.parts
+        model = parts.model.to(worker.device)
+        if spec.launch.memory_format == "channels_last":
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = parts.make_optimizer(model)
+        if spec.train.precision == "fp16" and worker.device.type == "cpu":
+            operation, factor = fp16_slowdown()
+            worker.warn(
+                f"fp16 on this CPU takes {factor:.0f} times as long as fp32 in a {operation}; "
+                'precision="bf16" needs no loss scaling and is usually faster here.'
+            )
+        engine = Replicated(
+            worker.axis,
+            parts.loss,
+            Precision(spec.train.precision, worker.device),
+            lambda count: [slices_of(rank, worker.world_size, count) for rank in range(worker.world_size)],
+            clip_norm=spec.train.clip_norm,
+            bucket_bytes=spec.comm.bucket_bytes,
+            foreign=foreign_state(model),
+        )
+        model.train()
+        engine.setup(model, optimizer)
+        scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
+        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices)
+
+    def _choose_slices(self, before: int | None) -> int:
+        train = self.spec.train
+        if before is not None and train.slices not in (None, before):
+            raise CheckpointMismatch(
+                f"The run began with {before} slices, but now slices={train.slices}.",
+                fix=[f"slices={before}", "a new run directory: --run-dir NEW"],
+            )
+        if before is not None or train.slices is not None:
+            return before or train.slices or 1
+        slices = train.accumulate * self.worker.world_size
+        found = randomness_in(self.parts.model)
+        if found and slices > 1:
+            self.worker.warn(
+                f"The model has {found}, whose result depends on the number of slices, and V={slices} follows from the "
+                f"number of workers. Set slices={slices} to get the same result with any other number."
+            )
+        return slices
+
+    def announce(self, call: str, total_steps: int | None) -> None:
+        worker = self.worker
+        worker.emit(
+            RunStarted(
+                time_s=time.time(),
+                run=str(worker.run_dir),
+                strategy=worker.strategy.name,
+                workers=worker.world_size,
+                slices=self.ready().slices,
+                precision=self.spec.train.precision,
+                threads=worker.threads,
+                attempt=worker.session.seat.attempt,
+                total_steps=total_steps,
+                call=call,
+            )
+        )
+
+    def source(self, data: Any, *, collate: Any = None, num_workers: int | None = None, shuffle: bool = True) -> Source:
+        worker, slices = self.worker, self.ready().slices
+        context = InputContext(
+            worker=worker.rank,
+            num_workers=worker.world_size,
+            slices=tuple(slices_of(worker.rank, worker.world_size, slices)),
+            num_slices=slices,
+            host=worker.session.seat.host,
+        )
+        exchange = worker if worker.world_size > 1 else None
+        return as_source(
+            data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
+        )
+
+    def batch_size(self, source: Source, batch_size: int | None, per_worker: int | None = None) -> int:
+        if batch_size is not None and per_worker is not None:
+            raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
+        if per_worker is not None:
+            return per_worker * self.worker.world_size
+        chosen = batch_size or getattr(source, "loader_batch_size", None)
+        if chosen is None:
+            raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
+        return int(chosen)
+
+    def batches(self, source: Source, batch_size: int, epochs: int | None, steps: int | None) -> Batches:
+        if (epochs is None) == (steps is None):
+            raise DataError("Either epochs or steps must be given.", fix=["epochs=3", "steps=1000"])
+        training, progress = self.ready(), self.ready().progress
+        return Batches(
+            source,
+            batch_size=batch_size,
+            slices=training.slices,
+            rank=self.worker.rank,
+            world_size=self.worker.world_size,
+            seed=self.spec.run.seed,
+            position=training.position(),
+            epochs=progress.call_epoch + epochs if epochs is not None else None,
+            steps=progress.call_step + steps if steps is not None else None,
+            first_step=progress.step + 1,
+            device=self.worker.device,
+            exchange=self.worker if self.worker.world_size > 1 else None,
+        )
+
+    def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
+        training, worker = self.ready(), self.worker
+        pieces = self.pieces(source, batch_size)
+        results, rows = evaluating.evaluate(training.engine, worker.axis, pieces, self.parts.metrics)
+        if tell:
+            worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
+        return results
+
+    def predict(self, source: Source, batch_size: int) -> Any:
+        return evaluating.predict(
+            self.ready().engine, self.worker.axis, self.parts.call, self.pieces(source, batch_size)
+        )
+
+    def pieces(self, source: Source, batch_size: int) -> Iterator[Piece]:
+        """This worker's share of an evaluation: every row of `source` is in one worker's pieces."""
+        worker = self.worker
+        return eval_pieces(
+            source,
+            batch_size=batch_size,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            seed=self.spec.run.seed,
+            device=worker.device,
+            exchange=worker if worker.world_size > 1 else None,
+        )

@@ -1,0 +1,182 @@
+"""When checkpoints are taken, and how a run finds its way back to the newest one.
+
+The chief copies the state beside the step and writes it on another thread. On resume the chief reads and verifies,
+and gives the result to the others, so that only its host needs the files. The format is `checkpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint.layout import Manifest
+from manyhands.checkpoint.reader import Loaded, load, newest_valid, scan
+from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
+from manyhands.errors import CheckpointError, CheckpointSaveFailed, ManyhandsError
+from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
+from manyhands.runtime.training import Training
+from manyhands.runtime.worker import Worker
+from manyhands.spec.run import CheckpointSection
+
+__all__ = ["Checkpoints", "Saver", "load_newest"]
+
+
+class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """When to save and what to keep. One is always committed before step 1 and when `fit` ends."""
+
+    every_steps: int | None = None
+    every_s: float | None = 600.0
+    keep_last: int = 3
+    keep_best: str | None = None
+    """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
+
+
+class Saver:
+    """Saves on the chief; on the other workers every call does nothing."""
+
+    def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
+        self._worker, self._training, self._settings = worker, training, settings
+        self._writer: CheckpointWriter | None = None
+        self._last_s, self._blocked_s = time.monotonic(), 0.0
+        if worker.is_chief:
+            root = worker.run_dir / "checkpoints"
+            self._writer = CheckpointWriter(
+                root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)
+            )
+
+    def after_step(self) -> None:
+        """Start a save where one is due; tell of those that have ended."""
+        if self._writer is None:
+            return
+        self._tell(self._writer.poll())
+        step, every = self._training.progress.step, self._settings.every_steps
+        due = every is not None and step % every == 0
+        every_s = self._settings.every_s
+        due = due or (every_s is not None and time.monotonic() - self._last_s >= every_s)
+        if due and not self._writer.busy:
+            self._save(wait=False)
+
+    def save_soon(self) -> None:
+        """Start a save now, unless one is under way."""
+        if self._writer is not None and not self._writer.busy:
+            self._save(wait=False)
+
+    def save_now(self, *, required: bool = False) -> None:
+        """Save and wait. With `required`, a failed save is an error; else it is told and training goes on."""
+        if self._writer is None:
+            return
+        self._save(wait=True)
+        results = self._writer.poll()
+        self._tell(results)
+        failed = [result.error for result in results if result.error is not None]
+        if required and failed:
+            raise failed[-1]
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close(timeout_s=600.0)
+            self._tell(self._writer.poll())
+
+    def _save(self, *, wait: bool) -> None:
+        assert self._writer is not None
+        start = time.monotonic()
+        training, progress = self._training, self._training.progress
+        try:
+            tensors, state = training.parts()
+        except CheckpointSaveFailed as error:
+            self._tell([SaveResult(step=progress.step, error=error)])
+            return
+        snapshot = Snapshot(
+            step=progress.step,
+            epoch=progress.epoch,
+            tensors=self._writer.snapshot(tensors),
+            state=state,
+            world_size=self._worker.world_size,
+            slices=training.slices,
+            results=dict(progress.results),
+        )
+        self._last_s = time.monotonic()
+        self._blocked_s = self._last_s - start
+        self._writer.save(snapshot, wait=wait)
+
+    def _tell(self, results: list[SaveResult]) -> None:
+        for result in results:
+            if result.error is not None:
+                self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
+            elif result.path is not None:
+                self._worker.session.committed(result.step, str(result.path))
+                self._worker.emit(
+                    CheckpointSaved(
+                        step=result.step,
+                        path=str(result.path),
+                        num_bytes=result.num_bytes,
+                        seconds=result.seconds,
+                        blocked_s=self._blocked_s,
+                    )
+                )
+
+
+def _generation(root: Path, worker: Worker) -> tuple[int, int]:
+    """Higher than every commit so far, so that a writer of an earlier life of the run can commit nothing any more."""
+    committed = [candidate.manifest.generation[0] for candidate in scan(root) if candidate.manifest is not None]
+    return max(committed, default=0) + 1, worker.session.seat.attempt
+
+
+def load_newest(worker: Worker) -> Loaded | None:
+    """The newest valid checkpoint of the run, on every worker; None where there is none."""
+    found: Loaded | None = None
+    problem: ManyhandsError | None = None
+    if worker.is_chief:
+        try:
+            found = _read(worker)
+        except CheckpointError as error:
+            problem = error
+    if problem is not None:
+        raise problem
+    return _share(worker, found)
+
+
+def _read(worker: Worker) -> Loaded | None:
+    newest = newest_valid(worker.run_dir / "checkpoints")
+    if newest is None:
+        return None
+    worker.session.committed(newest.step, str(newest.path))
+    worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
+    return load(newest.path, verify=False)  # newest_valid has just verified it
+
+
+class _Shape(msgspec.Struct):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class _Message(msgspec.Struct):
+    manifest: Manifest | None = None
+    state: dict[str, Any] = {}
+    tensors: list[_Shape] = []
+
+
+def _share(worker: Worker, found: Loaded | None) -> Loaded | None:
+    if worker.world_size == 1:
+        return found
+    message = _Message()
+    if found is not None:
+        shapes = [_Shape(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in found.tensors.items()]
+        message = _Message(found.manifest, found.state, shapes)
+    sent = worker.axis.all_gather_bytes("checkpoint state", msgspec.json.encode(message) if worker.is_chief else b"")[0]
+    message = msgspec.json.decode(sent, type=_Message)
+    if message.manifest is None:
+        return None
+    tensors = found.tensors if found else {shape.name: _empty(shape) for shape in message.tensors}
+    worker.axis.broadcast_(tensors.values(), "checkpoint tensors")
+    return Loaded(message.manifest, message.state, dict(tensors))
+
+
+def _empty(shape: _Shape) -> Tensor:
+    return torch.empty(shape.shape, dtype=getattr(torch, shape.dtype))

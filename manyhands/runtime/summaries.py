@@ -1,0 +1,207 @@
+"""TensorBoard summaries of a run, written by the chief beside the training loop.
+
+The hook hands its values to a bounded queue; one thread owns the event file. A full, slow or failing disk costs
+summaries, which are counted and warned about once, and nothing else. Needs the extra `tensorboard`, and imports it
+only when training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import queue
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from manyhands.errors import EnvironmentProblem, SpecError
+
+__all__ = ["TensorBoardHook"]
+
+MAX_WAITING = 10_000
+FLUSH_S = 2.0
+RETRY_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+class TensorBoardHook:
+    """Loss, learning rate, samples/s, gradient norm, seconds per phase, and each epoch's results.
+
+    `log_dir` defaults to `summaries` in the run directory; `every` is in steps. Results of an epoch stand at the
+    step that ended it. A resumed run goes on where its checkpoint was: what an earlier attempt wrote beyond that
+    is replaced, not drawn twice.
+    """
+
+    chief_only = True
+
+    def __init__(self, log_dir: str | Path | None = None, every: int = 1) -> None:
+        if every < 1:
+            raise SpecError(f"TensorBoardHook: every is {every}, but must be at least 1.", fix=["every=1"])
+        if importlib.util.find_spec("tensorboard") is None:
+            raise EnvironmentProblem(
+                "TensorBoardHook needs the package tensorboard, which is not installed.",
+                fix=["pip install 'manyhands[tensorboard]'"],
+            )
+        self._log_dir, self._every = log_dir, every
+        self._last_step = 0
+        self._writer: _Writer | None = None
+        self._warned = False
+
+    @property
+    def dropped(self) -> int:
+        """Values that could not be written."""
+        return self._writer.dropped if self._writer else 0
+
+    def begin(self, trainer: Any) -> None:
+        if self._writer is None:  # the first fit of the run; later ones write on
+            log_dir = Path(self._log_dir) if self._log_dir is not None else Path(trainer.run_dir) / "summaries"
+            self._writer = _Writer(log_dir, first_step=self._last_step + 1)
+
+    def after_step(self, trainer: Any, step: int, stats: Any) -> None:
+        if step <= self._last_step:
+            return
+        self._last_step = step
+        if step % self._every == 0:
+            values = {f"train/{name}": getattr(stats, name, None) for name in _TRAIN_VALUES}
+            values |= {f"seconds/{phase}": seconds for phase, seconds in stats.seconds.items()}
+            self._put(values, step)
+
+    def after_epoch(self, trainer: Any, epoch: int, results: Mapping[str, Any]) -> None:
+        self._put({f"epoch/{name}": value for name, value in results.items()} | {"epoch/epoch": epoch}, self._last_step)
+
+    def end(self, trainer: Any, error: BaseException | None) -> None:
+        if self._writer is not None:
+            self._writer.close(CLOSE_TIMEOUT_S)
+            self._warn_once()
+            self._writer = None
+
+    def state(self) -> dict[str, int]:
+        return {"last_step": self._last_step}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self._last_step = state["last_step"]
+
+    def _put(self, values: Mapping[str, Any], step: int) -> None:
+        if self._writer is not None:
+            self._writer.put(_Values(time.time(), step, values))
+            self._warn_once()
+
+    def _warn_once(self) -> None:
+        if self.dropped and not self._warned and self._writer is not None:
+            self._warned = True
+            # Under `-W error` a warning is an exception; even then it may not end the training.
+            with contextlib.suppress(RuntimeWarning):
+                warnings.warn(
+                    f"TensorBoard summaries are being lost ({self._writer.reason}); training goes on.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+_TRAIN_VALUES = ("loss", "lr", "samples_per_s", "grad_norm")
+
+
+class _Values(NamedTuple):
+    time_s: float
+    step: int
+    values: Mapping[str, Any]
+
+
+class _Writer:
+    """Owns the event file, in a thread of its own; starts another one, after a pause, when it failed."""
+
+    def __init__(self, log_dir: Path, first_step: int) -> None:
+        self.dropped = 0
+        self.reason = ""
+        self._log_dir = log_dir
+        self._purge_step: int | None = first_step if first_step > 1 else None
+        self._waiting: queue.Queue[_Values | None] = queue.Queue(MAX_WAITING)
+        self._file: _EventFile | None = None
+        self._retry_at = 0.0
+        self._thread = threading.Thread(target=self._work, name="manyhands-tensorboard", daemon=True)
+        self._thread.start()
+
+    def put(self, values: _Values) -> None:
+        try:
+            self._waiting.put_nowait(values)
+        except queue.Full:
+            self._lose("the disk is too slow")
+
+    def close(self, timeout_s: float) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout_s)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                self._write(item)
+            except Exception as error:  # whatever it is, training has nothing to do with it
+                self._lose(f"{type(error).__name__}: {error}")
+                self._close_file()
+                self._retry_at = time.monotonic() + RETRY_S
+        self._close_file()
+
+    def _write(self, item: _Values) -> None:
+        if self._file is None:
+            if time.monotonic() < self._retry_at:
+                self.dropped += 1
+                return
+            self._file = _EventFile(self._log_dir, self._purge_step)
+            self._purge_step = None
+        self._file.write(item)
+        if self._waiting.empty() or time.monotonic() - self._file.flushed_at >= FLUSH_S:
+            self._file.flush()
+
+    def _lose(self, reason: str) -> None:
+        self.dropped += 1
+        self.reason = reason
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class _EventFile:
+    """One file in TensorBoard's format. Its own writer has a thread that blocks, and dies with a traceback."""
+
+    def __init__(self, log_dir: Path, purge_step: int | None) -> None:
+        # Importing takes a second or more: better here, in the writer's thread, than in the loop.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import scalar
+
+        self._event, self._scalar = Event, cast(Callable[[str, float], Any], scalar)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        # Readers take the files of a directory in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+        self._raw = (log_dir / name).open("xb")
+        self._records = RecordWriter(self._raw)
+        self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:  # readers forget what an earlier attempt wrote at this step or later
+            start = SessionLog(status=SessionLog.START)
+            self._put(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self.flush()
+
+    def write(self, item: _Values) -> None:
+        for name, value in item.values.items():
+            if value is not None:
+                summary = self._scalar(name, float(value))
+                self._put(self._event(wall_time=item.time_s, step=item.step, summary=summary))
+
+    def flush(self) -> None:
+        self._raw.flush()
+        self.flushed_at = time.monotonic()
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _put(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())

@@ -1,0 +1,231 @@
+"""The trainer: a model, a loss and an optimizer, trained by any number of workers with the same result.
+
+This file is the public object and what its calls mean; getting ready is in `run`, the loop in `fitting`, the step in
+`strategies`. Start reading at `Trainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from manyhands.data.randomness import seed_all
+from manyhands.data.source import split
+from manyhands.errors import CheckpointMismatch, DataError, SpecError
+from manyhands.runtime import evaluating, keras_models
+from manyhands.runtime.fitting import Fit, FitSettings
+from manyhands.runtime.hooks import EarlyStop, Hooks
+from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.run import Run
+from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.worker import StrategyChoice, enter
+from manyhands.strategies.base import LossFn, MetricFn
+
+__all__ = ["History", "Trainer"]
+
+EVAL_BATCH = 256
+
+
+class History(list[dict[str, float]]):
+    """One dict per epoch: epoch, step, loss, and val_... for what validation found."""
+
+
+class Trainer:
+    """Trains `model` so that the result does not depend on how many workers did it.
+
+    `model` is an `nn.Module`, a function that makes one or a `.keras` file; `loss(model, batch)` returns the mean over
+    the batch or a (sum, weight) pair; `optimizer` is a function of the parameters or a ready torch optimizer. A
+    compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
+    those that the run has already finished return their recorded result at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | str | Path,
+        loss: LossFn | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+        strategy: str | StrategyChoice | None = None,
+        *,
+        precision: str | None = None,
+        metrics: Mapping[str, MetricFn] | None = None,
+        seed: int | None = None,
+        slices: int | None = None,
+        accumulate: int | None = None,
+        exact: bool | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scheduler_every: str = "step",
+        clip_norm: float | None = None,
+        hooks: Sequence[Any] = (),
+        run_dir: str | Path | None = None,
+    ) -> None:
+        if scheduler_every not in ("step", "epoch"):
+            raise SpecError(f"scheduler_every is {scheduler_every!r}.", fix=['"step"', '"epoch"'])
+        arguments = {
+            "precision": precision,
+            "seed": seed,
+            "slices": slices,
+            "accumulate": accumulate,
+            "exact": exact,
+            "clip_norm": clip_norm,
+            "run_dir": str(run_dir) if run_dir is not None else None,
+        }
+        worker = enter(strategy, arguments)
+        seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
+        parts = assemble(model, loss, optimizer, metrics)
+        self._run = Run(worker, parts, Hooks(hooks, is_chief=worker.is_chief), scheduler)
+        self._scheduler_every = scheduler_every
+        self._fit: Fit | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self._run.parts.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._run.ready().optimizer
+
+    @property
+    def is_chief(self) -> bool:
+        return self._run.worker.is_chief
+
+    @property
+    def run_dir(self) -> Path:
+        self._run.ready()
+        return self._run.worker.run_dir
+
+    @property
+    def step(self) -> int:
+        """Committed steps, over all calls of `fit`."""
+        return self._run.ready().progress.step
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        batch_per_worker: int | None = None,
+        validation: Any = None,
+        validation_split: float | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        checkpoint: Checkpoints | None = None,
+        early_stop: EarlyStop | None = None,
+        resume: str = "auto",
+    ) -> History:
+        """Train for `epochs`, or for `steps` more steps. `batch_size` is the global batch, whatever the workers.
+
+        Continues an unfinished run of the same directory unless `resume="never"`. Returns the epochs' results.
+        """
+        run = self._run
+        if resume not in ("auto", "never"):
+            raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
+        training = run.begin_call("fit", resume=resume == "auto")
+        if run.calls.already_done:
+            return History(run.calls.recorded())
+        source = run.source(data, collate=collate, num_workers=num_workers)
+        held_out = None
+        if validation is not None:
+            held_out = run.source(validation, collate=collate, num_workers=num_workers, shuffle=False)
+        if validation_split is not None:
+            if held_out is not None:
+                raise DataError("validation and validation_split were both given.", fix=["one of them"])
+            source, held_out = split(source, validation_split)
+        size = run.batch_size(source, batch_size, batch_per_worker)
+        batches = run.batches(source, size, epochs, steps)
+        saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
+        run.announce("fit", batches.total_steps)
+        settings = FitSettings(
+            scheduler_every=self._scheduler_every,
+            early_stop=early_stop,
+            goes_on=run.calls.goes_on,
+            validate=None if held_out is None else lambda: run.evaluate(held_out, size, tell=False),
+        )
+        self._fit = Fit(self, training, batches, saver, settings)
+        history = History(self._fit.run())
+        run.calls.finish(list(history))
+        return history
+
+    def evaluate(
+        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+    ) -> dict[str, float]:
+        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
+        run = self._run
+        run.begin_call("evaluate")
+        if run.calls.already_done:
+            return dict(run.calls.recorded())
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
+        results = run.evaluate(source, batch_size)
+        run.calls.finish(results)
+        return results
+
+    def predict(
+        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+    ) -> Any:
+        """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on each.
+
+        Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
+        """
+        run = self._run
+        run.begin_call("predict")
+        path = run.calls.tensors_path()
+        if run.calls.already_done:
+            return evaluating.from_file(path, run.calls.recorded())
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
+        outputs = run.predict(source, batch_size)
+        if self.is_chief:
+            run.calls.finish(evaluating.to_file(path, outputs))
+        return outputs
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as safetensors (`.pt`, `.keras` by that ending), whole or not at all; the chief does it."""
+        run = self._run
+        training = run.begin_call("save")
+        if run.calls.already_done:
+            return
+        if self.is_chief:
+            save_model(training.model, Path(path))
+        run.worker.wait_for_chief("save")
+        run.calls.finish(None)
+
+    def load(self, path: str | Path) -> None:
+        """Read weights written by `save`, and give every worker the chief's."""
+        run = self._run
+        training = run.begin_call("load")
+        if run.calls.already_done:
+            return
+        if self.is_chief:
+            _load_weights(training.model, Path(path))
+        training.engine.synchronise()
+        run.calls.finish(None)
+
+    @contextmanager
+    def editing(self) -> Iterator[nn.Module]:
+        """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's weights."""
+        training = self._run.ready()
+        with torch.no_grad():
+            yield training.model
+        training.engine.synchronise()
+
+    def request_stop(self) -> None:
+        """Have `fit` end after the step under way, on every worker. For hooks."""
+        if self._fit is not None:
+            self._fit.stop_asked = True
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if path.suffix in keras_models.SUFFIXES:
+        keras_models.load_weights(model, path)
+        return
+    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error

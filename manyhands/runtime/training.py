@@ -1,0 +1,141 @@
+"""Everything that a checkpoint holds, in one place: model, optimizer, schedule, hooks and how far the run has come.
+
+`Training` is shared by the trainer and by a user's own loop. It knows how to become a snapshot and how to become
+again what a snapshot was; when that happens is `saving`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpoint.reader import Loaded, check_model
+from manyhands.data.order import Position
+from manyhands.errors import CheckpointMismatch
+from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
+from manyhands.runtime.worker import Worker
+from manyhands.strategies.replicated import Replicated
+
+__all__ = ["Progress", "Training"]
+
+
+class Progress(msgspec.Struct):
+    """How far the run has come. Steps and epochs count over all calls of `fit`."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    """Rows of the current epoch that are consumed."""
+    call: int = 0
+    """The public call that is running."""
+    call_step: int = 0
+    """The step at which it began, and below, the epoch."""
+    call_epoch: int = 0
+    history: list[dict[str, float]] = []
+    """Results of the running call's epochs."""
+    epoch_loss: float = 0.0
+    epoch_rows: int = 0
+    """Sums for the mean training loss of the epoch under way."""
+    results: dict[str, float] = {}
+    """The newest results, which decide what the best checkpoint is."""
+
+
+class Training:
+    """The live state of a run on this worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        engine: Replicated,
+        hooks: Hooks,
+        slices: int,
+    ) -> None:
+        self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
+        self.engine, self.hooks, self.slices = engine, hooks, slices
+        self.progress = Progress()
+        self._hook_states: list[Any] = []
+        self._names = {id(param): name for name, param in model.named_parameters()}
+
+    def position(self) -> Position:
+        return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)
+
+    def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The live tensors by name, and the rest as JSON-able values. The tensors are not copies."""
+        tensors: dict[str, Tensor] = {}
+        extra: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, Tensor):
+                tensors[f"model/{name}"] = value.detach()
+            else:
+                extra[name] = value
+        rest = {
+            "model_extra": extra,
+            "optimizer": optimizer_state(self.optimizer, self._names),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "strategy": self.engine.state(),
+            "hooks": self.hooks.state(),
+            "rng": rng_state(),
+        }
+        return tensors, {
+            "training": pack(rest, "training", tensors),
+            "progress": msgspec.to_builtins(self.progress),
+            "identity": self.identity(),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change when a run goes on, or the result would."""
+        spec = self.worker.resolved.spec
+        identity: dict[str, Any] = {"seed": spec.run.seed, "exact": spec.train.exact, "precision": spec.train.precision}
+        if spec.train.exact:
+            identity["threads"] = self.worker.threads
+        return identity
+
+    def restore(self, loaded: Loaded) -> None:
+        self._check_identity(loaded.state["identity"])
+        own = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        check_model(loaded.manifest, own)
+        rest = unpack(loaded.state["training"], loaded.tensors)
+        weights = {
+            name.removeprefix("model/"): value for name, value in loaded.tensors.items() if name.startswith("model/")
+        }
+        self.model.load_state_dict({**weights, **rest["model_extra"]})
+        self._restore_optimizer(rest["optimizer"])
+        if self.scheduler is not None and rest["scheduler"] is not None:
+            self.scheduler.load_state_dict(rest["scheduler"])
+        self.engine.restore(rest["strategy"])
+        self._hook_states = rest["hooks"]
+        restore_rng(rest["rng"])
+        self.progress = msgspec.convert(loaded.state["progress"], Progress)
+
+    def restore_hooks(self) -> None:
+        """After the hooks' own `begin`, which usually sets them to their start."""
+        self.hooks.restore(self._hook_states)
+        self._hook_states = []
+
+    def _restore_optimizer(self, saved: dict[str, Any]) -> None:
+        try:
+            restore_optimizer(self.optimizer, saved, self._names)
+        except (KeyError, ValueError) as error:
+            raise CheckpointMismatch(
+                f"The checkpoint's optimizer state does not fit this {type(self.optimizer).__name__}: {error}.",
+                fix=[
+                    "the optimizer and parameter groups that the run began with",
+                    "a new run directory: --run-dir NEW",
+                ],
+            ) from error
+
+    def _check_identity(self, saved: dict[str, Any]) -> None:
+        for name, now in self.identity().items():
+            before = saved.get(name)
+            if before != now:
+                raise CheckpointMismatch(
+                    f"The run began with {name}={before}, but now {name}={now}: the result would not be the same.",
+                    fix=[f"{name}={before}", "a new run directory: --run-dir NEW"],
+                )

@@ -1,0 +1,236 @@
+"""This process's place in a run: its rank, its device, its line to the launcher, and the ranks it talks to.
+
+`enter` is what `Trainer` and `join` call first. In a process that an agent started it takes the seat; alone it runs
+solo, and when more workers are asked for, or a cluster is described, the process becomes the launcher and never
+returns. Start reading at `enter`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.comm.axis import Axis, connect
+from manyhands.comm.store import ControlStore
+from manyhands.control.session import RunFacts, Session
+from manyhands.errors import SpecError
+from manyhands.events import Event, Warned
+from manyhands.runtime import launch, process
+from manyhands.runtime.recorder import Recorder
+from manyhands.runtime.server import Server
+from manyhands.runtime.solo import Solo, watch_ending
+from manyhands.spec import load
+from manyhands.spec.cluster import ClusterTask
+from manyhands.spec.load import Resolved
+from manyhands.strategies.replicated import Mirrored, MultiWorker, Single
+
+__all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
+
+StrategyChoice = Single | Mirrored | MultiWorker
+_STRATEGIES: dict[str, type[Single] | type[Mirrored] | type[MultiWorker]] = {
+    "single": Single,
+    "mirrored": Mirrored,
+    "multi_worker": MultiWorker,
+}
+
+# Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
+CHIEF_TIMEOUT_S = 3600.0
+
+_seated: ContextVar[Any] = ContextVar("manyhands_session", default=None)
+
+
+@contextmanager
+def seated(session: Any) -> Iterator[None]:
+    """Inside, `enter` takes this session instead of looking for a seat. For tests, whose processes stay warm."""
+    workers: list[Worker] = []
+    token = _seated.set((session, workers))
+    try:
+        yield
+    finally:
+        _seated.reset(token)
+        for worker in workers:
+            worker.close()
+
+
+class Worker:
+    """Everything about the process that training needs to know. `axis` is connected on first use."""
+
+    def __init__(self, session: Session | Solo, resolved: Resolved, strategy: StrategyChoice) -> None:
+        self.session, self.resolved, self.strategy = session, resolved, strategy
+        seat = session.seat
+        self.rank, self.world_size, self.is_chief = seat.rank, seat.world_size, seat.rank == 0
+        spec = resolved.spec
+        self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
+        self.device = process.choose_device(strategy.devices, seat.local_rank)
+        self.recorder: Recorder | None = None
+        self._connected: dict[str, Axis] = {}
+        self._meetings = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.session.run_dir
+
+    @property
+    def axis(self) -> Axis:
+        """All workers, for the step. One thread only: every rank must start the same operations in the same order."""
+        return self._axes("step", self.device)
+
+    def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
+        """For rows that some workers lack: a group of its own, because these travel while a step is under way."""
+        return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
+
+    def _axes(self, purpose: str, device: torch.device) -> Axis:
+        if purpose not in self._connected:
+            seat, store = self.session.seat, None
+            if not isinstance(self.session, Solo):
+                store = ControlStore(self.session, prefix=f"{purpose}/{seat.generation}/")
+            self._connected[purpose] = connect(
+                store,
+                seat.rank,
+                seat.world_size,
+                address=seat.data_address,
+                device=device,
+                timeout_s=self.resolved.spec.comm.timeout_s,
+                missing=self._where_the_others_are,
+            )
+        return self._connected[purpose]
+
+    def settle_in(self, facts: RunFacts) -> None:
+        """Join the run, then apply the machine's settings. Raises when the run directory is somebody else's."""
+        self.session.join(facts)
+        if self.is_chief:
+            self.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
+            if isinstance(self.session, Solo):
+                self.session.recorder = self.recorder
+        spec = self.resolved.spec
+        torch.set_num_threads(self.threads)
+        if spec.launch.allocator == "keep" and isinstance(self.session, Solo):
+            process.keep_freed_memory()
+        if spec.train.exact:
+            process.make_deterministic()
+
+    def emit(self, event: Event) -> None:
+        """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
+        if self.is_chief:
+            if self.recorder is not None:
+                self.recorder.emit(event)
+            self.session.publish(event)
+
+    def warn(self, text: str) -> None:
+        self.emit(Warned(text=text))
+
+    def wait_for_chief(self, what: str) -> None:
+        """The others wait here until the chief has come by, however long its own work takes.
+
+        Through the run's store and not a collective: a collective's deadline is meant for steps.
+        """
+        if isinstance(self.session, Solo):
+            return
+        self._meetings += 1
+        key = f"chief/{self._meetings}/{what}"
+        if self.is_chief:
+            self.session.set(key, b"1")
+        else:
+            self.session.wait([key], timeout_s=CHIEF_TIMEOUT_S)
+
+    def close(self) -> None:
+        for axis in self._connected.values():
+            axis.close()
+        if self.recorder is not None and not isinstance(self.session, Solo):  # a solo run has one more thing to record
+            self.recorder.close(timeout_s=5.0)
+        self.session.close()
+
+    def _where_the_others_are(self) -> str:
+        seen = self.session.positions()
+        if not seen:
+            return "Nothing was heard of the others."
+        return "Last heard: " + "; ".join(
+            f"rank {rank} at step {place.step}, {place.phase}, {place.age_s:.0f} s ago"
+            for rank, place in sorted(seen.items())
+        )
+
+
+def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
+    if strategy is None:
+        return Mirrored()
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy not in _STRATEGIES:
+        near = load.nearest(strategy, _STRATEGIES)
+        raise SpecError(
+            f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or _STRATEGIES]
+        )
+    return _STRATEGIES[strategy]()
+
+
+def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -> Worker:
+    """Find this process's seat. Does not return where the process turns into the launcher of several workers."""
+    seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
+    session, seated_workers = seated_here
+    seat = session.seat if session is not None else load.seat()
+    if seat is None:
+        watch_ending()
+    chosen = as_strategy(strategy)
+    given = {
+        "strategy": chosen.name if strategy is not None else None,
+        "workers": getattr(chosen, "workers", None),
+        "threads": chosen.threads,
+        **arguments,
+    }
+    resolved = load.resolve(flags=seat.flags if seat else {}, arguments=given)
+    if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
+        chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
+    if seat is None:
+        task = _task_of(chosen)
+        if launch.needs_launcher(resolved, task=task):
+            launch.become_launcher(resolved, task=task)
+        return _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+    _check_strategy(chosen, seat.world_size, seat.num_hosts)
+    if session is None:
+        worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
+    else:
+        worker = Worker(session, resolved, chosen)
+        seated_workers.append(worker)
+    for line in resolved.overrides:
+        worker.warn(line)
+    wanted = resolved.spec.launch.workers
+    if wanted is not None and wanted != seat.local_world_size and resolved.origins["launch.workers"] == "constructor":
+        worker.warn(
+            f"The script asks for {wanted} workers, the launcher started {seat.local_world_size}: mh run -n {wanted}"
+        )
+    return worker
+
+
+def _closed_at_exit(worker: Worker) -> Worker:
+    atexit.register(worker.close)
+    return worker
+
+
+def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
+    cluster = getattr(strategy, "cluster", None)
+    if cluster is None or isinstance(cluster, ClusterTask):
+        return cluster
+    if isinstance(cluster, Server):
+        return cluster.task
+    raise SpecError(
+        f"cluster= is a {type(cluster).__name__}, which does not say which task this process is.",
+        fix=['mh.MultiWorker(cluster=mh.Server(cluster, "worker", 0))', "TF_CONFIG, and no cluster="],
+    )
+
+
+def _check_strategy(strategy: StrategyChoice, world_size: int, num_hosts: int) -> None:
+    if strategy.name == "single" and world_size > 1:
+        raise SpecError(
+            f'strategy="single" runs one worker, but this run has {world_size}.',
+            fix=['strategy="mirrored"', "mh run -n 1"],
+        )
+    if strategy.name == "mirrored" and num_hosts > 1:
+        raise SpecError(
+            f'strategy="mirrored" keeps to one host, but this run has {num_hosts}.', fix=['strategy="multi_worker"']
+        )

@@ -1,0 +1,5 @@
+"""Real ranks for tests: warm worker processes on loopback. May import all of manyhands; nothing imports it."""
+
+from manyhands.testing.ranks import RankFailed, RankPool
+
+__all__ = ["RankFailed", "RankPool"]

@@ -1,0 +1,106 @@
+"""Warm worker processes that run a function as ranks 0 to n - 1, with real Gloo between them.
+
+Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the
+function `mh.Trainer` and `mh.join` find themselves in a run of n workers, without an agent. Functions must be
+importable, arguments and results picklable by multiprocessing. Start reading at `RankPool.__call__`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailed", "RankPool"]
+
+
+class RankFailed(AssertionError):
+    """Each failed rank's traceback."""
+
+
+class RankPool:
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def __call__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, run_dir: Path | None = None, deadline_s: float = 60.0
+    ) -> list[Any]:
+        """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback."""
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            home = run_dir or Path(folder) / "run"
+            for rank in range(world_size):
+                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home)))
+            return self._collect(world_size, time.monotonic() + deadline_s)
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        results, failures = [], []
+        for rank in range(world_size):
+            process, pipe = self._workers[rank]
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} (pid {process.pid}) did not answer in time")
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, f"ended with exit code {process.exitcode}"
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            self.close()  # whatever state they are in, the next call starts with fresh processes
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def _grow(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world_size:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, self._threads), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def pids(self) -> set[int | None]:
+        return {process.pid for process, _ in self._workers}
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(pipe: Connection, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            fn, args, rank, world_size, folder, run_dir = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, _run(fn, args, rank, world_size, folder, run_dir)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str, run_dir: str) -> Any:
+    from manyhands.runtime.worker import seated
+    from manyhands.testing.session import PoolSession
+
+    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir))
+    with seated(session):
+        return fn(*args)

@@ -1,0 +1,57 @@
+"""A worker's line to its launcher, for ranks without one: a file carries the rendezvous, events are kept in a list."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from manyhands.control.session import RunFacts, WorkerPosition
+from manyhands.events import Event
+from manyhands.spec.seat import Seat
+
+__all__ = ["PoolSession"]
+
+
+class PoolSession:
+    def __init__(self, rank: int, world_size: int, store: Path, run_dir: Path) -> None:
+        self.seat = Seat(
+            agent="none",
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            generation="1.1",
+            incarnation=1,
+            flags={"launch.ui": "none", "launch.threads": 1},
+        )
+        self.run_dir = run_dir
+        self.stop_requested: str | None = None
+        self.events: list[Event] = []
+        self._store = FileStore(str(store), -1)
+
+    def join(self, facts: RunFacts) -> None:
+        (self.run_dir / "events").mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=timeout_s))
+        return self._store.get(key)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def wait(self, keys: list[str], timeout_s: float) -> None:
+        self._store.wait(keys, timedelta(seconds=timeout_s))
+
+    def report(self, step: int, phase: str) -> None: ...
+
+    def committed(self, step: int, path: str) -> None: ...
+
+    def publish(self, event: Event) -> None:
+        self.events.append(event)
+
+    def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
+        return {}
+
+    def close(self) -> None: ...

@@ -1,0 +1,54 @@
+"""Every command that docs/launching.md shows is taken by the command line as it stands."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import cli
+from manyhands.spec.cluster import from_tf_config
+
+TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+LINES = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines() if line]
+RUNS = [line for line in LINES if re.search(r"\bmh run\b", line)]
+
+
+@pytest.fixture
+def in_a_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(("MANYHANDS_", "PET_", "TF_CONFIG"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run.toml").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").touch()
+    cli.main(["keygen", "run.key"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_a_documented_run_gets_as_far_as_its_plan(in_a_project, line, monkeypatch, capsys):
+    words = shlex.split(line, comments=True)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    assert words[:2] == ["mh", "run"]
+    capsys.readouterr()
+    cli.main(["run", "--dry-run", "--json", *words[2:]], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["workers"] >= 1
+
+
+def test_the_documented_tf_config_is_right():
+    (text,) = re.findall(r"export TF_CONFIG='(.*)'", TEXT)
+    task = from_tf_config(text)
+    assert (task.job, task.chief_address) == ("worker", ("10.0.0.1", 2222))
+
+
+def test_the_other_documented_commands_run(in_a_project, capsys):
+    shown = [shlex.split(line, comments=True) for line in LINES if line.startswith("mh config")]
+    assert len(shown) == 2
+    for words in shown:
+        cli.main(words[1 : words.index(">") if ">" in words else None], standalone_mode=False)
+        assert "precision" in capsys.readouterr().out

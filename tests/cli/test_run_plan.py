@@ -1,0 +1,165 @@
+"""`mh run` up to the moment where processes would start: what is placed where, and what is refused."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from manyhands.cli.main import cli, report
+from manyhands.errors import ManyhandsError
+from manyhands.spec.load import CONFIG_VARIABLE
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """`mh run --dry-run --json …` in a directory with train.py; the printed plan."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(("MANYHANDS_", "PET_", "TF_CONFIG"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+
+    def run(*words: str, **environ: str):
+        for name, text in environ.items():
+            monkeypatch.setenv(name, text)
+        cli.main(["run", "--dry-run", "--json", *words], prog_name="mh", standalone_mode=False)
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(plan):
+    def run(*words: str, **environ: str) -> ManyhandsError:
+        with pytest.raises(ManyhandsError) as caught:
+            plan(*words, **environ)
+        return caught.value
+
+    return run
+
+
+def test_workers_get_ranks_on_this_host_and_the_rest_of_the_line_is_the_scripts(plan):
+    shown = plan("-n", "3", "--seed=5", "train.py", "--seed", "7", "-n", "--", "x")
+    assert (shown["hosts"], shown["ranks"], shown["master"]) == (1, [0, 1, 2], None)
+    assert shown["command"] == {"kind": "script", "target": "train.py", "args": ["--seed", "7", "-n", "--", "x"]}
+    assert shown["flags"] == {"run.seed": 5, "launch.workers": 3}
+
+
+def test_two_dashes_end_our_flags(plan):
+    assert plan("-n", "2", "--", "train.py", "--help")["command"]["args"] == ["--help"]
+
+
+def test_a_module_is_started_by_name(plan):
+    assert plan("-m", "train", "-x")["command"] == {"kind": "module", "target": "train", "args": ["-x"]}
+    assert plan("-m", "json.tool")["command"]["target"] == "json.tool"
+
+
+def test_workers_find_the_config_file_and_the_allocator_settings(plan, tmp_path):
+    (tmp_path / "run.toml").write_text("[launch]\nworkers = 2\n")
+    shown = plan("--config", "run.toml", "train.py")
+    assert shown["workers"] == 2
+    assert shown["environment"][CONFIG_VARIABLE] == str(tmp_path / "run.toml")
+    assert "MALLOC_TRIM_THRESHOLD_" in shown["environment"]
+    assert "MALLOC_TRIM_THRESHOLD_" not in plan("--allocator", "system", "train.py")["environment"]
+    assert "MALLOC_TRIM_THRESHOLD_" not in plan("train.py", MALLOC_TRIM_THRESHOLD_="7")["environment"]
+
+
+def test_torchruns_usual_commands_are_understood(plan):
+    assert plan("--standalone", "--nproc-per-node=2", "train.py")["ranks"] == [0, 1]
+    assert plan("--standalone", "--nproc_per_node=2", "--nnodes=1", "train.py")["ranks"] == [0, 1]
+    shown = plan("--nnodes=2", "--nproc_per_node", "2", "--node_rank=1", "--master_port=1234", "-t", "3", "train.py")
+    assert (shown["hosts"], shown["host"], shown["ranks"]) == (2, 1, [2, 3])
+    assert (shown["coordinator"], shown["master"]) == (False, "127.0.0.1:1234")
+    assert [note.partition(" ")[0] for note in shown["notes"]] == ["--tee"]
+
+
+def test_pet_variables_stand_in_for_flags_that_are_not_given(plan):
+    shown = plan("train.py", PET_NNODES="2", PET_NPROC_PER_NODE="3", PET_NODE_RANK="1", PET_MAX_RESTARTS="7")
+    assert shown["ranks"] == [3, 4, 5]
+    assert shown["flags"] == {"run.max_restarts": 7}
+    assert plan("--node-rank", "0", "train.py")["ranks"] == [0, 1, 2]
+
+
+def test_no_python_takes_a_python_program_apart(plan, refused, tmp_path):
+    unwrapped = {"kind": "script", "target": "train.py", "args": ["a"]}
+    assert plan("--no-python", "python3", "-u", "train.py", "a")["command"] == unwrapped
+    assert plan("--no-python", "python", "-m", "train", "a")["command"]["kind"] == "module"
+    (tmp_path / "train").write_text("#!/usr/bin/env python3\n")
+    assert plan("--no-python", "train")["command"]["target"] == "train"
+    assert "not a Python script" in refused("--no-python", "/bin/sh", "x").what
+
+
+CLUSTER = {"chief": ["127.0.0.1:4001"], "worker": ["127.0.0.1:4002"], "ps": ["127.0.0.1:4003"]}
+
+
+def tf_config(kind, cluster=CLUSTER):
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+
+
+def test_tf_config_makes_this_host_a_task(plan):
+    chief = plan("-n", "2", "train.py", TF_CONFIG=tf_config("chief"))
+    assert (chief["hosts"], chief["ranks"], chief["coordinator"]) == (2, [0, 1], True)
+    worker = plan("-n", "2", "train.py", TF_CONFIG=tf_config("worker"))
+    assert (worker["ranks"], worker["master"]) == ([2, 3], "127.0.0.1:4001")
+    assert not plan("train.py", TF_CONFIG=tf_config("ps"))["trains"]
+    assert plan("--standalone", "train.py")["hosts"] == 1
+
+
+def test_a_script_that_does_not_exist_is_refused_with_the_nearest_name(refused):
+    error = refused("trian.py")
+    assert (error.what, error.fix, error.exit_code) == ("There is no script trian.py.", ("train.py",), 2)
+    assert "no module nowhere" in refused("-m", "nowhere.train").what
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nnodes", "1:4"], "which this version cannot do yet"),
+        (["-n", "2", "--nproc-per-node", "3"], "2 workers, and --nproc-per-node 3"),
+        (["--hosts-wanted", "2"], "no address to reach this one at"),
+        (["--listen", "0.0.0.0"], "every interface"),
+        (["--slices", "0"], "slices is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(refused, words, says):
+    error = refused(*words, "train.py")
+    assert says in error.what
+    assert error.exit_code == 2
+
+
+def test_addresses_beyond_loopback_need_a_key(refused, plan, tmp_path):
+    words = ("--nnodes", "2", "--master-addr", "10.0.0.1", "train.py")
+    error = refused(*words)
+    assert (error.exit_code, error.fix[0]) == (3, "mh keygen run.key")
+    cli.main(["keygen", "run.key"], standalone_mode=False)
+    assert oct((tmp_path / "run.key").stat().st_mode)[-3:] == "600"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [(None, 0o600, "Cannot read"), ("a" * 64, 0o640, "open to other users"), ("a" * 63, 0o600, "does not hold a key")],
+)
+def test_a_missing_open_or_wrong_key_file_ends_with_3(refused, tmp_path, content, mode, says):
+    path = tmp_path / "run.key"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    error = refused("--nnodes", "2", "--master-addr", "10.0.0.1", "train.py", MANYHANDS_KEY_FILE=str(path))
+    assert says in error.what
+    assert (error.exit_code, error.where) == (3, "MANYHANDS_KEY_FILE")
+    assert content is None or content not in str(error)
+
+
+def test_the_key_stands_in_no_plan_and_in_no_workers_environment(plan, tmp_path):
+    (tmp_path / "run.key").write_text("ab" * 32)
+    (tmp_path / "run.key").chmod(0o600)
+    shown = plan("--nnodes", "2", "--master-addr", socket.gethostname(), "train.py", MANYHANDS_KEY_FILE="run.key")
+    assert "ab" * 32 not in json.dumps(shown)
+    assert "MANYHANDS_KEY_FILE" not in shown["environment"]
+
+
+def test_a_flag_nobody_knows_is_a_usage_error(plan, capsys):
+    with pytest.raises(Exception, match="No such option '--wrokers'") as caught:
+        plan("--wrokers", "2", "train.py")
+    assert report(caught.value, open(os.devnull, "w")) == 2  # noqa: SIM115

@@ -1,0 +1,105 @@
+"""Causes and consequences, and when a failure is worth another attempt."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.control.failure import Failure, WorkerEnd, render, short
+from manyhands.control.policy import Ended, attribute, judge, signature
+
+
+def end(rank: int, kind: str = "exception", **more) -> WorkerEnd:
+    return WorkerEnd(rank=rank, host="h", pid=100 + rank, kind=kind, **more)
+
+
+VALUE = {"error": "ValueError", "message": "no", "exit_code": 1, "step": 3}
+PEER = {"error": "PeerTimeout", "message": "rank 1 did not come", "bases": ["PeerTimeout", "PeerLost"], "exit_code": 1}
+GLOO = {"error": "RuntimeError", "message": "[enforce fail] Connection closed by peer [127.0.0.1]:4", "exit_code": 1}
+
+
+@pytest.mark.parametrize("consequence", [PEER, GLOO, {"error": "BrokenPipeError", "bases": ["BrokenPipeError"]}])
+def test_an_error_about_a_lost_peer_seen_first_is_still_the_consequence(consequence):
+    first, others, certain = attribute([Ended(end(0, **consequence), 1.0), Ended(end(1, "signal", signal=9), 1.1)])
+    assert first.rank == 1
+    assert [other.rank for other in others] == [0]
+    assert not certain, "judged by kind, and said so"
+
+
+def test_among_equals_the_earliest_is_first_and_that_is_certain():
+    first, _, certain = attribute(
+        [Ended(end(2, **VALUE), 5.0), Ended(end(1, **VALUE), 4.0), Ended(end(0, "stopped"), 1.0)]
+    )
+    assert (first.rank, certain) == (1, True)
+
+
+def test_a_timeout_nobody_caused_by_dying_is_itself_the_first_failure():
+    first, _, certain = attribute([Ended(end(0, **PEER), 1.0), Ended(end(1, "stopped"), 1.5)])
+    assert (first.rank, certain) == (0, True)
+
+
+def verdict(first: WorkerEnd, times: int = 1, **more):
+    settings = {"restarts": 0, "max_restarts": 3, "progressed": True, **more}
+    return judge(first, [signature(first)] * times, **settings)
+
+
+def test_the_policy_table():
+    assert verdict(end(0, "signal", signal=9)).restart
+    assert verdict(end(0, "lost")).restart
+    assert verdict(end(0, **VALUE)).restart
+    assert not verdict(end(0, **VALUE), progressed=False).restart
+    assert verdict(end(0, **VALUE), progressed=False, always_restart=True).restart
+    assert verdict(end(0, **PEER), progressed=False).restart, "a lost peer is nobody's bug in the first step"
+    assert verdict(end(0, **VALUE), times=2).restart
+    assert not verdict(end(0, **VALUE), times=3).restart
+    assert not verdict(end(0, "signal", signal=9), restarts=3).restart
+    assert verdict(end(0, "signal", signal=9), restarts=3).exit_code == 4
+    assert verdict(end(0, "lost"), restarts=3).exit_code == 4
+    assert verdict(end(0, **VALUE), restarts=3).exit_code == 1
+    assert verdict(end(0, "exit", exit_code=5), restarts=3).exit_code == 1
+    assert verdict(end(0, "exit", exit_code=70), restarts=3).exit_code == 70
+    assert verdict(end(0, "exit", exit_code=2)).exit_code == 2
+    assert verdict(end(0, **{**VALUE, "exit_code": 3})).exit_code == 3
+
+
+def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys():
+    failure = Failure(
+        run="r-7",
+        exit_code=4,
+        reason="the restart budget of 2 is spent",
+        attempt=3,
+        max_attempts=3,
+        step=1842,
+        first=end(
+            3,
+            "signal",
+            signal=9,
+            clock="14:02:11",
+            memory="kernel OOM: rss 7.9 GiB of 8.0 GiB when last seen",
+            stderr=["loading", "\x1b[2Jboom"],
+            step=1842,
+            phase="backward",
+            log="runs/r-7/rank-3.err",
+        ),
+        certain=True,
+        followers=[end(0, **GLOO), end(1, **GLOO), end(2, "stopped")],
+        committed_step=1800,
+        committed_path="checkpoints/step-1800",
+        resume="mh run --run-dir runs/r-7 train.py",
+    )
+    text = render(failure)
+    assert text.splitlines()[0] == "run r-7 failed after 1842 steps (attempt 3 of 3): the restart budget of 2 is spent"
+    for words in (
+        "rank 3 on h (pid 103)  signal 9 (SIGKILL)  at 14:02:11",
+        "[earliest by the coordinator's clock]",
+        "step 1842, backward",
+        "rss 7.9 GiB of 8.0 GiB when last seen (heuristic)",
+        "ranks 0, 1 (RuntimeError",
+        "rank 2 (stopped by its agent); not causes",
+        "step 1800  checkpoints/step-1800",
+        "mh run --run-dir runs/r-7 train.py",
+        "runs/r-7/rank-3.err",
+        "\\x1b[2Jboom",
+    ):
+        assert words in text
+    assert "\x1b" not in text
+    assert short(failure.first) == "rank 3 on h (pid 103) died: SIGKILL"

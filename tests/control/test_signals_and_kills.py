@@ -1,0 +1,144 @@
+"""Signals to the launcher, and kill -9 of everything in turn: what ends, what goes on, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from conftest import alive, until
+
+pytestmark = pytest.mark.faults
+
+COMMITS = """
+    session = join()
+    mark(f"up-{RANK}")
+    while session.stop_requested is None:
+        time.sleep(0.01)
+    assert session.stop_requested == "preempt"
+    session.committed(12, "checkpoints/step-12")
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_workers_commit_and_ends_with_75(launcher, number):
+    run = launcher(COMMITS, workers=2)
+    run.wait_for("up-0"), run.wait_for("up-1")
+    run.process.send_signal(number)
+    assert run.wait(10) == 75
+    assert run.said()[0].startswith(number.name)
+
+
+def test_workers_that_do_not_stop_are_killed_after_the_grace_time(launcher):
+    run = launcher("join(); mark(f'up-{RANK}'); time.sleep(60)", workers=2, grace_s=0.3)
+    run.wait_for("up-0"), run.wait_for("up-1")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(5) == 130
+
+
+def test_a_script_that_does_not_speak_our_protocol_gets_the_signal_itself(launcher):
+    run = launcher("""
+        def stop(*_):
+            print("caught", flush=True)
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, stop)
+        mark("up")
+        time.sleep(60)
+    """)
+    run.wait_for("up")
+    run.process.terminate()
+    assert run.wait(10) == 75
+    assert run.out == "caught\n"
+
+
+def test_a_second_signal_ends_everything_at_once(launcher):
+    run = launcher("join(); mark('up'); time.sleep(60)", grace_s=50)
+    pid = int(run.wait_for("up"))
+    run.process.terminate()
+    until(run.said)
+    run.process.terminate()
+    assert run.wait(3) == 143
+    assert not alive(pid)
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_socket_or_directory(launcher):
+    run = launcher(
+        """
+        import subprocess
+        AWAY = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(300)"
+        session = join()
+        # A loader process, and one that tried to get away: its own session, and nobody's child.
+        loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        stray = subprocess.Popen([sys.executable, "-c", AWAY])
+        stray.wait()
+        mark(f"up-{RANK}")
+        time.sleep(300)
+    """,
+        workers=2,
+    )
+    run.wait_for("up-0"), run.wait_for("up-1")
+    before = run.descendants()
+    marked = [process for process in psutil.process_iter() if _belongs(process, launcher.temp)]
+    assert len(marked) == 6, "two workers with two descendants each"
+    assert len(launcher.sockets_left()) == 1
+    run.process.kill()
+    until(lambda: not any(alive(process.pid) for process in before), 10, "the end of the launcher's children")
+    until(
+        lambda: not any(_belongs(process, launcher.temp) for process in psutil.process_iter()), 10, "the end of strays"
+    )
+    until(lambda: not launcher.sockets_left(), 10, "the removal of sockets")
+
+
+def _belongs(process: psutil.Process, temp) -> bool:
+    try:
+        return process.environ().get("MANYHANDS_AGENT", "").startswith(f"ipc://{temp}")
+    except psutil.Error:
+        return False
+
+
+def test_loader_processes_of_a_killed_worker_die_with_it(launcher):
+    run = launcher(
+        """
+        import subprocess
+        join()
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        (HERE / "child").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """,
+        max_restarts=0,
+    )
+    assert run.wait() == 4
+    assert not alive(int((run.folder / "child").read_text()))
+
+
+def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
+    run = launcher(
+        """
+        session = join()
+        session.set(f"before/{RANK}", b"kept")
+        mark(f"up-{SEAT.attempt}-{RANK}")
+        if SEAT.attempt == 1:
+            wait_for("coordinator-is-back")
+            assert session.get(f"before/{1 - RANK}", 10) == b"kept"
+            session.set(f"after/{RANK}", b"new")
+            session.get(f"after/{1 - RANK}", 10)
+            mark(f"met-{RANK}")
+            time.sleep(60)
+    """,
+        workers=2,
+    )
+    pids = [int(run.wait_for(f"up-1-{rank}")) for rank in (0, 1)]
+    old = run.coordinator()
+    old.kill()
+    until(lambda: run.coordinator() != old, 5, "a new coordinator")
+    (run.folder / "coordinator-is-back").touch()
+    run.wait_for("met-0"), run.wait_for("met-1")
+    assert all(alive(pid) for pid in pids)
+    os.kill(pids[0], signal.SIGKILL)
+    run.wait_for("up-2-0")
+    assert run.wait() == 0
+    first, second = [event["generation"] for event in run.events("GenerationStarted")]
+    term, counter = (int(part) for part in first.split("."))
+    assert second == f"{term + 1}.{counter + 1}"

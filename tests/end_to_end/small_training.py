@@ -1,0 +1,59 @@
+"""A training that takes a second: prints the weights' digest, so that runs can be compared bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import manyhands as mh
+
+
+class Slow:
+    """Makes steps take `pause_s`, so that a test has time to interfere."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        time.sleep(self._pause_s)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="mirrored")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--every-steps", type=int, default=5)
+    options = parser.parse_args()
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(96, 10, generator=generator), torch.randint(0, 3, (96,), generator=generator)
+    trainer = mh.Trainer(
+        model=lambda: nn.Sequential(
+            nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3)
+        ),
+        loss=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        strategy=options.strategy,
+        slices=4,
+        exact=True,
+        hooks=[Slow(options.pause)],
+    )
+    checkpoint = mh.Checkpoints(every_steps=options.every_steps)
+    trainer.fit(data, steps=options.steps, batch_size=24, checkpoint=checkpoint)
+    state = trainer.model.state_dict()
+    digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+    if trainer.is_chief:
+        print(f"weights {digest}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

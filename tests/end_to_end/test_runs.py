@@ -1,0 +1,141 @@
+"""Whole runs of the command line, disturbed in various ways, against the undisturbed one: bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.checkpoint import newest_valid
+from manyhands.events import Event, Resumed, StepDone
+from manyhands.runtime.recorder import read_events
+
+SCRIPT = Path(__file__).with_name("small_training.py")
+MH = [sys.executable, "-m", "manyhands.cli.main"]
+
+pytestmark = pytest.mark.slow
+
+
+class Job:
+    """One `mh run` of the small training, in the directory `name`."""
+
+    def __init__(self, folder: Path, name: str, workers: int, *words: str, flags: tuple[str, ...] = ()) -> None:
+        self.run_dir = folder / name
+        self._process = subprocess.Popen(
+            [*MH, "run", "-n", str(workers), "--run-dir", name, *flags, str(SCRIPT), *words],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.pid = self._process.pid
+
+    def events(self, kind: type[Event]) -> list[Event]:
+        path = self.run_dir / "events" / "chief.jsonl"
+        return [event for event in read_events(path) if isinstance(event, kind)] if path.exists() else []
+
+    def wait_for_step(self, step: int, deadline_s: float = 30.0) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not any(event.step >= step for event in self.events(StepDone)):
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            assert self._process.poll() is None, self._process.communicate()
+            time.sleep(0.02)
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.pid).children(recursive=True)
+        return sorted((p for p in children if "manyhands.runtime.bootstrap" in p.cmdline()), key=lambda p: p.pid)
+
+    def end(self, deadline_s: float = 60.0) -> tuple[int, str, str]:
+        out, err = self._process.communicate(timeout=deadline_s)
+        return self._process.returncode, out, err
+
+
+def digest(output: str) -> str:
+    found = re.search(r"weights (\w+)", output)
+    assert found, output
+    return found.group(1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    code, out, err = Job(tmp_path_factory.mktemp("undisturbed"), "run", 1).end()
+    assert code == 0, err
+    return digest(out)
+
+
+@pytest.mark.faults
+def test_a_worker_killed_mid_run_changes_nothing_in_the_result(tmp_path: Path, undisturbed: str) -> None:
+    job = Job(tmp_path, "killed", 2, "--pause", "0.05")
+    job.wait_for_step(7)
+    victim = job.workers()[-1]
+    started = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    code, out, err = job.end()
+    assert code == 0, err
+    assert digest(out) == undisturbed
+    assert "SIGKILL" in err and "restarting from step 5" in err
+    assert [event.step for event in job.events(Resumed)] == [5]
+    assert time.monotonic() - started < 30
+
+
+def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tmp_path: Path, undisturbed: str) -> None:
+    job = Job(tmp_path, "stopped", 2, "--pause", "0.05")
+    job.wait_for_step(3)
+    os.kill(job.pid, signal.SIGTERM)
+    code, out, err = job.end()
+    assert code == 75, err
+    assert "weights" not in out
+    again = Job(tmp_path, "stopped", 3)
+    code, out, err = again.end()
+    assert code == 0, err
+    assert digest(out) == undisturbed
+    steps = [event.step for event in again.events(StepDone)]
+    assert steps == list(range(1, 13)), "every step was done once over both lives"
+
+
+def test_a_directory_in_use_or_finished_ends_with_2_and_overwrite_starts_over(tmp_path: Path, undisturbed: str) -> None:
+    job = Job(tmp_path, "busy", 1, "--pause", "0.1")
+    job.wait_for_step(1)
+    code, _, err = Job(tmp_path, "busy", 1).end()
+    assert code == 2
+    assert f"pid {job.pid}" in err
+    assert job.end()[0] == 0
+    code, _, err = Job(tmp_path, "busy", 1).end()
+    assert code == 2
+    assert "--overwrite" in err
+    code, out, err = Job(tmp_path, "busy", 1, flags=("--overwrite",)).end()
+    assert code == 0, err
+    assert digest(out) == undisturbed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("NOT SHOWN HERE: a full disk needs root, to mount a small tmpfs")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.faults
+def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(small_disk: Path, undisturbed: str) -> None:
+    job = Job(small_disk, "full", 2, "--pause", "0.05", "--every-steps", "2")
+    job.wait_for_step(1)
+    with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1024))
+    code, out, err = job.end()
+    assert code == 0, err
+    assert digest(out) == undisturbed
+    assert "not saved" in err and "needed" in err
+    (small_disk / "ballast").unlink(missing_ok=True)
+    assert newest_valid(small_disk / "full" / "checkpoints") is not None
+    assert not list((small_disk / "full" / "checkpoints").glob("*.tmp-*"))

@@ -1,0 +1,116 @@
+"""The rules that hold the tree together, each in a few lines."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import manyhands
+
+PACKAGE = Path(manyhands.__file__).parent
+ROOT = PACKAGE.parent
+LAYERS = {
+    "errors": -1, "events": 0, "spec": 0, "native": 0,
+    "comm": 1, "data": 1, "checkpoint": 1, "planner": 1,
+    "parallel": 2, "strategies": 3, "control": 4, "engines": 4, "runtime": 5, "scheduler": 6,
+    "recipes": 7, "dashboard": 7, "cli": 8,
+}  # fmt: skip
+
+# Each of these runs code, or listens to everyone, and has no place here. Exceptions stand below with their reason.
+FORBIDDEN = re.compile(
+    r"\b(pickle|cloudpickle|marshal|shelve|dill)\b\.|import (pickle|cloudpickle|marshal|shelve|dill)\b"
+    r"|recv_pyobj|shell=True"
+    r"|(?<![\w.])eval\(|(?<![\w.])exec\(|yaml\.load\(|weights_only=False|0\.0\.0\.0|mktemp\("
+)
+ALLOWED = {
+    ("data/loaders.py", "import pickle"): "for the name of the exception that multiprocessing raises",
+    ("data/loaders.py", "pickle."): "the same",
+    ("spec/run.py", "0.0.0.0"): "refused there by name",
+    ("spec/placement.py", "0.0.0.0"): "refused there by name",
+    ("control/preflight.py", "0.0.0.0"): "refused there by name",
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of manyhands that a file imports, also inside functions; type checking included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        parts = (name.split(".") for name in names)
+        found |= {part[1] for part in parts if part[0] == "manyhands" and len(part) > 1 and part[1] in LAYERS}
+    return found
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in sources():
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "testing":
+            continue
+        for other in imports(path):
+            if other != own and LAYERS[other] >= LAYERS[own]:
+                wrong.append(f"{path.relative_to(ROOT)} ({own}, {LAYERS[own]}) imports {other} ({LAYERS[other]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_testing_tools() -> None:
+    guilty = [p for p in sources() if "testing" not in p.parts and "manyhands.testing" in p.read_text()]
+    assert not guilty
+
+
+def test_only_spec_load_reads_the_environment() -> None:
+    reading = re.compile(r"os\.environ|os\.getenv|environb")
+    guilty = [str(p.relative_to(PACKAGE)) for p in sources() if reading.search(p.read_text())]
+    assert guilty == ["spec/load.py"]
+
+
+def test_nothing_runs_code_from_outside_or_listens_to_everyone() -> None:
+    found = []
+    for path in sources():
+        for match in FORBIDDEN.finditer(path.read_text()):
+            if (path.relative_to(PACKAGE).as_posix(), match.group()) not in ALLOWED:
+                found.append(f"{path.relative_to(ROOT)}: {match.group()}")
+    assert not found, "\n".join(found)
+
+
+def test_public_names_are_those_of_all_and_each_has_a_docstring() -> None:
+    assert sorted(manyhands.__all__) == manyhands.__all__ == dir(manyhands)
+    for name in manyhands.__all__:
+        assert getattr(manyhands, name).__doc__, name
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [str(p.relative_to(ROOT)) for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not silent
+
+
+def test_importing_manyhands_is_light() -> None:
+    heavy = ("torch", "numpy", "rich", "zmq", "keras")
+    code = f"import manyhands, sys; print(sorted(m for m in {heavy} if m in sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.strip() == "[]"
+
+
+def test_no_path_of_a_machine_and_no_registry_stands_in_the_tree() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split() if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in sources()]
+    telling = re.compile(r"/root/|/work/|/home/\w+/|pypi\.org|files\.pythonhosted|deb\.debian")
+    guilty = []
+    for name in names:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".sh", "") and path.is_file() and name != "LICENSE":
+            text = path.read_text(errors="replace")
+            if telling.search(text) and not name.endswith("test_layers.py"):
+                guilty.append(name)
+    assert not guilty

@@ -1,0 +1,170 @@
+"""A run goes on where it stopped, on any number of workers, and no example is lost or taken twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workloads import OPTIMIZERS, data, make_trainer, mean_loss, weights_of
+
+from manyhands.errors import CheckpointMismatch, Preempted
+from manyhands.testing import RankPool
+
+
+class Ledger:
+    """Remembers which rows a worker computed in each committed step; rows carry their number in the first feature."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._step: list[int] = []
+
+    def note(self, batch: Any) -> None:
+        self._step += [int(row) for row in batch[0][:, 0].tolist()]
+
+    def after_step(self, trainer: Any, step: int, stats: Any) -> None:
+        self.seen += [(step, row) for row in self._step]
+        self._step = []
+
+
+class StopAt:
+    """Behaves like a SIGTERM to the launcher in the middle of step `step`."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        if step == self._step:
+            trainer._run.worker.session.stop_requested = "preempt"
+
+
+def train_with_ledger(run_dir: str, stop_at: int | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    import manyhands as mh
+
+    ledger = Ledger()
+    x, y = data(50)
+    x = x.clone()
+    x[:, 0] = torch.arange(50)
+
+    def loss(model: Any, batch: Any) -> Any:
+        ledger.note(batch)
+        return mean_loss(model, (batch[0] / 50, batch[1]))
+
+    from workloads import MODELS
+
+    trainer = mh.Trainer(
+        MODELS["dropout and BatchNorm"],
+        loss,
+        OPTIMIZERS["AdamW"],
+        slices=6,
+        hooks=[ledger, StopAt(stop_at)],
+        run_dir=run_dir,
+        **arguments,
+    )
+    history: list[dict[str, float]] = []
+    stopped = False
+    try:
+        history = trainer.fit((x, y), epochs=3, batch_size=16)
+    except Preempted:
+        stopped = True
+    return {"seen": ledger.seen, "weights": weights_of(trainer), "stopped": stopped, "history": list(history)}
+
+
+def test_each_example_is_taken_once_per_epoch_across_stops_and_2_3_1_workers(ranks: RankPool, tmp_path: Path) -> None:
+    lives = []
+    for workers, stop_at in ((2, 3), (3, 7), (1, None)):
+        lives.append(ranks(workers, train_with_ledger, str(tmp_path), stop_at, {"exact": True}, run_dir=tmp_path))
+    assert [life[0]["stopped"] for life in lives] == [True, True, False]
+    seen = sorted(entry for life in lives for rank in life for entry in rank["seen"])
+    steps_per_epoch = 4  # 50 rows in batches of 16, the last one short
+    for epoch in range(3):
+        rows = [row for step, row in seen if (step - 1) // steps_per_epoch == epoch]
+        assert sorted(rows) == list(range(50)), f"epoch {epoch}"
+    (undisturbed,) = ranks(
+        1, train_with_ledger, str(tmp_path / "other"), None, {"exact": True}, run_dir=tmp_path / "other"
+    )
+    for name, value in undisturbed["weights"].items():
+        assert value.tobytes() == lives[-1][0]["weights"][name].tobytes(), name
+    assert lives[-1][0]["history"] == undisturbed["history"]
+
+
+def two_fits(run_dir: str, stop_at: int | None) -> dict[str, Any]:
+    """A script with several calls; every restart runs it from the top."""
+    trainer = make_trainer(slices=2, run_dir=run_dir, hooks=[StopAt(stop_at)])
+    x, y = data()
+    calls: dict[str, Any] = {}
+    try:
+        calls["first"] = list(trainer.fit((x, y), epochs=1, batch_size=30))
+        calls["evaluated"] = trainer.evaluate((x, y))
+        calls["predicted"] = trainer.predict(x[:5]).tolist()
+        trainer.save(Path(run_dir) / "after-first.safetensors")
+        calls["second"] = list(trainer.fit((x, y), epochs=2, batch_size=30))
+    except Preempted:
+        pass
+    calls["step"] = trainer.step
+    return calls
+
+
+def test_calls_that_had_finished_return_what_they_returned_before(ranks: RankPool, tmp_path: Path) -> None:
+    before = ranks(2, two_fits, str(tmp_path), 5, run_dir=tmp_path)[0]
+    assert "second" not in before
+    assert before["step"] == 5
+    saved = (tmp_path / "after-first.safetensors").stat().st_mtime_ns
+    (after,) = ranks(1, two_fits, str(tmp_path), None, run_dir=tmp_path)
+    for call in ("first", "evaluated", "predicted"):
+        assert after[call] == before[call], call
+    assert after["step"] == 9
+    assert len(after["second"]) == 2
+    assert (tmp_path / "after-first.safetensors").stat().st_mtime_ns == saved
+
+
+def fit_some(run_dir: str, arguments: dict[str, Any], steps: int) -> int:
+    trainer = make_trainer(run_dir=run_dir, **arguments)
+    trainer.fit(data(), steps=steps, batch_size=30)
+    return trainer.step
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"slices": 2}, {"slices": 3}, "2 slices"),
+        ({"seed": 1}, {"seed": 2}, "seed=1"),
+        ({"model": "plain"}, {"model": "convolutional"}, "model"),
+        ({"exact": True}, {"exact": False}, "exact=True"),
+    ],
+    ids=["slices", "seed", "model", "exact"],
+)
+def test_going_on_with_something_else_is_refused_with_what_the_run_began_with(
+    ranks: RankPool, tmp_path: Path, first: dict[str, Any], then: dict[str, Any], message: str
+) -> None:
+    ranks(1, stop_after_two, str(tmp_path), first, run_dir=tmp_path)
+    (text,) = ranks(1, refusal, str(tmp_path), then, run_dir=tmp_path)
+    assert message in text
+
+
+def stop_after_two(run_dir: str, arguments: dict[str, Any]) -> None:
+    trainer = make_trainer(run_dir=run_dir, hooks=[StopAt(2)], **arguments)
+    with pytest.raises(Preempted):
+        trainer.fit(data(), steps=4, batch_size=30)
+
+
+def refusal(run_dir: str, arguments: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointMismatch) as refused:
+        make_trainer(run_dir=run_dir, **arguments).fit(data(), steps=4, batch_size=30)
+    return str(refused.value)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1, stop_after_two, str(tmp_path), {}, run_dir=tmp_path)
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    shard = next(newest.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 4
+    shard.write_bytes(content)
+    assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4]
+    events = [json.loads(line) for line in (tmp_path / "events" / "chief.jsonl").read_text().splitlines()]
+    resumed = [event for event in events if event["event"] == "Resumed"][-1]
+    assert resumed["step"] == 0
+    assert newest.name in resumed["skipped"][0]
