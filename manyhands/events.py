@@ -43,6 +43,8 @@ class RunStarted(_Event, frozen=True):
     total_steps: int | None = None
     """Known when the data has a length and epochs or steps were given."""
     call: str = "fit"
+    machine: str = ""
+    """Settings of the process that change speed and not results: memory format, allocator, device."""
 
 
 class GenerationStarted(_Event, frozen=True):

@@ -5,9 +5,9 @@ One object lives as long as the model. Per step: `begin`, then for each of this 
 produces is what is summed.
 
 On one rank the fresh gradients that autograd left in `.grad` are taken as they are and added up. With several, the
-gradients of the rank's last slice are copied into buckets by hooks while backward still runs, and each full bucket
-starts travelling at once. A parameter without a gradient anywhere keeps `.grad` None: each bucket carries a count per
-parameter beside the sums. Start reading at `GradientSum`.
+gradients of the rank's last slice are copied into buckets while backward still runs: a bucket starts travelling as
+soon as all of its parameters have their gradients. A parameter without a gradient anywhere keeps `.grad` None: each
+bucket carries a count per parameter beside the sums. Start reading at `GradientSum`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from manyhands.comm.axis import Axis, Pending
+from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
 
@@ -35,18 +35,15 @@ class GradientSum:
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis, bucket_bytes: int) -> None:
         self.params, self._axis, self._bucket_bytes = list(params), axis, bucket_bytes
         self._buckets: list[_Bucket] = []
-        self._place: dict[int, tuple[_Bucket, int]] = {}
+        self._hooks: list[RemovableHandle] = []
         self._arrival: list[int] = []
         self._settled = False
         self._shares: Sequence[range] | None = None
         self._overlapping = False
         self.bytes_sent = 0
-        self._hooks: list[RemovableHandle] = []
         if axis.size > 1:
-            self._hooks = [
-                param.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-                for index, param in enumerate(self.params)
-            ]
+            self._make_buckets(range(len(self.params) - 1, -1, -1))
+            self._hook({index: self._note_and_launch(index) for index in range(len(self.params))})
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
@@ -54,14 +51,13 @@ class GradientSum:
         self._mine = shares[self._axis.rank]
         self._stack: Stack[Gradients] = Stack(count, add=_add_lists)
         self._summed = False
-        self._drop()
+        for param in self.params:
+            param.grad = None
         if self._axis.size > 1:
-            if not self._buckets:
-                self._make_buckets(range(len(self.params) - 1, -1, -1))
             if shares is not self._shares:
                 self._shares, self._nodes = shares, [nodes_of(share, count) for share in shares]
             for bucket in self._buckets:
-                bucket.begin(self._nodes, self._count)
+                bucket.begin(self._nodes, count)
             self._launched = 0
             self.bytes_sent = 0
 
@@ -70,17 +66,13 @@ class GradientSum:
         self._overlapping = self._axis.size > 1 and v == self._mine[-1]
         if self._overlapping:
             self._below = list(self._stack.values())
-            held = len(self._below)
-            self._merges = held - (len(self._nodes[self._axis.rank]) - 1)
+            self._merges = len(self._below) - (len(self._nodes[self._axis.rank]) - 1)
 
     def after_backward(self, v: int) -> None:
         if self._overlapping:
             self._overlapping = False
-            for index, param in enumerate(self.params):
-                bucket, place = self._place[index]
-                if not bucket.arrived[place]:  # unused by this slice; earlier ones may have used it
-                    self._deliver(index, _take(param))
-            self._launch()
+            self._check_no_second_instalment()
+            self._launch(everything=True)
         elif self._axis.size == 1 and self._count == 1:
             self._summed = True  # nothing to add: the sum is where autograd put it
         else:
@@ -94,12 +86,11 @@ class GradientSum:
                 for param, grad in zip(self.params, total, strict=True):
                     param.grad = grad
             return
-        self._launch(everything=True)
+        self._launch(everything=True)  # a rank without a slice has launched nothing yet
         for bucket in self._buckets:
-            bucket.collect(self._axis, f"gradients of {self._name}")
-        for index, param in enumerate(self.params):
-            bucket, place = self._place[index]
-            param.grad = bucket.result(place)
+            bucket.sum_part(self._axis, f"gradients of {self._name} (gather)")
+        for bucket in self._buckets:
+            bucket.give()
         self._settle_order()
 
     def close(self) -> None:
@@ -107,44 +98,47 @@ class GradientSum:
         for hook in self._hooks:
             hook.remove()
 
-    def _drop(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def arrived(param: Tensor) -> None:
-            if self._overlapping:
-                self._deliver(index, _take(param))
-                self._launch()
-
-        return arrived
-
-    def _deliver(self, index: int, grad: Tensor | None) -> None:
-        """Fold the last slice's gradient of one parameter into its node, and put all nodes into the bucket."""
-        bucket, place = self._place[index]
-        if bucket.arrived[place]:
-            # A parameter used in two re-entrant checkpointed segments gets its gradient in two instalments.
-            bucket.add_again(place, grad)
-            return
-        held = [below[index] for below in self._below]
-        for _ in range(self._merges):
-            grad = _add(held.pop(), grad)
-        bucket.put(place, [*held, grad])
-        if not self._settled:
-            self._arrival.append(index)
-
     def _launch(self, everything: bool = False) -> None:
         # Strictly in order: every rank must start the same collectives in the same sequence, whatever arrived first.
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
-            if bucket.missing and not everything:
+            if not everything and not bucket.full:
                 return
+            if self._mine:
+                bucket.fill(self._below, self._merges)
             bucket.start(self._axis, f"gradients of {self._name}")
             self.bytes_sent += bucket.num_bytes
             self._launched += 1
 
+    def _check_no_second_instalment(self) -> None:
+        """A parameter used in two re-entrant checkpointed segments gets its gradient in two instalments."""
+        if any(param.grad is not None for bucket in self._buckets[: self._launched] for param in bucket.params):
+            raise TrainingFailed(
+                "A parameter received gradients twice in one backward pass, the second after its sum was under way.",
+                fix=["torch.utils.checkpoint(..., use_reentrant=False)"],
+            )
+
+    def _hook(self, calls: dict[int, Callable[[Tensor], None]]) -> None:
+        self.close()
+        self._hooks = [
+            self.params[index].register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+            for index, call in calls.items()
+        ]
+
+    def _note_and_launch(self, index: int) -> Callable[[Tensor], None]:
+        def arrived(param: Tensor) -> None:
+            if self._overlapping:
+                self._arrival.append(index)
+                self._launch()
+
+        return arrived
+
+    def _launch_if_last(self, param: Tensor) -> None:
+        if self._overlapping:
+            self._launch()
+
     def _make_buckets(self, order: Sequence[int]) -> None:
-        self._buckets, self._place = [], {}
+        self._buckets = []
         open_ones: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for index in order:
@@ -159,123 +153,114 @@ class GradientSum:
             self._close_bucket(members)
 
     def _close_bucket(self, members: list[int]) -> None:
-        bucket = _Bucket([self.params[index] for index in members], self._axis.rank, self._axis.size)
-        self._buckets.append(bucket)
-        self._place.update({index: (bucket, place) for place, index in enumerate(members)})
+        self._buckets.append(_Bucket([self.params[index] for index in members], members, self._axis))
 
     def _settle_order(self) -> None:
-        """After the first step, rebuild the buckets in the order in which rank 0's gradients arrived."""
+        """After the first step, rebuild the buckets in the order in which rank 0's gradients arrived.
+
+        From then on only the last parameter of each bucket has a hook: calling one for each of many small parameters
+        takes longer than copying them. Should another one come last, its bucket travels a little later.
+        """
         if self._settled:
             return
         self._settled = True
-        seen = set(self._arrival)
+        seen = dict.fromkeys(self._arrival)  # in order, once each
         rest = [index for index in range(len(self.params)) if index not in seen]
-        agreed = torch.tensor(self._arrival + rest, dtype=torch.int64)
+        agreed = torch.tensor([*seen, *rest], dtype=torch.int64)
         self._axis.broadcast_([agreed], "order of gradients")
-        kept = [param.grad.clone() if param.grad is not None else None for param in self.params]
         self._make_buckets(agreed.tolist())
-        for param, grad in zip(self.params, kept, strict=True):
-            param.grad = grad
+        self._hook({bucket.indices[-1]: self._launch_if_last for bucket in self._buckets})
 
 
 class _Bucket:
     """Some parameters' gradients in one flat tensor, one row per node that this rank holds, counts at the end."""
 
-    def __init__(self, params: Sequence[nn.Parameter], rank: int, world: int) -> None:
-        self._rank = rank
-        self._shapes = [param.shape for param in params]
-        self._starts = [0]
-        for param in params:
-            self._starts.append(self._starts[-1] + param.numel())
-        self._used = self._starts[-1] + len(params)
-        self._part = -(-self._used // world)
-        self._world, self._length = world, self._part * world
-        self._like = params[0]
-        self._sum = self._fresh(1)
-        self.num_bytes = self._length * self._like.element_size()
+    def __init__(self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis) -> None:
+        self.params, self.indices = list(params), list(indices)
+        self._rank, self._world = axis.rank, axis.size
+        self._part = -(-sum(param.numel() + 1 for param in params) // self._world)
+        self._length = self._part * self._world
+        self.num_bytes = self._length * params[0].element_size()
+        self._rows = params[0].new_empty(0, self._length)
+        self._make_room(1)
+
+    @property
+    def full(self) -> bool:
+        return all(param.grad is not None for param in self.params)
 
     def begin(self, nodes: Sequence[Sequence[Node]], count: int) -> None:
         self._nodes, self._count = nodes, count
-        self._pending: Pending | None = None
         # a + b is the same either way round: with two ranks that hold one node each, the backend's sum is the tree's.
         self._direct = self._world == 2 and all(len(held) == 1 for held in nodes)
-        self.arrived = [False] * len(self._shapes)
-        self.missing = len(self._shapes)
 
-    def put(self, place: int, values: Sequence[Tensor | None]) -> None:
-        rows = self._rows(len(values))
-        start, stop = self._starts[place], self._starts[place + 1]
-        for row, value in zip(rows, values, strict=True):
-            if value is None:
-                row[start:stop].zero_()
-            else:
-                row[start:stop].copy_(value.reshape(-1))
-            row[self._starts[-1] + place] = 0 if value is None else 1
-        self.arrived[place] = True
-        self.missing -= 1
+    def fill(self, below: Sequence[Gradients], merges: int) -> None:
+        """Take the last slice's gradients, fold them into their node, and copy all nodes of this rank."""
+        grads: Gradients = [_take(param) for param in self.params]
+        held: list[Gradients] = [[node[index] for index in self.indices] for node in below]
+        for _ in range(merges):
+            grads = _add_lists(held.pop(), grads)
+        self._make_room(len(held) + 1)
+        for number, values in enumerate([*held, grads]):
+            self._copy(number, values)
 
-    def add_again(self, place: int, value: Tensor | None) -> None:
-        if self._pending is not None:
-            raise TrainingFailed(
-                "A parameter received gradients twice in one backward pass, the second after its sum was under way.",
-                fix=["torch.utils.checkpoint(..., use_reentrant=False)"],
-            )
-        if value is not None:
-            row = self._rows(len(self._nodes[self._rank]))[-1]
-            row[self._starts[place] : self._starts[place + 1]].add_(value.reshape(-1))
+    def _copy(self, number: int, values: Gradients) -> None:
+        views, counts = self._views[number], self._counts[number]
+        present = [value for value in values if value is not None]
+        if len(present) == len(views):
+            torch._foreach_copy_(views, present)
+            counts.fill_(1)
+            return
+        for view, value in zip(views, values, strict=True):
+            view.zero_() if value is None else view.copy_(value)
+        counts.copy_(torch.tensor([value is not None for value in values]))
 
     def start(self, axis: Axis, name: str) -> None:
-        mine = len(self._nodes[self._rank])
         if self._direct:
-            self._pending = axis.sum_start(self._sum[0], name)
+            self._pending = axis.sum_start(self._rows[0], name)
             return
         # Rank j finishes part j: it gets that part of every node of every rank.
-        sent = self._rows(mine).view(mine, self._world, self._part).transpose(0, 1).contiguous() if mine else None
-        outgoing = sent.view(-1) if sent is not None else self._sum.new_empty(0)
+        mine = len(self._nodes[self._rank])
+        self._outgoing = self._rows[:mine].view(mine, self._world, self._part).transpose(0, 1).reshape(-1)
         sizes = [len(held) * self._part for held in self._nodes]
-        self._incoming = self._sum.new_empty(sum(sizes))
-        self._outgoing = outgoing  # the operation reads it until it is waited for
-        self._pending = axis.all_to_all_start(self._incoming, outgoing, sizes, [mine * self._part] * self._world, name)
+        self._incoming = self._rows.new_empty(sum(sizes))
+        self._pending = axis.all_to_all_start(
+            self._incoming, self._outgoing, sizes, [mine * self._part] * self._world, name
+        )
 
-    def collect(self, axis: Axis, name: str) -> None:
-        assert self._pending is not None
-        self._pending.wait()
+    def sum_part(self, axis: Axis, name: str) -> None:
+        """Sum the part that this rank owns, and start collecting the others'."""
         if self._direct:
             return
+        self._pending.wait()
         partials: dict[Node, Tensor] = {}
         start = 0
         for held in self._nodes:
             for node in held:
                 partials[node] = self._incoming[start : start + self._part]
                 start += self._part
-        part = finish(partials, self._count, add=lambda left, right: left.add_(right))
+        self._outgoing = finish(partials, self._count, add=lambda left, right: left.add_(right))
         # The sum's own memory is where the rows to send were put together; they have been sent by now.
-        axis.all_gather_start(self._sum[0], part.clone(), f"{name} (gather)").wait()
+        self._pending = axis.all_gather_start(self._rows[0], self._outgoing, name)
 
-    def result(self, place: int) -> Tensor | None:
-        flat = self._sum[0]
-        if not flat[self._starts[-1] + place]:
-            return None
-        return flat[self._starts[place] : self._starts[place + 1]].view(self._shapes[place])
+    def give(self) -> None:
+        """Wait for the whole sum, and let each parameter's `.grad` look at its part."""
+        self._pending.wait()
+        for param, view, count in zip(self.params, self._views[0], self._counts[0].tolist(), strict=True):
+            param.grad = view if count else None
 
-    def _rows(self, count: int) -> Tensor:
-        if count > len(self._sum):
-            self._sum = self._fresh(count)
-        return self._sum[:count]
-
-    def _fresh(self, rows: int) -> Tensor:
-        return torch.zeros(rows, self._length, dtype=self._like.dtype, device=self._like.device)
+    def _make_room(self, num_rows: int) -> None:
+        if num_rows <= len(self._rows):
+            return
+        self._rows = torch.zeros(num_rows, self._length, dtype=self.params[0].dtype, device=self.params[0].device)
+        sizes = [param.numel() for param in self.params]
+        pieces = [row.split([*sizes, len(sizes), self._length - sum(sizes) - len(sizes)]) for row in self._rows]
+        self._views = [[piece.view_as(param) for piece, param in zip(row, self.params, strict=False)] for row in pieces]
+        self._counts = [row[len(sizes)] for row in pieces]
 
 
 def _take(param: Tensor) -> Tensor | None:
     grad, param.grad = param.grad, None
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left.add_(right)
 
 
 def _add_lists(left: Gradients, right: Gradients) -> Gradients:

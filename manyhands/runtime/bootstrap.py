@@ -25,6 +25,8 @@ from typing import Any
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import Raised, Returned, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.runtime.plain_scripts import watched
+from manyhands.spec import load
 
 __all__ = ["main"]
 
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
     try:
-        _run(asked.kind, asked.target, asked.args, asked.lifeline)
+        with watched(load.seat() if asked.kind != "call" else None):
+            _run(asked.kind, asked.target, asked.args, asked.lifeline)
     except SystemExit:
         raise
     except Preempted as stopped:  # an orderly end, not a failure

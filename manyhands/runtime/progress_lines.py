@@ -130,6 +130,8 @@ def _started(event: RunStarted) -> str:
         event.precision,
         f"{_many(event.threads, 'thread')} each",
     ]
+    if event.machine:
+        parts.append(event.machine)
     if event.attempt > 1:
         parts.append(f"attempt {event.attempt}")
     return clean(f"{', '.join(parts)}, in {event.run}")

@@ -147,6 +147,7 @@ class Run:
                 attempt=worker.session.seat.attempt,
                 total_steps=total_steps,
                 call=call,
+                machine=worker.machine(),
             )
         )
 

@@ -68,15 +68,11 @@ class Training:
 
     def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies."""
-        tensors: dict[str, Tensor] = {}
-        extra: dict[str, Any] = {}
-        for name, value in self.model.state_dict().items():
-            if isinstance(value, Tensor):
-                tensors[f"model/{name}"] = value.detach()
-            else:
-                extra[name] = value
+        weights, aliases, extra = self._weights()
+        tensors = {f"model/{name}": value for name, value in weights.items()}
         rest = {
             "model_extra": extra,
+            "aliases": aliases,
             "optimizer": optimizer_state(self.optimizer, self._names),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "strategy": self.engine.state(),
@@ -89,6 +85,24 @@ class Training:
             "identity": self.identity(),
         }
 
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+        """The model's tensors without repetition, other names for them (tied weights), and state that is no tensor."""
+        weights: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        extra: dict[str, Any] = {}
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, value in self.model.state_dict().items():
+            if not isinstance(value, Tensor):
+                extra[name] = value
+                continue
+            place = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
+            first = seen.setdefault(place, name)
+            if first == name:
+                weights[name] = value.detach()
+            else:
+                aliases[name] = first
+        return weights, aliases, extra
+
     def identity(self) -> dict[str, Any]:
         """What must not change when a run goes on, or the result would."""
         spec = self.worker.resolved.spec
@@ -99,13 +113,13 @@ class Training:
 
     def restore(self, loaded: Loaded) -> None:
         self._check_identity(loaded.state["identity"])
-        own = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-        check_model(loaded.manifest, own)
+        check_model(loaded.manifest, self._weights()[0])
         rest = unpack(loaded.state["training"], loaded.tensors)
         weights = {
             name.removeprefix("model/"): value for name, value in loaded.tensors.items() if name.startswith("model/")
         }
-        self.model.load_state_dict({**weights, **rest["model_extra"]})
+        tied = {name: weights[first] for name, first in rest["aliases"].items()}
+        self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"])
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])

@@ -115,6 +115,12 @@ class Worker:
         if spec.train.exact:
             process.make_deterministic()
 
+    def machine(self) -> str:
+        """What was chosen for this machine, for the run's first line."""
+        launch = self.resolved.spec.launch
+        allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
+        return f"{self.device}, {launch.memory_format} memory, {allocator}"
+
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
         if self.is_chief:
@@ -147,7 +153,7 @@ class Worker:
         self.session.close()
 
     def _where_the_others_are(self) -> str:
-        seen = self.session.positions()
+        seen = {rank: place for rank, place in self.session.positions().items() if rank != self.rank}
         if not seen:
             return "Nothing was heard of the others."
         return "Last heard: " + "; ".join(
