@@ -37,7 +37,7 @@ test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
 
 bench: $(INSTALLED)
-	$(BIN)/mh bench
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

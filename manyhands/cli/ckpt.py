@@ -52,8 +52,8 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
     "--format",
     "file_format",
     type=click.Choice(["safetensors", "pt"]),
-    default="safetensors",
-    help="pt: a dict of tensors by torch.save, for programs that read nothing else.",
+    help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: pt for a file that ends "
+    "so, else safetensors.",
 )
 @click.option("--all-tensors", is_flag=True, help="Optimizer and other tensors too, under their full names.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
@@ -62,6 +62,7 @@ def export(run_or_dir: str, output: str, file_format: Any, all_tensors: bool, fo
     """Write the model of RUN_OR_DIR[@STEP] (default: the newest that verifies) to one file."""
     from manyhands.checkpoint.export import export as export_checkpoint
 
+    file_format = file_format or ("pt" if Path(output).suffix == ".pt" else "safetensors")
     path = _one_checkpoint(run_or_dir)
     export_checkpoint(path, Path(output), file_format, not all_tensors, force=force)
     size = Path(output).stat().st_size

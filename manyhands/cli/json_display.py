@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
@@ -27,12 +28,12 @@ class JsonDisplay:
     """Events as they are, and Output, Said and Failure objects beside them."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream: TextIO | None = stream
         # A character may arrive in two pieces.
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
 
     def event(self, event: Event) -> None:
-        self._line(encode(event).decode())
+        self._line(encode(msgspec.structs.replace(event, time_s=event.time_s or time.time())).decode())
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
         make = codecs.getincrementaldecoder("utf-8")
@@ -47,10 +48,15 @@ class JsonDisplay:
         self._object({"event": "Failure", **msgspec.to_builtins(block)})
 
     def close(self) -> None:
-        self._stream.flush()
+        pass  # every line is flushed
 
     def _object(self, value: dict[str, Any]) -> None:
         self._line(json.dumps(value))
 
     def _line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        if self._stream is None:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except (OSError, ValueError):  # the reader went away: the run goes on without it
+            self._stream = None

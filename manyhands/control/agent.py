@@ -8,6 +8,7 @@ starts it again when it dies. Start reading at `run_agent`, then `Agent._obey`.
 from __future__ import annotations
 
 import secrets
+import shlex
 import signal
 import socket
 import time
@@ -38,6 +39,8 @@ REPORT_EVERY_S = 1.0
 # Until then the script may still name the run directory.
 ADOPT_AFTER_S = 10.0
 HUNG_COORDINATOR_S = 10.0
+# Whoever waits for longer than this is told what for.
+WAIT_IN_SILENCE_S = 3.0
 
 
 def run_agent(request: LaunchRequest, display: Display) -> int:
@@ -77,6 +80,7 @@ class Agent:
         self._stop: tuple[str, int] | None = None
         self._signalled = False
         self._changed, self._reported_at = True, 0.0
+        self._waiting_since, self._said_waiting = time.monotonic(), ""
         self._exit_code: int | None = None
         self._reception = Reception(request, premises.book, owner=premises.coordinator is not None, say=display.say)
         self._desk = Desk(
@@ -174,9 +178,17 @@ class Agent:
                 self._revive_coordinator("hung")
             return
         link.check_joining(self._request.join_timeout_s)
+        if not link.ever_heard:
+            self._say_waiting(f"no run answers at {link.endpoint}; trying for {self._request.join_timeout_s:g} s")
         limit = self._request.lost_after_s
         if link.ever_heard and link.silent_s > limit:
             raise GaveUp(f"The run's first host has been silent for {limit:g} s; its run is over here.")
+
+    def _say_waiting(self, what: str) -> None:
+        """Once for each thing waited for, and only if that takes long enough to make somebody wonder."""
+        if what != self._said_waiting and time.monotonic() - self._waiting_since > WAIT_IN_SILENCE_S:
+            self._said_waiting = what
+            self._display.say(f"waiting: {what}")
 
     def _revive_coordinator(self, what: str) -> None:
         assert self._at.coordinator is not None
@@ -240,7 +252,10 @@ class Agent:
         if orders.stop is not None and self._stop is None:
             self._stop = (orders.stop, orders.stop_signal)
         match orders.do:
+            case "wait" if orders.waiting_for:
+                self._say_waiting(orders.waiting_for)
             case "run":
+                self._waiting_since, self._said_waiting = time.monotonic(), ""
                 self._run_plan(orders)
             case "stop":
                 self._stop_generation(orders.generation)
@@ -313,7 +328,8 @@ class Agent:
         elif orders.exit_code != 0:
             self._display.say(escape(f"run {self._at.book.run} ended: {orders.note}"))
             if self._request.resume and self._at.book.path:
-                self._display.say(f"resume: {self._request.resume.replace('{run_dir}', self._at.book.path)}")
+                again = self._request.resume.replace("{run_dir}", shlex.quote(self._at.book.path))
+                self._display.say(f"resume: {again}")
         step = max((worker.step or 0 for worker in self._crew.workers), default=0) if self._crew else 0
         dropped = self._at.book.dropped
         self._record(RunEnded(exit_code=orders.exit_code, step=step, reason=orders.note, dropped=dropped))
@@ -324,7 +340,8 @@ class Agent:
     def _act_on_signals(self) -> None:
         """The first asks for a checkpoint; another one ends everything at once."""
         for number in self._at.signals.take():
-            if self._signalled:
+            nobody_to_ask = self._at.coordinator is None and not self._at.link.ever_heard
+            if self._signalled or nobody_to_ask:
                 self._exit_code = 130 if number == signal.SIGINT else 143
                 return
             self._signalled = True

@@ -96,7 +96,7 @@ def short(end: WorkerEnd) -> str:
 def render(failure: Failure) -> str:
     """The failure block. Plain text, no colour."""
     first = failure.first
-    steps = f" after {failure.step} steps" if failure.step is not None else ""
+    steps = f" at step {failure.step}" if failure.step is not None else ""
     sure = "earliest by the coordinator's clock" if failure.certain else "heuristic: judged by the kind of end"
     lines = [
         f"run {failure.run} failed{steps} (attempt {failure.attempt} of {failure.max_attempts}): {failure.reason}",

@@ -31,9 +31,7 @@ def die_with_parent(parent: int) -> None:
 
 def kill_session(leader: int) -> bool:
     """Kill every process of a dead or dying worker's session; True when none is left."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-    return guard.kill_all({leader}, rounds=10)
+    return guard.kill_all({leader}, rounds=20)
 
 
 class Guard:

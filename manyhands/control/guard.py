@@ -16,6 +16,9 @@ __all__ = ["kill_all", "members"]
 
 ROUNDS = 100
 PAUSE_S = 0.05
+# multiprocessing's own cleaner: once all who used them are dead it removes their semaphores and shared memory, which
+# have names and would stay for ever, and ends.
+TRACKER = b"multiprocessing.resource_tracker"
 
 
 def members(sessions: set[int], marker: bytes | None = None) -> list[int]:
@@ -47,13 +50,27 @@ def _marked(pid: str, marker: bytes | None) -> bool:
         return False
 
 
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return TRACKER in file.read()
+    except OSError:
+        return False
+
+
 def kill_all(sessions: set[int], marker: bytes | None = None, rounds: int = ROUNDS) -> bool:
-    """SIGKILL until nobody is left; more than once, since a process may fork while we look. True when all are gone."""
-    for _ in range(rounds):
+    """SIGKILL until nobody is left; more than once, since a process may fork while we look. True when all are gone.
+
+    Resource trackers are left to end by themselves, and are killed only if they have not by the last rounds.
+    """
+    for number in range(rounds):
         pids = members(sessions, marker)
         if not pids:
             return True
+        patient = number < rounds * 4 // 5
         for pid in pids:
+            if patient and _is_tracker(pid):
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):

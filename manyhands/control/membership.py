@@ -12,6 +12,7 @@ outputs in order: `Persist` is on disk before any `Tell` of the same reaction le
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -367,7 +368,7 @@ def _failure(state: Membership, roster: Roster, code: int, reason: str) -> Failu
         followers=[_brief(end) for end in others],
         committed_step=commit.step if commit else None,
         committed_path=commit.path if commit else "",
-        resume=state.settings.resume.replace("{run_dir}", state.run_dir or ""),
+        resume=state.settings.resume.replace("{run_dir}", shlex.quote(state.run_dir or "")),
     )
 
 
@@ -394,11 +395,24 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
     )
     if outcome is not None:
         return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
-    if roster is None or agent not in roster.agents or state.phase == "gathering":
+    if state.phase == "gathering":
+        return replace(orders, waiting_for=_missing(state))
+    if roster is None or agent not in roster.agents:
         return orders
     if state.phase == "stopping":
         return replace(orders, do="stop")
     return replace(orders, do="run", plan=_plan(roster, agent), positions=_elsewhere(roster, agent, now))
+
+
+def _missing(state: Membership) -> str:
+    wanted = state.settings.hosts_wanted
+    ready = [host for host in state.hosts.values() if not host.silent]
+    if len(ready) >= wanted:
+        return ""
+    ranks = {host.host_rank for host in ready}
+    missing = sorted(set(range(wanted)) - ranks) if None not in ranks else []
+    names = f"; missing: {', '.join(f'host {rank}' for rank in missing)}" if ready and missing else ""
+    return f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
 
 
 def _plan(roster: Roster, agent: str) -> Plan:

@@ -250,6 +250,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     positions: dict[int, WorkerPosition] = {}
     note: str = ""
     """Something a person should read once, such as a refused join."""
+    waiting_for: str = ""
+    """What the run cannot go on without, while it gathers its hosts."""
 
 
 class Relay(StoreRequest, frozen=True, kw_only=True):

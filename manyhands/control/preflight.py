@@ -11,6 +11,7 @@ import ipaddress
 import platform
 import socket
 import sys
+import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def versions() -> dict[str, str]:
 def check_command(command: WorkerCommand) -> WorkerCommand:
     """The command with its path made absolute, or the reason why it cannot run."""
     if command.kind == "script":
-        return replace(command, target=_existing(command.target))
+        path = _existing(command.target)
+        _check_syntax(command.target)
+        return replace(command, target=path)
     place = command.target.rpartition(":")[0] if command.kind == "call" else command.target
     if command.kind == "call" and place.endswith(".py"):
         return replace(command, target=f"{_existing(place)}:{command.target.rpartition(':')[2]}")
@@ -65,6 +68,20 @@ def _existing(path: str) -> str:
     if not Path(path).exists():
         raise UsageError(f"{path} does not exist.", where="the command line", fix=["the path of a Python script"])
     return str(Path(path).absolute())
+
+
+def _check_syntax(path: str) -> None:
+    """Every worker would fail at it; here it is one message, before any of them has started."""
+    if not path.endswith(".py"):  # a zip file, say
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the workers warn
+            compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, ValueError):
+        return
+    except SyntaxError as error:
+        fix = [f"python -m py_compile {path}, for the line itself"]
+        raise UsageError(f"{path} is not Python: {error.msg}.", where=f"{path} line {error.lineno}", fix=fix) from None
 
 
 def _findable(name: str) -> bool:

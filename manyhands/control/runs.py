@@ -94,7 +94,8 @@ class RunDirectory:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = _lock(place)
         except OSError as error:
-            raise EnvironmentProblem(f"The run directory {place} cannot be used: {error.strerror}.") from error
+            what = f"The run directory {place} cannot be used: {error.strerror}."
+            raise EnvironmentProblem(what, fix=["--run-dir, or run_dir=, with a directory you may write to"]) from error
         try:
             before = read_run(place) if (place / "run.json").exists() else None
             if before is not None and before.status == "finished":
@@ -192,7 +193,8 @@ def _holder(content: bytes) -> str:
 def _make_room(place: Path, overwrite: bool) -> None:
     if not overwrite:
         raise RunFinished(
-            f"{place} holds a finished run.", fix=["another --run-dir", "--overwrite, to lose the finished one"]
+            f"{place} holds a finished run.",
+            fix=["another --run-dir", "--overwrite (or MANYHANDS_OVERWRITE=1), to lose the finished one"],
         )
     for name in OWNED:
         found = place / name

@@ -90,7 +90,7 @@ class ApartFeed:
 
     def get(self, plan: Plan, v: int) -> Any:
         if self._fetcher is None:
-            threaded = all(part.fetched_by == "thread" for part in self._source.parts.values())
+            threaded = all(part.fetched_by != "caller" for part in self._source.parts.values())
             jobs = self._jobs()
             ahead = STEPS_AHEAD * max(1, len(self._mine))
             self._fetcher = InThread(self._take, jobs, ahead) if threaded else InCaller(self._take, jobs)

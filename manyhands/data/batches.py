@@ -6,8 +6,9 @@ from is `source`; who reads them ahead is `feeds` and `fetch`. Start reading at 
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,8 +168,10 @@ class Batches:
         """End threads and loader processes. Happens by itself at the last step, and when nobody holds this any more."""
         self.feed.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "feed"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, what `close` needs may be gone already, this module's globals included; threads and
+        # loader processes end with it.
+        if hasattr(self, "feed") and not is_finalizing():
             self.close()
 
 

@@ -45,6 +45,13 @@ class Columns:
     def __len__(self) -> int:
         return self.num_rows
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether no leaf is mapped from a file, which taking rows would have to read."""
+        mapped: list[bool] = []
+        _walk(self._columns, "data", lambda column, _path: mapped.append(column.mapped))
+        return not any(mapped)
+
     def __getitem__(self, row: int) -> Any:
         return _walk(self._columns, "data", lambda column, _path: column.take(np.array([row]))[0])
 
@@ -65,6 +72,7 @@ class _Column:
             )
         self._array, self._dtype = _from_numpy(leaf, path) if isinstance(leaf, np.ndarray) else _from_torch(leaf)
         self._tensor = leaf.detach() if isinstance(leaf, Tensor) else None
+        self.mapped = isinstance(leaf, np.memmap)
         lengths[path] = leaf.shape[0]
 
     def take(self, rows: npt.NDArray[np.int64]) -> Tensor:

@@ -202,4 +202,4 @@ def start_fetcher(source: RowSource, jobs: Iterator[Job], ahead: int) -> Fetcher
         return InProcesses(Loader(source, ahead), jobs)
     if source.fetched_by == "thread":
         return InThread(source.take_job, jobs, ahead)
-    return InCaller(source.take_job, jobs)
+    return InCaller(source.take_job, jobs, draws=source.fetched_by == "caller")

@@ -59,10 +59,10 @@ def _failed_here(job: Job, error: BaseException) -> DataFetchFailed:
     return failed(job, type(error).__name__, str(error), getattr(error, "__notes__", ()))
 
 
-def fetch_now(take: Take, job: Job) -> Any:
-    """In the thread that asks, with the slice's randomness set: a user's dataset may draw from any generator."""
+def fetch_now(take: Take, job: Job, *, draws: bool = True) -> Any:
+    """In the thread that asks, with the slice's randomness set where user code `draws`: it may use any generator."""
     try:
-        with randomness(job.key):
+        with randomness(job.key) if draws else contextlib.nullcontext():
             return take(job)
     except DataFetchFailed:
         raise
@@ -73,13 +73,13 @@ def fetch_now(take: Take, job: Job) -> Any:
 class InCaller:
     """In the thread that runs the step: the safe place for user code, as no other thread draws meanwhile."""
 
-    def __init__(self, take: Take, jobs: Iterator[Job]) -> None:
-        self._take, self._jobs = take, jobs
+    def __init__(self, take: Take, jobs: Iterator[Job], *, draws: bool = True) -> None:
+        self._take, self._jobs, self._draws = take, jobs, draws
 
     def get(self, step: int, v: int) -> Any:
         for job in self._jobs:
             if (job.step, job.v) == (step, v):
-                return fetch_now(self._take, job)
+                return fetch_now(self._take, job, draws=self._draws)
         raise ManyhandsError(f"Slice {v} of step {step} was asked for twice, or out of order.")
 
     def close(self) -> None:

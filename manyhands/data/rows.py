@@ -33,15 +33,17 @@ class Reader(Protocol):
 class RowSource:
     """Rows by number, or a contiguous part of them. `take(rows)` gives a batch, collated.
 
-    `fetched_by` says who may call it: a "thread" of ours (no user code runs, nothing is drawn), or the "caller"
-    of the step with the slice's randomness set; with `num_workers` above 0, loader processes.
+    `fetched_by` says who calls it: a "thread" of ours ahead of the step (no user code runs, nothing is drawn), the
+    "caller" of the step with the slice's randomness set, or, for rows in "memory", the caller without: copying them
+    takes less than a thread costs that competes with the step for the same cores. With `num_workers` above 0, loader
+    processes.
     """
 
     def __init__(
         self,
         reader: Reader,
         *,
-        fetched_by: Literal["thread", "caller"],
+        fetched_by: Literal["memory", "thread", "caller"],
         num_workers: int = 0,
         shuffle: bool = True,
         bounds: tuple[int, int] | None = None,

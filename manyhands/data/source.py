@@ -124,10 +124,13 @@ def _are_columns(data: Any) -> bool:
 def _from_columns(data: Any, asked: _Asked) -> Source:
     # A list, because that is what a DataLoader makes of a TensorDataset.
     columns = Columns(list(data.tensors) if type(data) is TensorDataset else data)
-    return _from_reader(columns if asked.collate is None else DatasetReader(columns, asked.collate), asked)
+    source = _from_reader(columns if asked.collate is None else DatasetReader(columns, asked.collate), asked)
+    if source.fetched_by == "thread" and columns.in_memory:
+        source.fetched_by = "memory"
+    return source
 
 
-def _from_reader(reader: Reader, asked: _Asked) -> Source:
+def _from_reader(reader: Reader, asked: _Asked) -> RowSource:
     """Tensors and files: nothing of the user's runs and nothing is drawn, unless there is a collate function."""
     if asked.collate is not None:
         return RowSource(reader, fetched_by="caller", num_workers=asked.num_workers or 0)

@@ -31,7 +31,8 @@ __all__ = ["Finding", "all_reduce", "disk", "examine", "packages"]
 Verdict = Literal["ok", "warn", "fail"]
 
 PACKAGES = {"torch": "2.13", "numpy": "2", "pyzmq": "27", "msgspec": "0.20", "safetensors": "0.6", "psutil": "7"}
-PROBE_TIMEOUT_S = 20.0
+# Importing torch alone takes this long on a machine that is busy with something else.
+PROBE_TIMEOUT_S = 60.0
 GB = 10**9
 
 
@@ -277,7 +278,7 @@ import json, sys, time
 rank, path = int(sys.argv[1]), sys.argv[2]
 import torch, torch.distributed as dist
 from manyhands.comm.axis import connect
-axis = connect(dist.FileStore(path, 2), rank, 2, address="127.0.0.1", device=torch.device("cpu"), timeout_s=15.0)
+axis = connect(dist.FileStore(path, 2), rank, 2, address="127.0.0.1", device=torch.device("cpu"), timeout_s=50.0)
 began, total = time.perf_counter(), torch.full((250_000,), float(rank + 1))
 axis.sum_start(total, "checkup").wait()
 took = time.perf_counter() - began

@@ -157,9 +157,9 @@ class Hands:
     def every(self, steps: int) -> bool:
         return self.steps_done % steps == 0
 
-    def log(self, **values: float) -> None:
+    def log(self, **values: float | Tensor) -> None:
         """Record values with the step's number; the chief's are kept."""
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = {name: _number(value) for name, value in values.items()}
         self._worker.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
 
     def mean(self, value: float | Tensor) -> float:
@@ -172,10 +172,10 @@ class Hands:
         shares = self._training.engine.shares(step.num_slices)
         rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in shares]
         if world == 1:
-            return float(value)
+            return _number(value)
         self._means += 1
         key = f"mean/{step.number}/{self._means}"
-        self._worker.session.set(f"{key}/{self.rank}", msgspec.msgpack.encode(float(value)))
+        self._worker.session.set(f"{key}/{self.rank}", msgspec.msgpack.encode(_number(value)))
         timeout_s = self._known_run.spec.comm.timeout_s
         parts = [
             (rows[rank], msgspec.msgpack.decode(self._worker.session.get(f"{key}/{rank}", timeout_s), type=float))
@@ -292,3 +292,8 @@ class Hands:
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:
     raise AssertionError("a loop of the user's own computes its own loss")
+
+
+def _number(value: float | Tensor) -> float:
+    """Of the loss itself, too: torch warns about a number taken from a tensor that still has its graph."""
+    return float(value.detach() if isinstance(value, Tensor) else value)

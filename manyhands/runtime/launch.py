@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "become_launcher",
     "describe",
+    "how_to_resume",
     "launch_command",
     "make_request",
     "needs_launcher",
@@ -301,6 +302,15 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     except KeyboardInterrupt:
         code = 130
     raise SystemExit(code)
+
+
+def how_to_resume(resolved: Resolved, run_dir: str) -> str:
+    """For the script that this process runs: what to type to go on in `run_dir`."""
+    try:
+        command = _own_command(environment())
+    except UsageError:  # a notebook, a test: nothing to type
+        return f"the same with run_dir={run_dir!r}"
+    return _again(command, resolved).replace("{run_dir}", shlex.quote(run_dir))
 
 
 def _again(command: WorkerCommand, resolved: Resolved) -> str:

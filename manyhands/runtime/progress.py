@@ -326,6 +326,7 @@ class _Live(_Narrated):
     def _before_result(self, now: float, *, last: bool) -> None:
         super()._before_result(now, last=last)
         if last and self._tally.step:
+            self._bar.erase()
             self._line(self._tally.line())
             self._tally = Tally()  # no bar any more, unless another call trains on
 

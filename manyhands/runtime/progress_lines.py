@@ -110,7 +110,8 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case CheckpointSaved():
             return f"saved checkpoint of step {event.step} ({size(event.num_bytes)} in {event.seconds:.2g} s)"
         case CheckpointFailed():
-            return f"warning: checkpoint of step {event.step} not saved: {clean(event.reason)}"
+            known = f"of step {event.step} " in event.reason  # most reasons are whole sentences about it
+            return f"warning: {'' if known else f'checkpoint of step {event.step} not saved: '}{clean(event.reason)}"
         case Resumed():
             skipped = "".join(f"; skipped {clean(what)}" for what in event.skipped)
             return f"resumed at step {event.step}, epoch {event.epoch}, from {clean(event.path)}{skipped}"
@@ -142,7 +143,8 @@ def _ended(event: RunEnded, elapsed_s: float | None) -> str:
     after = "" if elapsed_s is None else f" after {duration(elapsed_s)}"
     because = f": {clean(event.reason)}" if event.exit_code and event.reason else ""
     missing = f" ({_many(event.dropped, 'event')} not recorded)" if event.dropped else ""
-    return f"{ending} at step {event.step}{after}{because}{missing}"
+    where = "" if elapsed_s is None and not event.step else f" at step {event.step}"  # a script that is not ours
+    return f"{ending}{where}{after}{because}{missing}"
 
 
 def results(values: Mapping[str, float]) -> str:

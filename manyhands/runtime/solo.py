@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from manyhands.control.launch_request import Display
 from manyhands.control.runs import RunDirectory, default_path, run_name
 from manyhands.control.session import RunFacts, WorkerPosition
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events import Event, RunEnded
-from manyhands.runtime.launch import open_display
+from manyhands.runtime.launch import how_to_resume, open_display
 from manyhands.runtime.recorder import Recorder
 from manyhands.spec.load import Resolved, environment
 from manyhands.spec.seat import Seat
@@ -82,7 +83,7 @@ class Solo:
     def end(self, code: int, error: BaseException | None) -> None:
         """The script is over: say so, and leave the run directory marked."""
         dropped = self.recorder.dropped if self.recorder is not None else 0
-        reason = "done" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = "done" if code == 0 else f"{type(error).__name__}: {error}".splitlines()[0]
         ended = RunEnded(time_s=time.time(), exit_code=code, step=self._step, reason=reason, dropped=dropped)
         if self.recorder is not None:
             self.recorder.emit(ended)
@@ -97,10 +98,8 @@ class Solo:
     def how_to_go_on(self) -> list[str]:
         if self._checkpoint is None:
             return []
-        return [
-            f"  last checkpoint: {self._checkpoint}",
-            f"  resume: the same command with run_dir={str(self.run_dir)!r}",
-        ]
+        resume = how_to_resume(self._resolved, str(self.run_dir))
+        return [f"  last checkpoint: {self._checkpoint}", f"  resume: {resume}"]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stop_requested:
@@ -117,11 +116,13 @@ class _Ending:
         self.solo: Solo | None = None
         self._error: BaseException | None = None
         self._previous_hook: Callable[..., None] | None = None
+        self._exit = sys.exit
 
     def watch(self) -> None:
         if self._previous_hook is None:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
+            sys.exit = self._on_exit  # Python tells nobody of a SystemExit, and a run that ends so is not finished
             atexit.register(self._at_exit)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -131,17 +132,24 @@ class _Ending:
             self._previous_hook(kind, error, trace)
         else:
             if error.exit_code in (1, 70):
+                print("Traceback (most recent call last):", file=sys.stderr)
                 traceback.print_tb(trace)
+            elif error.exit_code == UsageError.exit_code and error.where is None:
+                error.where = _line_of_the_script(trace)
             print(f"{kind.__name__}: {error}", file=sys.stderr)
         if self.solo is not None:
             for line in self.solo.how_to_go_on():
                 print(line, file=sys.stderr)
 
+    def _on_exit(self, status: Any = None) -> NoReturn:
+        self._error = SystemExit(status)
+        self._exit(status)
+
     def _at_exit(self) -> None:
         code = _exit_code(self._error)
         if self.solo is not None:
             self.solo.end(code, self._error)
-        if code not in (0, 1, 130):
+        if code not in (0, 1, 130) and isinstance(self._error, ManyhandsError):
             # Python ends with 1 after any uncaught exception; our exit codes say more than that.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):  # the reader of a pipe may be gone
@@ -153,9 +161,18 @@ _ending = _Ending()
 watch_ending = _ending.watch
 
 
+def _line_of_the_script(trace: TracebackType | None) -> str | None:
+    """Where the user's code made the call that was refused."""
+    ours = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(ours + os.sep)]
+    return f"{os.path.relpath(frames[-1].filename)} line {frames[-1].lineno}" if frames else None
+
+
 def _exit_code(error: BaseException | None) -> int:
     if error is None:
         return 0
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return error.exit_code if isinstance(error, ManyhandsError) else 1

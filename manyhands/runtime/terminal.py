@@ -26,6 +26,7 @@ class BottomLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lock = threading.RLock()
+        self._lines = b""
         self._num_drawn = 0
         self._in_line = False
         self._written_at = 0.0
@@ -42,20 +43,27 @@ class BottomLines:
                 if time.monotonic() - self._written_at < UNFINISHED_LINE_S:
                     return
                 start, self._in_line = b"\r\n", False
-            write_bytes(self._stream, start + self._erasing() + "\r\n".join(lines).encode(errors="replace"))
-            self._num_drawn = len(lines)
+            self._lines = "\r\n".join(lines).encode(errors="replace")
+            write_bytes(self._stream, start + self._erasing() + self._again())
 
     def above(self, data: bytes, *, whole_line: bool = False) -> None:
+        """Write it where the lines stand, and them below it at once: until the next `draw` there would be none."""
         with self._lock:
             start = b"\r\n" if whole_line and self._in_line else b""
-            write_bytes(self._stream, self._erasing() + start + data)
-            self._in_line = not data.endswith(b"\n")
+            erasing, self._in_line = self._erasing(), not data.endswith(b"\n")
+            write_bytes(self._stream, erasing + start + data + (b"" if self._in_line else self._again()))
             self._written_at = time.monotonic()
 
     def erase(self) -> None:
+        """No lines any more, until the next `draw`."""
         with self._lock:
+            self._lines = b""
             if self._num_drawn:
                 write_bytes(self._stream, self._erasing())
+
+    def _again(self) -> bytes:
+        self._num_drawn = self._lines.count(b"\r\n") + 1 if self._lines else 0
+        return self._lines
 
     def _erasing(self) -> bytes:
         lines, self._num_drawn = self._num_drawn, 0

@@ -25,6 +25,7 @@ from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.worker import StrategyChoice, enter
+from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
 
 __all__ = ["History", "Trainer"]
@@ -138,6 +139,8 @@ class Trainer:
             if held_out is not None:
                 raise DataError("validation and validation_split were both given.", fix=["one of them"])
             source, held_out = split(source, validation_split)
+        if early_stop is not None:
+            _check_early_stop(early_stop, ["loss", *run.parts.metrics] if held_out is not None else [])
         size = run.batch_size(source, batch_size, batch_per_worker)
         batches = run.batches(source, size, epochs, steps)
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
@@ -229,3 +232,16 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
+
+
+def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
+    """One that looks at a result which no epoch has would never stop anything."""
+    there, metric = validated or ["loss"], early_stop.metric
+    if metric in there or metric in [f"val_{name}" for name in validated]:
+        return
+    fix = [f"metric={name!r}" for name in nearest(metric, there) or there]
+    raise SpecError(
+        f"Early stopping looks at {metric!r}, but the results of an epoch are {', '.join(there)}.",
+        where="EarlyStop",
+        fix=fix if validated else [*fix, "validation=..., for metrics"],
+    )

@@ -100,8 +100,11 @@ def _lines_of(text: str) -> dict[tuple[str | None, str], int]:
 
 
 def _flatten(path: str, document: dict[str, Any], lines: dict[tuple[str | None, str], int]) -> list[Setting]:
+    sections = [None, *RunSpec.__struct_fields__]
+
     def setting(section: str | None, name: str, value: Any) -> Setting:
-        line = lines.get((section, name)) or lines.get((None, section or name))
+        place = (section, name) if section in sections else (None, str(section))  # it is the section that is wrong
+        line = lines.get(place) or lines.get((None, section or name))
         return Setting(section, name, value, f"{path} line {line}" if line else path)
 
     settings = []

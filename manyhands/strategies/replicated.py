@@ -257,8 +257,8 @@ class Replicated:
         reports, stop, changes = exchange.finish()
         self._buffers.commit([report.statistics for report in reports])
         self._buffers.apply_first_changes(changes)
-        total = math.fsum(report.total for report in reports)
-        self._weight = math.fsum(report.weight for report in reports)
+        total = sum(report.total for report in reports)  # in slice order
+        self._weight = sum(report.weight for report in reports)
         if self._weight <= 0:
             raise BadLoss(
                 f"The weights of step {self._step.number} sum to {self._weight:g}; the mean needs them above 0."

@@ -73,7 +73,7 @@ def test_export_takes_the_newest_that_verifies_or_the_step_asked_for(run, tmp_pa
     assert exported(f"{run}@1") == 1.0
     os.truncate(run / "checkpoints" / "step-00000002" / "state.json", 0)
     assert exported(run) == 1.0
-    assert json.loads(call("export", run, "-o", tmp_path / "m.pt", "--format", "pt", "--json"))["format"] == "pt"
+    assert json.loads(call("export", run, "-o", tmp_path / "m.pt", "--json"))["format"] == "pt"
     assert torch.load(tmp_path / "m.pt", weights_only=True).keys() == {"layer/weight"}
 
 

@@ -108,11 +108,9 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     other = launcher(join={**right, "key": new_key().hex()}, workers=1)
     assert other.wait(15) == 3
     assert "refused this host's key" in other.err
-    refused = until(lambda: len(found := [line for line in first.said() if "refused" in line]) >= 2 and found)
-    assert sorted(refused) == [
-        "refused a join from 127.0.0.1: a wrong key, or another run's",
-        "refused a join from 127.0.0.1: no key",
-    ]
+    refused = until(lambda: len(found := [event["text"] for event in first.events("Warned")]) >= 2 and found)
+    assert {line.rpartition(": ")[2] for line in refused} == {"a wrong key, or another run's", "no key"}
+    assert len(refused) == len(set(refused)), "each peer is told of once"
     second = launcher(join=right, workers=1)
     first.wait_for("up-1")
     (launcher.folder / "go").touch()
@@ -151,6 +149,21 @@ def test_the_same_command_on_every_host_meets_at_the_master_address(launcher):
     runs = [launcher(script, workers=1, hosts_wanted=2, master=["127.0.0.1", port], host_rank=rank) for rank in (1, 0)]
     assert [run.wait() for run in runs] == [0, 0]
     assert runs[1].out == "0\n"
+
+
+def test_a_host_without_the_others_says_what_it_waits_for_and_a_signal_ends_it_at_once(launcher):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    master = {"hosts_wanted": 2, "master": ["127.0.0.1", port]}
+    second = launcher("pass", workers=1, host_rank=1, **master)
+    until(lambda: f"waiting: no run answers at tcp://127.0.0.1:{port}; trying for 300 s" in second.said())
+    second.process.send_signal(signal.SIGTERM)
+    assert second.wait(3) == 143
+    first = launcher("pass", workers=1, host_rank=0, **master)
+    until(lambda: "waiting: 1 of 2 hosts has joined; missing: host 1" in first.said())
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait(3) == 130
 
 
 def corpus(count: int) -> list[bytes]:

@@ -252,6 +252,14 @@ def test_a_host_that_does_not_fit_is_refused_by_name(change, words):
     assert "b" not in state.hosts
 
 
+def test_a_host_that_waits_is_told_for_whom():
+    state = hear(begin(settings_for(3), term=7, now=0.0), report("a", host_rank=0), report("b", host_rank=2))
+    assert orders_for(state, "a", 0.0).waiting_for == "2 of 3 hosts have joined; missing: host 1"
+    unnumbered = hear(begin(settings_for(2), term=7, now=0.0), report("a"))
+    assert orders_for(unnumbered, "a", 0.0).waiting_for == "1 of 2 hosts has joined"
+    assert orders_for(running(1), "a", 0.0).waiting_for == ""
+
+
 def test_a_host_too_many_is_refused():
     _, (refusal,) = react(running(1), Heard(report=report("z")), 0.0)
     assert "all 1 of its hosts" in refusal.what

@@ -254,6 +254,16 @@ def test_commands_that_cannot_be_found_are_refused(command):
         check_command(command)
 
 
+def test_a_script_that_is_not_python_is_refused_with_its_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\ndef f(:\n")
+    with pytest.raises(UsageError, match="is not Python: invalid syntax") as refused:
+        check_command(WorkerCommand("script", str(script)))
+    assert refused.value.where == f"{script} line 2"
+    script.write_text(r"pattern = '\d'")
+    check_command(WorkerCommand("script", str(script)))
+
+
 def test_modules_are_found_without_being_imported():
     check_command(WorkerCommand("module", "manyhands.control.agent"))
     check_command(WorkerCommand("module", "json.tool"))

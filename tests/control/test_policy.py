@@ -87,7 +87,7 @@ def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys()
         resume="mh run --run-dir runs/r-7 train.py",
     )
     text = render(failure)
-    assert text.splitlines()[0] == "run r-7 failed after 1842 steps (attempt 3 of 3): the restart budget of 2 is spent"
+    assert text.splitlines()[0] == "run r-7 failed at step 1842 (attempt 3 of 3): the restart budget of 2 is spent"
     for words in (
         "rank 3 on h (pid 103)  signal 9 (SIGKILL)  at 14:02:11",
         "[earliest by the coordinator's clock]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -111,6 +112,27 @@ def test_loader_processes_of_a_killed_worker_die_with_it(launcher):
     )
     assert run.wait() == 4
     assert not alive(int((run.folder / "child").read_text()))
+
+
+@pytest.mark.parametrize("victim", ["launcher", "worker"])
+def test_named_semaphores_of_loader_processes_do_not_outlive_a_kill_9(launcher, victim):
+    run = launcher(
+        """
+        import multiprocessing
+        join()
+        lock = multiprocessing.get_context("spawn").Lock()      # as a DataLoader's queues have
+        (HERE / "name").write_text(lock._semlock.name)
+        mark("up")
+        time.sleep(300)
+    """,
+        max_restarts=0,
+    )
+    worker = int(run.wait_for("up"))
+    semaphore = Path("/dev/shm", "sem." + (run.folder / "name").read_text().lstrip("/"))
+    assert semaphore.exists()
+    run.process.kill() if victim == "launcher" else os.kill(worker, signal.SIGKILL)
+    until(lambda: not semaphore.exists(), 10, "the removal of the semaphore")
+    until(lambda: not run.descendants(), 10, "the end of all processes")
 
 
 def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_handled(launcher):

@@ -172,8 +172,21 @@ def test_a_dataset_that_raises_names_step_slice_and_row():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_error_in_the_prefetch_thread_surfaces_at_the_step_that_needs_it():
-    source = as_source(torch.arange(20))
+def mapped(rows, folder):
+    """Numbers in a file that is mapped, not read: what a thread fetches ahead."""
+    np.save(folder / "numbers.npy", np.arange(rows))
+    return np.load(folder / "numbers.npy", mmap_mode="r")
+
+
+def test_rows_in_memory_are_copied_by_the_step_itself_without_a_thread():
+    before = threading.active_count()
+    batches = batches_of(torch.arange(40), batch_size=8)
+    assert sum(len(piece.batch) for step in batches for piece in step.mine()) == 40
+    assert threading.active_count() == before
+
+
+def test_an_error_in_the_prefetch_thread_surfaces_at_the_step_that_needs_it(tmp_path):
+    source = as_source(mapped(20, tmp_path))
     take = source.reader.take
 
     def torn(rows):
@@ -219,9 +232,9 @@ def test_data_that_cannot_be_sent_to_a_loader_process_is_refused():
     assert "num_workers=0" in caught.value.fix
 
 
-def test_leaving_the_loop_early_ends_the_prefetch_thread():
+def test_leaving_the_loop_early_ends_the_prefetch_thread(tmp_path):
     before = threading.active_count()
-    batches = batches_of(torch.arange(1000))
+    batches = batches_of(mapped(1000, tmp_path))
     step = next(batches)
     pieces = step.mine()
     next(pieces)
@@ -233,9 +246,9 @@ def test_leaving_the_loop_early_ends_the_prefetch_thread():
         list(next(batches).mine())
 
 
-def test_forgetting_the_batches_ends_the_prefetch_thread():
+def test_forgetting_the_batches_ends_the_prefetch_thread(tmp_path):
     before = threading.active_count()
-    for step in batches_of(torch.arange(1000)):
+    for step in batches_of(mapped(1000, tmp_path)):
         list(step.mine())
         break
     assert threading.active_count() == before + 1
@@ -243,8 +256,8 @@ def test_forgetting_the_batches_ends_the_prefetch_thread():
     assert threading.active_count() == before
 
 
-def test_the_prefetch_thread_stays_two_steps_ahead():
-    source = as_source(torch.arange(100))
+def test_the_prefetch_thread_stays_two_steps_ahead(tmp_path):
+    source = as_source(mapped(100, tmp_path))
     take, taken = source.reader.take, []
 
     def counted(rows):

@@ -248,7 +248,7 @@ def test_slices_with_streams_of_their_own_run_for_a_number_of_steps_and_resume()
 
 def test_a_dataloader_lends_its_dataset_collate_and_processes():
     source = as_source(DataLoader(TensorDataset(Y), batch_size=5, shuffle=True))
-    assert (source.loader_batch_size, source.shuffle, source.fetched_by) == (5, True, "thread")
+    assert (source.loader_batch_size, source.shuffle, source.fetched_by) == (5, True, "memory")
     assert rows_of(DataLoader(TensorDataset(Y), batch_size=5), column=0) == list(range(10))  # unshuffled, as it says
     assert first_batch(DataLoader(list(range(10)), batch_size=5, collate_fn=len)) == 4
     assert as_source(DataLoader(list(range(10)), batch_size=5, num_workers=2)).num_workers == 2

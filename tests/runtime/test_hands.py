@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,30 @@ def by_hand(rows: int, weighted: bool, model_name: str, own_zero_grad: bool) -> 
         "gathered": [part.tolist() for part in hands.gather(torch.full((hands.rank + 1,), hands.rank))],
         "sum": hands.reduce(torch.tensor([1.0, 2.0])).tolist(),
     }
+
+
+SCRIPT = """
+import torch, manyhands as mh
+model = torch.nn.Linear(4, 1)
+hands = mh.join(slices=2)
+model, optimizer = hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for batch in hands.batches((torch.randn(8, 4), torch.randn(8, 1)), batch_size=4, epochs=1):
+    value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    hands.backward(value)
+    hands.step()
+    if hands.stepped:
+        hands.log(mean=hands.mean(value), loss=value)
+"""
+
+
+def test_the_loop_of_the_guide_ends_without_a_complaint_of_python_or_torch(tmp_path: Path) -> None:
+    # Not in a function: at the end of the process its variables are torn down with the modules they need.
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "logged at step 1" in done.stderr
 
 
 def by_trainer(rows: int, weighted: bool, model_name: str) -> dict[str, np.ndarray]:

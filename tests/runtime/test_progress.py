@@ -142,6 +142,9 @@ def test_every_kind_of_event_has_its_line_or_none():
     assert line_of(RunEnded(exit_code=0, step=9, reason="", dropped=3), elapsed_s=61) == (
         "finished at step 9 after 1m01s (3 events not recorded)"
     )
+    assert line_of(RunEnded(exit_code=0, step=0, reason="")) == "finished", "a script that trains by itself"
+    full = "The checkpoint of step 70 was not saved to c: No space left on device."
+    assert line_of(CheckpointFailed(step=70, reason=full)) == f"warning: {full}"
     assert line_of(RunEnded(exit_code=1, step=9, reason="NonFinite")) == "ended with exit code 1 at step 9: NonFinite"
     assert line_of(step(1)) is None
 
@@ -379,6 +382,21 @@ def test_the_bar_is_redrawn_at_most_ten_times_a_second():
     shown.display.close()
     redraws = len(re.findall(r"%  epoch", shown.stderr.getvalue()))
     assert 2 <= redraws <= 10 * (time.monotonic() - began) + 1
+
+
+def test_lines_that_go_by_never_leave_the_terminal_without_its_bar():
+    screen = io.StringIO()
+    bar = BottomLines(screen)
+    bar.draw(["first", "second"])
+    bar.above(b"printed\n")
+    assert screen.getvalue().endswith("printed\nfirst\r\nsecond")
+    bar.above(b"half a line")
+    assert screen.getvalue().endswith("half a line"), "somebody's own bar, or a prompt"
+    bar.above(b", done\n")
+    assert screen.getvalue().endswith(", done\nfirst\r\nsecond")
+    bar.erase()
+    bar.above(b"over\n")
+    assert screen.getvalue().endswith("over\n")
 
 
 def test_a_child_that_was_forked_while_the_bar_was_drawn_can_still_print():

@@ -74,6 +74,20 @@ def stop_early() -> list[dict[str, float]]:
     return trainer.fit(data(), epochs=20, batch_size=45, validation=data(30), early_stop=mh.EarlyStop(patience=2))
 
 
+@pytest.mark.parametrize(
+    ("metric", "metrics", "validated", "fix"),
+    [("acuracy", ["accuracy"], True, "metric='accuracy'"), ("val_loss", [], False, "metric='loss'")],
+)
+def test_early_stopping_by_a_result_that_no_epoch_has_is_refused(metric, metrics, validated, fix) -> None:
+    from manyhands.runtime.trainer import _check_early_stop
+
+    with pytest.raises(SpecError) as refused:
+        _check_early_stop(mh.EarlyStop(metric=metric), ["loss", *metrics] if validated else [])
+    assert refused.value.fix[0] == fix
+    _check_early_stop(mh.EarlyStop(metric="val_loss"), ["loss"])
+    _check_early_stop(mh.EarlyStop(metric="loss"), [])
+
+
 def test_training_stops_when_validation_no_longer_improves(ranks: RankPool) -> None:
     assert [len(history) for history in ranks(2, stop_early)] == [3, 3]
 

@@ -70,7 +70,7 @@ def test_none_counts_as_not_given_in_flags_and_arguments():
         ("[run]\nsede = 1", "no setting sede in [run]", 2, "[run] seed"),
         ("\n[train]\nseed = 1", "seed belongs to [run]", 3, "[run]"),
         ("seed = 1", "seed belongs to [run]", 1, "[run]"),
-        ("[trian]\nslices = 1", "no section [trian]", 2, "[train]"),
+        ("[trian]\nslices = 1", "no section [trian]", 1, "[train]"),
         ("train = 3", "train is a section", 1, "[train]"),
         ('train.precison = "bf16"', "no setting precison", 1, "[train] precision"),
         ('[run]\nseed = "one"', 'seed is "one", but must be a whole number', 2, "seed = 0"),

@@ -1,0 +1,61 @@
+"""How a script that is its own only worker ends: what it says, where, and what it leaves in the run directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.control.runs import read_run
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys, torch, manyhands as mh
+what = sys.argv[1]
+def loss(model, batch):
+    return model(batch).mean() * (float("nan") if what == "nan" and trainer.step >= 2 else 1)
+trainer = mh.Trainer(torch.nn.Linear(4, 1), loss, lambda params: torch.optim.SGD(params, lr=0.1), slices=2)
+trainer.fit(torch.randn(16, 4), epochs=1, batch_size=1 if what == "small" else 4)
+sys.exit(3)
+"""
+
+
+def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+
+
+def test_what_cannot_work_names_the_line_of_the_script(tmp_path: Path) -> None:
+    done = run(tmp_path, "python train.py small")
+    assert done.returncode == 2
+    assert "batch_size is 1, but every batch is cut into 2 slices" in done.stderr
+    assert "  asked for in: train.py line 7\n  try: batch_size=2\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_that_resumes_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "a name with spaces"
+    folder.mkdir()
+    failed = run(folder, "python train.py nan")
+    assert failed.returncode == 1
+    assert 'Traceback (most recent call last):\n  File "' in failed.stderr
+    found = re.search(r"  resume: (.*)\n", failed.stderr)
+    assert found, failed.stderr
+    assert "resumed at step" in run(folder, found[1]).stderr
+
+
+def test_a_script_that_exits_with_a_code_has_not_finished_its_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "MANYHANDS_RUN_DIR=run python train.py exit")
+    assert done.returncode == 3
+    assert "ended with exit code 3 at step 4" in done.stderr
+    record = read_run(tmp_path / "run")
+    assert (record.status, record.exit_code) == ("failed", 3)
