@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import psutil
 import pytest
 
 from manyhands.testing import RankPool
+
+# Where Python is told to write no bytecode, every process that a test starts would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 START = time.monotonic()
 BUDGET_S = 150.0

@@ -16,6 +16,8 @@ __all__ = ["Ended", "Signature", "Verdict", "attribute", "judge", "signature"]
 
 SAME_FAILURE_LIMIT = 3
 PASSED_THROUGH = (2, 3)
+# Errors of the maths: the same step computes the same again.
+REPEATABLE = {"BadLoss", "NonFinite"}
 
 _PEER_ERRORS = frozenset(
     ["PeerLost", "ConnectionError", "BrokenPipeError", "DistNetworkError", "DistBackendError", "DistStoreError"]
@@ -80,6 +82,8 @@ def judge(
             False, first.exit_code, f"it ended with exit code {first.exit_code}, which a restart cannot change"
         )
     code = (70 if first.exit_code == 70 else 1) if raised else 4
+    if raised and REPEATABLE & set(first.bases):
+        return Verdict(False, code, "a run is repeatable, so this step would fail again")
     if raised and not always_restart:
         if not progressed and not _follows(first):
             return Verdict(False, code, "it failed before this attempt finished a step, so a restart would too")

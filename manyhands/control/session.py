@@ -43,7 +43,7 @@ from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerTimeout
 from manyhands.events import Event
 from manyhands.spec.seat import Seat
 
-__all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position"]
+__all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
 
 JOIN_TIMEOUT_S = 120.0
 REPORT_EVERY_S = 0.1
@@ -54,6 +54,7 @@ MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - 4096
 REPLY_SLACK_S = 5.0
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_was_opened = False
 
 
 def latest_position() -> tuple[int | None, str]:
@@ -62,6 +63,11 @@ def latest_position() -> tuple[int | None, str]:
         if session.position is not None:
             return session.position
     return None, ""
+
+
+def was_opened() -> bool:
+    """Whether this process ever had a session, also if it is closed by now."""
+    return _was_opened
 
 
 class Session:
@@ -84,6 +90,8 @@ class Session:
         self._thread = threading.Thread(target=self._serve, name="manyhands-session", daemon=True)
         self._thread.start()
         _open_sessions.add(self)
+        global _was_opened
+        _was_opened = True
         atexit.register(self.close)
 
     def join(self, facts: RunFacts) -> None:

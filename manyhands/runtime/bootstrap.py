@@ -8,6 +8,7 @@ known even if this process hangs on its way out. Exit codes are those of `manyha
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -16,11 +17,13 @@ import json
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import Raised, Returned, encode
@@ -45,18 +48,41 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(asked.parent)
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
+    _leave(_run_to_the_end(asked))
+
+
+def _run_to_the_end(asked: argparse.Namespace) -> int:
+    """Run the user's code; the exit code that Python, or the error, would end with."""
     try:
         with watched(load.seat() if asked.kind != "call" else None):
             _run(asked.kind, asked.target, asked.args, asked.lifeline)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
     except Preempted as stopped:  # an orderly end, not a failure
         print(stopped, file=sys.stderr)
-        sys.exit(stopped.exit_code)
+        return stopped.exit_code
     except BaseException as error:
         _tell(asked.lifeline, _raised(error))
         _show(error)
-        sys.exit(_exit_code(error))
+        return _exit_code(error)
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter would, but for C++'s destructors.
+
+    A script that leaves its process group open can be aborted in them by torch's own threads, and a worker that has
+    done its work would then count as a crash.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _run(kind: str, target: str, args: list[str], lifeline: int) -> None:

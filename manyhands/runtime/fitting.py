@@ -79,7 +79,10 @@ class Fit:
             if stats.stop == LEAVE:
                 self._leave()
             self._saver.after_step()
-            if stats.stop == END_FIT or self._stopped_early():
+            if stats.stop == END_FIT:
+                return
+            if step.last_of_epoch and self._stopped_early():
+                self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
                 return
             asked_at = time.perf_counter()
 

@@ -153,7 +153,10 @@ class _Watch:
 
 def _joined() -> bool:
     """Whether this process ever took part in something with the others, as far as can be seen."""
-    if "manyhands.control.session" in sys.modules or any(name in sys.modules for name in OTHER_MEETINGS):
+    if "manyhands.runtime.worker" in sys.modules or any(name in sys.modules for name in OTHER_MEETINGS):
+        return True
+    session = sys.modules.get("manyhands.control.session")
+    if session is not None and session.was_opened():
         return True
     group = sys.modules.get("torch.distributed.distributed_c10d")
     # What init_process_group was given stays when the group is destroyed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.control.failure import Failure, WorkerEnd, render, short
-from manyhands.control.policy import Ended, attribute, judge, signature
+from manyhands.control.policy import Ended, Verdict, attribute, judge, signature
 
 
 def end(rank: int, kind: str = "exception", **more) -> WorkerEnd:
@@ -59,6 +59,11 @@ def test_the_policy_table():
     assert verdict(end(0, "exit", exit_code=70), restarts=3).exit_code == 70
     assert verdict(end(0, "exit", exit_code=2)).exit_code == 2
     assert verdict(end(0, **{**VALUE, "exit_code": 3})).exit_code == 3
+
+
+def test_an_error_of_the_maths_is_not_tried_again_because_a_run_is_repeatable():
+    nan = end(0, error="NonFinite", message="loss is nan", bases=["NonFinite", "TrainingFailed"], exit_code=1)
+    assert verdict(nan) == Verdict(False, 1, "a run is repeatable, so this step would fail again")
 
 
 def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys():

@@ -39,7 +39,7 @@ def load_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "standin_loader.py").write_text(LOADER)
     monkeypatch.setattr(plain_scripts, "LOADER_MODULE", "standin_loader")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("manyhands.runtime.worker", *plain_scripts.OTHER_MEETINGS):
+    for name in ("manyhands.runtime.worker", "manyhands.control.session", *plain_scripts.OTHER_MEETINGS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield lambda: importlib.import_module("standin_loader")._BaseDataLoaderIter
     sys.modules.pop("standin_loader", None)

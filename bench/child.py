@@ -1,0 +1,32 @@
+"""Runs a benchmark's script in a process of its own, in a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ScriptFailed", "run_script"]
+
+TIMEOUT_S = 1800.0
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ScriptFailed(Exception):
+    """A benchmark's script ended with an error; the text is what it wrote."""
+
+
+def run_script(command: Callable[[str], list[str]]) -> dict[str, Any]:
+    """What the script printed as its last line, read as JSON. `command` is given the folder for the run's files.
+
+    Progress goes to a pipe, as in a job under a batch system, and is read here.
+    """
+    with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
+        done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ScriptFailed(f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,83 @@
+"""Blocks of a peer's steps between blocks of the trainer's, inside one call of `fit`.
+
+Both sides then share the process, its threads and its allocator, and meet the same disturbances. What `fit` does once,
+such as its first and last checkpoint, lies outside of every block. Start reading at `Interleave.after_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+__all__ = ["OURS", "Interleave", "Peer"]
+
+OURS = "manyhands"
+WARM_UP_STEPS = 12
+# Steps at the start of every block that do not count: caches hold the other side's weights, and our data has been
+# read ahead while the others ran.
+SETTLING_STEPS = 4
+MIN_STEPS, MAX_STEPS = 4, 2000
+
+Peer = Callable[[int], None]
+"""Runs so many steps."""
+
+
+class Interleave:
+    """A hook for `mh.Trainer` that ends `fit` after `num_blocks` blocks of every side.
+
+    `agree` turns this rank's number of steps per block into everybody's; `meet` has the ranks wait for each other.
+    `seconds` holds, per side, the seconds per step of each block.
+    """
+
+    def __init__(
+        self,
+        peers: Mapping[str, Peer],
+        *,
+        num_blocks: int,
+        block_s: float,
+        agree: Callable[[int], int] = lambda steps: steps,
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._peers, self._num_blocks, self._block_s = dict(peers), num_blocks, block_s
+        self._agree, self._meet = agree, meet
+        self.seconds: dict[str, list[float]] = {name: [] for name in (OURS, *self._peers)}
+        self.steps_per_block = 0
+        self._step = 0
+        self._started = 0.0
+
+    def after_step(self, trainer: Any, step: int, stats: Any) -> None:
+        self._step += 1
+        if self.steps_per_block == 0:
+            self._warm_up()
+        elif self._step == SETTLING_STEPS:
+            self._started = perf_counter()
+        elif self._step == SETTLING_STEPS + self.steps_per_block:
+            self.seconds[OURS].append((perf_counter() - self._started) / self.steps_per_block)
+            self._run_peers()
+            self._step = 0
+            if len(self.seconds[OURS]) == self._num_blocks:
+                trainer.request_stop()
+
+    def _warm_up(self) -> None:
+        if self._step == WARM_UP_STEPS // 2:
+            self._started = perf_counter()
+        if self._step == WARM_UP_STEPS:
+            step_s = (perf_counter() - self._started) / (WARM_UP_STEPS - WARM_UP_STEPS // 2)
+            self.steps_per_block = self._agree(max(MIN_STEPS, min(MAX_STEPS, round(self._block_s / step_s))))
+            for peer in self._peers.values():
+                peer(WARM_UP_STEPS)
+            self._meet()
+            self._step = 0
+
+    def _run_peers(self) -> None:
+        turn = len(self.seconds[OURS])
+        names = list(self._peers)
+        for name in names if turn % 2 else reversed(names):  # neither always runs after us
+            self._meet()
+            peer = self._peers[name]
+            peer(SETTLING_STEPS)
+            started = perf_counter()
+            peer(self.steps_per_block)
+            self.seconds[name].append((perf_counter() - started) / self.steps_per_block)
+        self._meet()
