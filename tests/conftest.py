@@ -16,6 +16,9 @@ from manyhands.testing import RankPool
 # Where Python is told to write no bytecode, every process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Two tests at a time on two cores: threads that spin while they wait take the cores from each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 START = time.monotonic()
 BUDGET_S = 150.0

@@ -1,4 +1,4 @@
-"""Every example in the README and the guide runs as it stands, in a process and a directory of its own."""
+"""Every example in the README and the guide runs as it stands, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/guide.md")
 
 
-def blocks() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)):
-            found.append((f"{page} block {number + 1}", code))
-    return found
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), blocks(), ids=lambda value: value if len(value) < 40 else "")
-def test_the_example_runs(name: str, code: str, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(code)
-    ended = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_example_of_the_page_runs(page: str, tmp_path: Path) -> None:
+    """One process for all blocks of a page, each in a directory and a namespace of its own."""
+    program = ["import os, runpy"]
+    for number, code in enumerate(blocks(page)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "example.py").write_text(code)
+        program += [f"os.chdir({str(tmp_path / str(number))!r})", "runpy.run_path('example.py', run_name='__main__')"]
+    command = [sys.executable, "-c", "\n".join(program)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
