@@ -53,6 +53,11 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first: at the end both workers are busy with short ones."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def _children() -> set[psutil.Process]:
     found = set()
     for child in psutil.Process().children(recursive=True):
