@@ -18,7 +18,7 @@ from manyhands.data.apart import ApartFeed, ApartSource, ApartStreamFeed
 from manyhands.data.exchange import RowExchange
 from manyhands.data.feeds import Feed, Plan, RowFeed, Schedule, SharedFilesFeed, total_steps
 from manyhands.data.order import Position, slice_key, slices_of
-from manyhands.data.randomness import randomness
+from manyhands.data.randomness import torch_randomness
 from manyhands.data.source import Source
 from manyhands.data.streams import LoadedStreamFeed, StreamFeed, StreamSource
 from manyhands.errors import DataError
@@ -35,8 +35,8 @@ class Piece:
         self.index, self.batch, self.rows, self.key, self.step = index, batch, rows, key, step
 
     def randomness(self) -> AbstractContextManager[None]:
-        """Everything random inside is a function of (seed, step, slice)."""
-        return randomness(self.key)
+        """What a model draws from torch inside is a function of (seed, step, slice)."""
+        return torch_randomness(self.key)
 
 
 class Step:
