@@ -56,7 +56,7 @@ def _cuda_in_use() -> bool:
 def torch_randomness(key: int) -> Iterator[None]:
     """The same for torch alone, which is where a model draws its dropout: a few microseconds."""
     before = torch.default_generator.get_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda_states = torch.cuda.get_rng_state_all() if _cuda_in_use() else None
     try:
         torch.default_generator.manual_seed(key)
         if cuda_states is not None:
