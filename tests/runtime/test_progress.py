@@ -437,8 +437,14 @@ def terminal(tmp_path):
             return [line.rstrip() for line in self._tmux("capture-pane", "-p").rstrip().splitlines()]
 
         def wait_for(self, text):
-            wait_until(lambda: any(text in line for line in self.screen()), timeout_s=15)
-            return self.screen()
+            seen = []
+
+            def there():
+                seen[:] = self.screen()
+                return any(text in line for line in seen)
+
+            wait_until(there, timeout_s=15)
+            return seen
 
         def go_on(self):
             (tmp_path / "go").touch()
