@@ -428,23 +428,16 @@ def terminal(tmp_path):
     class Terminal:
         def run(self, script, columns=100):
             path = tmp_path / "script.py"
-            path.write_text(PREAMBLE + textwrap.dedent(script))
-            command = f"exec {sys.executable} {path} {tmp_path / 'go'}"
-            self._tmux("new-session", "-d", "-x", str(columns), "-y", "24", command)
-            self._tmux("set-option", "-g", "remain-on-exit", "on")
+            path.write_text(PREAMBLE + STAY + textwrap.dedent(script))
+            script_and_go = (sys.executable, str(path), str(tmp_path / "go"))
+            self._tmux("new-session", "-d", "-x", str(columns), "-y", "24", *script_and_go)
 
         def screen(self):
             return [line.rstrip() for line in self._tmux("capture-pane", "-p").rstrip().splitlines()]
 
         def wait_for(self, text):
-            seen = []
-
-            def there():
-                seen[:] = self.screen()
-                return any(text in line for line in seen)
-
-            wait_until(there, timeout_s=15)
-            return seen
+            wait_until(lambda: any(text in line for line in self.screen()), timeout_s=15)
+            return self.screen()
 
         def go_on(self):
             (tmp_path / "go").touch()
@@ -468,6 +461,12 @@ def step(n):
 def wait_for_go():
     deadline = time.monotonic() + 20
     while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline: time.sleep(0.02)
+"""
+
+# tmux scrolls the screen of a process that ended, or closes it: stay until it hangs up.
+STAY = """
+import atexit
+atexit.register(time.sleep, 60)
 """
 
 
