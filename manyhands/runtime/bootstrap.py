@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import Raised, Returned, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
 from manyhands.spec import load
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(asked.parent)
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
+    load_compiler_late()
     _leave(_run_to_the_end(asked))
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
+from manyhands.runtime.after_import import after_import
 from manyhands.spec.seat import Seat
 
 __all__ = ["watched"]
@@ -47,8 +45,7 @@ def watched(seat: Seat | None) -> Iterator[None]:
         yield
         return
     watch = _Watch(seat.rank, seat.world_size)
-    finder = _AfterImport(LOADER_MODULE, watch.attach)
-    sys.meta_path.insert(0, finder)
+    after_import(LOADER_MODULE, watch.attach)
     try:
         yield
     except SystemExit as end:
@@ -56,32 +53,6 @@ def watched(seat: Seat | None) -> Iterator[None]:
             watch.at_end()
         raise
     watch.at_end()
-
-
-class _AfterImport(MetaPathFinder):
-    """Hands a module to `then` right after its import. Nothing is imported that the script does not import."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_tell(module: ModuleType) -> None:
-            execute(module)
-            with suppress(Exception):
-                self._then(module)
-
-        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
-        return spec
 
 
 class _Watch:

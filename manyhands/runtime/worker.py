@@ -22,6 +22,7 @@ from manyhands.control.session import RunFacts, Session
 from manyhands.errors import SpecError
 from manyhands.events import Event, Warned
 from manyhands.runtime import launch, process
+from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo, watch_ending
@@ -177,6 +178,7 @@ def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
 
 def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -> Worker:
     """Find this process's seat. Does not return where the process turns into the launcher of several workers."""
+    load_compiler_late()
     seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
     session, seated_workers = seated_here
     seat = session.seat if session is not None else load.seat()
