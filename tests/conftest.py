@@ -54,7 +54,10 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first: at the end both workers are busy with short ones."""
+    """The slow ones first, so that the end is short ones; and one pool of ranks for all tests that use it."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from manyhands.runtime.after_import import after_import
+
 __all__ = ["choose_device", "choose_threads", "keep_freed_memory", "make_deterministic"]
 
 # glibc's parameter numbers for mallopt.
@@ -37,7 +39,9 @@ def choose_threads(asked: int | None, local_workers: int, *, exact: bool) -> int
 
 
 def make_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
+    # What `torch.use_deterministic_algorithms` does, without loading the compiler to tell it: it is told when it comes.
+    torch.set_deterministic_debug_mode("error")
+    after_import("torch._inductor.config", lambda config: setattr(config, "deterministic", True))
     if torch.cuda.is_available():
         torch.backends.cudnn.benchmark = False
 

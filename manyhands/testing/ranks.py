@@ -93,7 +93,7 @@ def _serve(pipe: Connection, threads: int) -> None:
             pipe.send((True, _run(fn, args, rank, world_size, folder, run_dir)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
         torch.set_num_threads(threads)
 
 

@@ -79,8 +79,9 @@ def test_a_worker_killed_mid_run_changes_nothing_in_the_result(tmp_path: Path, u
     code, out, err = job.end()
     assert code == 0, err
     assert digest(out) == undisturbed
-    assert "SIGKILL" in err and "restarting from step 5" in err
-    assert [event.step for event in job.events(Resumed)] == [5]
+    [resumed] = [event.step for event in job.events(Resumed)]
+    assert resumed in (5, 10), "the last checkpoint before the kill, whichever step that came at"
+    assert "SIGKILL" in err and f"restarting from step {resumed}" in err
     assert time.monotonic() - started < 30
 
 

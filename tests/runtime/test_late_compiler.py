@@ -21,8 +21,11 @@ def train():
 names = ("add_param_group", "state_dict", "load_state_dict")
 methods = [getattr(torch.optim.Optimizer, name).__wrapped__ for name in names]
 train()
+from manyhands.runtime.process import make_deterministic
+make_deterministic()
 told = {"loaded": "torch._dynamo" in sys.modules}
-import torch._dynamo
+import torch._dynamo, torch._inductor.config
+told["deterministic"] = torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
 told["left"] = [hasattr(method, "__dynamo_disable") for method in methods]
 train()
 told["torch's own"] = [method.__dynamo_disable is not method for method in methods]
@@ -36,6 +39,7 @@ def test_the_compiler_is_loaded_when_it_is_asked_for_and_then_in_torchs_own_way(
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == {
         "loaded": False,
+        "deterministic": [True, True],
         "left": [False] * 3,
         "torch's own": [True] * 3,
         "compiles": 2.0,
