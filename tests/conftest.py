@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from manyhands.testing import RankPool
 
 # Where Python is told to write no bytecode, every process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Two tests at a time on two cores: threads that spin while they wait take the cores from each other.
+# More tests at a time than cores: threads that spin while they wait take the cores from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -29,6 +33,7 @@ _pool = RankPool()
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Runs a function on n real ranks; the processes stay warm between tests."""
+    _pool.start(3)
     yield _pool
     _pool.close()
 
@@ -53,11 +58,24 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
 
 
+class OnePool(LoadScopeScheduling):
+    """Tests go to whichever worker is free; those of files that use a pool of ranks to one and the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if _uses_ranks(nodeid.split("::")[0]) else nodeid
+
+
+@functools.cache
+def _uses_ranks(file: str) -> bool:
+    return "ranks: RankPool" in Path(file).read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:
+    return OnePool(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first, so that the end is short ones; and one pool of ranks for all tests that use it."""
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    """The slow ones first: at the end all are busy with short ones."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -33,7 +33,7 @@ class RankPool:
         self, world_size: int, fn: Callable[..., Any], *args: Any, run_dir: Path | None = None, deadline_s: float = 60.0
     ) -> list[Any]:
         """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback."""
-        self._grow(world_size)
+        self.start(world_size)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             home = run_dir or Path(folder) / "run"
             for rank in range(world_size):
@@ -60,7 +60,8 @@ class RankPool:
             raise RankFailed("\n".join(failures))
         return results
 
-    def _grow(self, world_size: int) -> None:
+    def start(self, world_size: int) -> None:
+        """Have that many processes, without waiting for them. A call starts those that it needs."""
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
             here, there = context.Pipe()

@@ -20,7 +20,8 @@ def import_keras() -> Any:
     os.environ["KERAS_BACKEND"] = "torch"
     import keras
 
-    keras.utils.clear_session()  # names are counted per process, and ranks of a warm pool have made different numbers
+    # Names are counted per process, and ranks of a warm pool have made different numbers.
+    keras.utils.clear_session(free_memory=False)
     return keras
 
 
