@@ -6,6 +6,8 @@ else of a run. An event is written once, never changed; a new field gets a defau
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "WorkerLost",
     "decode",
     "encode",
+    "encode_lines",
 ]
 
 
@@ -149,6 +152,11 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 def encode(event: Event) -> bytes:
     return _encoder.encode(event)
+
+
+def encode_lines(many: Sequence[Event]) -> bytes:
+    """A line each; much faster than one by one."""
+    return _encoder.encode_lines(many)
 
 
 def decode(line: bytes) -> Event:

@@ -41,22 +41,20 @@ class Columns:
                 f"Columns differ in their number of rows: {told}.", fix=["the same first dimension for all"]
             )
         self.num_rows = next(iter(lengths.values()))
+        mapped: list[bool] = []
+        _each(self._columns, lambda column: mapped.append(column.mapped))
+        self.in_memory = not any(mapped)
+        """Whether no leaf is mapped from a file, which taking rows would have to read."""
+        self._take = _Column.take if self.in_memory else _Column.take_apart
 
     def __len__(self) -> int:
         return self.num_rows
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether no leaf is mapped from a file, which taking rows would have to read."""
-        mapped: list[bool] = []
-        _walk(self._columns, "data", lambda column, _path: mapped.append(column.mapped))
-        return not any(mapped)
-
     def __getitem__(self, row: int) -> Any:
-        return _walk(self._columns, "data", lambda column, _path: column.take(np.array([row]))[0])
+        return _each(self._columns, lambda column: self._take(column, np.array([row]))[0])
 
     def take(self, rows: npt.NDArray[np.int64]) -> Any:
-        return _walk(self._columns, "data", lambda column, _path: column.take(rows))
+        return _each(self._columns, lambda column: self._take(column, rows))
 
 
 class _Column:
@@ -71,23 +69,27 @@ class _Column:
                 f"{path} is one number, without rows.", fix=["a tensor whose first dimension counts examples"]
             )
         self._array, self._dtype = _from_numpy(leaf, path) if isinstance(leaf, np.ndarray) else _from_torch(leaf)
-        self._tensor = leaf.detach() if isinstance(leaf, Tensor) else None
+        self._tensor = leaf.detach() if isinstance(leaf, Tensor) else _shared_tensor(leaf)
         self.mapped = isinstance(leaf, np.memmap)
         lengths[path] = leaf.shape[0]
 
     def take(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The rows' copies, made by torch's threads: for the thread that computes, which waits for nothing else."""
+        if self._tensor is None:
+            return self.take_apart(rows)
+        return self._tensor.index_select(0, torch.from_numpy(rows).to(self._tensor.device))
+
+    def take_apart(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The same by this thread alone, for one beside that: torch would start a second team of threads there."""
         if self._array is None:
-            assert self._tensor is not None
-            return self._tensor.index_select(0, torch.from_numpy(rows).to(self._tensor.device))
+            return self.take(rows)
         taken = torch.empty((len(rows), *self._array.shape[1:]), dtype=self._dtype)
         target, _ = _from_torch(taken)
         assert target is not None
         if _is_range(rows):
             target[...] = self._array[rows[0] : rows[-1] + 1]
         else:
-            # numpy's take uses this thread only. torch's index_select would start a second team of threads beside
-            # the one that computes, and both would fight for the same cores. mode="raise" would copy twice.
-            np.take(self._array, rows, axis=0, out=target, mode="clip")
+            np.take(self._array, rows, axis=0, out=target, mode="clip")  # mode="raise" would copy twice
         return taken
 
 
@@ -117,8 +119,28 @@ def _from_numpy(array: npt.NDArray[Any], path: str) -> tuple[npt.NDArray[Any], t
     return (array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))), dtype
 
 
+def _shared_tensor(array: npt.NDArray[Any]) -> Tensor | None:
+    """A tensor on the array's memory; None where torch cannot have one."""
+    if isinstance(array, np.memmap) or not array.flags.writeable:  # torch warns of memory that it must not write to
+        return None
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return None
+
+
+def _each(columns: Any, visit: Callable[[_Column], Any]) -> Any:
+    """The structure of `columns` with every column replaced."""
+    if type(columns) is _Column:
+        return visit(columns)
+    if isinstance(columns, dict):
+        return {key: _each(value, visit) for key, value in columns.items()}
+    items = [_each(value, visit) for value in columns]
+    return type(columns)(*items) if hasattr(columns, "_fields") else type(columns)(items)
+
+
 def _walk(data: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
-    """The same structure with every leaf replaced."""
+    """The same structure with every leaf replaced, which is told its path."""
     if isinstance(data, dict):
         return {key: _walk(value, f"{path}[{key!r}]", visit) for key, value in data.items()}
     if isinstance(data, tuple | list):

@@ -128,12 +128,15 @@ class RowFeed:
     def __init__(self, source: RowSource, schedule: Schedule, rank: int, world_size: int) -> None:
         self._source, self._schedule, self._rank, self._world_size = source, schedule, rank, world_size
         self._order = self._new_order()
+        self._draws = source.fetched_by == "caller"
         self._fetcher: Fetcher | None = None
 
     def plans(self) -> Iterator[Plan]:
         return plan_steps(self._source.num_rows, self._schedule)
 
     def get(self, plan: Plan, v: int) -> Any:
+        if self._source.fetched_by == "memory":
+            return fetch_now(self._source.take_job, self._job(plan, v, self._order), draws=False)
         if self._fetcher is None:
             # Only now, so that making a feed starts nothing.
             mine = slices_of(self._rank, self._world_size, self._schedule.slices)
@@ -159,7 +162,7 @@ class RowFeed:
 
     def _job(self, plan: Plan, v: int, rows: EpochOrder) -> Job:
         low, high = plan.bounds[v]
-        key = slice_key(self._schedule.position.seed, plan.number, v, "fetch")
+        key = slice_key(self._schedule.position.seed, plan.number, v, "fetch") if self._draws else 0
         return Job(plan.number, v, rows.rows(plan.epoch, plan.start + low, plan.start + high), key)
 
 

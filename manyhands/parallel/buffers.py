@@ -78,6 +78,7 @@ class StepBuffers:
         )
         self._keep = torch.tensor([1.0 if x.keep is None else x.keep for x in self._layers], dtype=torch.float64)
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
+        self._nothing = torch.empty(0, dtype=torch.float64)
 
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
         self._alone = num_slices == num_ranks == 1
@@ -100,7 +101,7 @@ class StepBuffers:
     def leave(self, v: int) -> Tensor:
         """What slice `v` made of the statistics: averages and calls, as fp64."""
         if self._alone:
-            return torch.empty(0, dtype=torch.float64)
+            return self._nothing
         self._others.leave(v)
         averages, calls = self._read()
         return torch.cat([averages, calls - self._start_calls])
@@ -148,7 +149,7 @@ class StepBuffers:
 
     def _read(self) -> tuple[Tensor, Tensor]:
         if not self._layers:
-            return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+            return self._nothing, self._nothing
         averages = torch.cat([t.detach().reshape(-1).double().cpu() for t in self._averages])
         return averages, torch.tensor(self._calls(), dtype=torch.float64)
 

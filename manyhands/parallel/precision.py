@@ -17,6 +17,7 @@ import torch
 __all__ = ["LossScale", "Precision", "fp16_slowdown"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS = nullcontext()
 
 
 class Precision:
@@ -29,7 +30,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.name == "fp32":
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self._device.type, dtype=self.dtype)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from manyhands.data.batches import Batches, Step
 from manyhands.errors import Preempted
-from manyhands.events import EpochDone, StepDone
+from manyhands.events import EpochDone
 from manyhands.runtime.hooks import EarlyStop
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
@@ -24,7 +24,6 @@ __all__ = ["END_FIT", "LEAVE", "Fit", "FitSettings"]
 
 # What workers tell each other with every step; the largest wins.
 END_FIT, LEAVE = 1, 2
-SMOOTHING = 0.1
 
 
 class FitSettings(msgspec.Struct, kw_only=True):
@@ -42,7 +41,6 @@ class Fit:
         self._trainer, self._training, self._batches = trainer, training, batches
         self._saver, self._settings = saver, settings
         self._worker, self._hooks = training.worker, training.hooks
-        self._step_s = 0.0
         self.stop_asked = False
 
     def run(self) -> list[dict[str, float]]:
@@ -66,7 +64,8 @@ class Fit:
         return self._training.progress.history
 
     def _loop(self) -> None:
-        self._done_at = asked_at = time.perf_counter()
+        self._training.start_clock()
+        asked_at = time.perf_counter()
         for step in self._batches:
             waited_s = time.perf_counter() - asked_at
             self._hooks.call("before_step", self._trainer, step.number)
@@ -93,33 +92,12 @@ class Fit:
 
     def _commit(self, step: Step, stats: StepStats) -> None:
         progress = self._training.progress
-        progress.step, progress.epoch, progress.row = step.number, step.after.epoch, step.after.row
         progress.epoch_loss += stats.loss * stats.rows
         progress.epoch_rows += stats.rows
         if self._settings.scheduler_every == "step" and not stats.skipped:
             self._advance_schedule({})
-        now = time.perf_counter()
-        took_s, self._done_at = now - self._done_at, now
-        self._step_s = took_s if not self._step_s else self._step_s + SMOOTHING * (took_s - self._step_s)
-        stats.samples_per_s = stats.rows / self._step_s
-        self._worker.emit(self._step_done(step, stats))
+        self._training.step_done(step, stats, self._batches.total_steps)
         self._hooks.call("after_step", self._trainer, step.number, stats)
-
-    def _step_done(self, step: Step, stats: StepStats) -> StepDone:
-        total = self._batches.total_steps
-        return StepDone(
-            time_s=time.time(),
-            step=step.number,
-            epoch=step.epoch - self._training.progress.call_epoch,
-            loss=stats.loss,
-            rows=stats.rows,
-            samples_per_s=stats.samples_per_s,
-            phases=stats.seconds,
-            lr=stats.lr,
-            grad_norm=stats.grad_norm,
-            eta_s=(total - step.number) * self._step_s if total is not None else None,
-            total_steps=total,
-        )
 
     def _end_epoch(self) -> None:
         progress, settings = self._training.progress, self._settings
@@ -139,7 +117,7 @@ class Fit:
             self._advance_schedule(progress.results)
         self._worker.emit(EpochDone(time_s=time.time(), epoch=epoch, step=progress.step, results=results))
         self._hooks.call("after_epoch", self._trainer, epoch, results)
-        self._done_at = time.perf_counter()  # validation is not loading
+        self._training.start_clock()
 
     def _advance_schedule(self, results: dict[str, float]) -> None:
         scheduler = self._training.scheduler

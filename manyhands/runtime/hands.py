@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batches import Batches, Piece, Step
 from manyhands.errors import Preempted, UsageError
-from manyhands.events import Logged, StepDone
+from manyhands.events import Logged
 from manyhands.runtime import evaluating
 from manyhands.runtime.fitting import LEAVE
 from manyhands.runtime.hooks import Hooks
@@ -28,7 +28,7 @@ from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import StrategyChoice, enter
-from manyhands.strategies.base import LossFn, MetricFn, StepStats
+from manyhands.strategies.base import LossFn, MetricFn
 
 __all__ = ["Hands", "join"]
 
@@ -228,7 +228,8 @@ class Hands:
 
     def _slices(self, batches: Batches) -> Iterator[Any]:
         engine = self._training.engine
-        self._done_at = time.perf_counter()
+        self._training.start_clock()
+        self._total_steps = batches.total_steps
         for step in batches:
             self._step = step
             self._worker.session.report(step.number, "training")
@@ -259,35 +260,16 @@ class Hands:
         training = self._training
         stats = training.engine.end_step()
         self._last_step, self._means, self.loss = step, 0, stats.loss
-        progress = training.progress
-        progress.step, progress.epoch, progress.row = step.number, step.after.epoch, step.after.row
-        progress.results = {"loss": stats.loss}
+        training.progress.results = {"loss": stats.loss}
         if training.scheduler is not None and not stats.skipped:
             training.scheduler.step()
-        self._tell(step, stats)
+        training.step_done(step, stats, self._total_steps)
         assert self._saver is not None
         if stats.stop == LEAVE:
             self._saver.save_now(required=True)
             self._worker.wait_for_chief("checkpoint before leaving")
             raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
         self._saver.after_step()
-
-    def _tell(self, step: Step, stats: StepStats) -> None:
-        now = time.perf_counter()
-        took_s, self._done_at = now - self._done_at, now
-        self._worker.emit(
-            StepDone(
-                time_s=time.time(),
-                step=step.number,
-                epoch=step.epoch - self._training.progress.call_epoch,
-                loss=stats.loss,
-                rows=stats.rows,
-                samples_per_s=stats.rows / took_s,
-                phases=stats.seconds,
-                lr=stats.lr,
-                grad_norm=stats.grad_norm,
-            )
-        )
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

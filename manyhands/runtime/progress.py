@@ -43,6 +43,9 @@ REDRAW_S = 0.2  # a redraw costs half a millisecond: a quarter of a percent of o
 INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_EVENTS_WAITING = 10_000
+# Of steps in a row within one tick: how their time is shared out shows in a few as well as in thousands, and a thread
+# that looks at each takes the interpreter from the one that trains.
+MAX_STEPS_LOOKED_AT = 16
 MAX_OUTPUT_WAITING_BYTES = 64 * 2**20
 
 
@@ -149,9 +152,18 @@ class _Queued:
             self._finish()
 
     def _turn(self) -> None:
+        steps: deque[StepDone] = deque(maxlen=MAX_STEPS_LOOKED_AT)
         while self._queue:
+            item = self._queue.popleft()
+            if isinstance(item, StepDone):
+                steps.append(item)
+                if self._queue:
+                    continue
             with _nothing_escapes():
-                self._show(self._queue.popleft())
+                while steps:
+                    self._shown_event(steps.popleft())
+                if not isinstance(item, StepDone):
+                    self._show(item)
         with _nothing_escapes():
             self._tick(time.monotonic())
 

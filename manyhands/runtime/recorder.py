@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,22 +103,29 @@ class Recorder:
         with self._lock:
             taken = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
             missing, self._told_dropped = self._dropped - self._told_dropped, self._dropped
-        lines = [_line(emitted_s, event) for emitted_s, event in taken]
+        lines, bad = _lines(taken)
         if missing:
-            lines.insert(0, _line(time.time(), Warned(text=f"{missing} events before this one could not be recorded")))
-        bad = lines.count(b"")
+            told = Warned(time_s=time.time(), text=f"{missing} events before this one could not be recorded")
+            lines = events.encode_lines([told]) + lines
         self._num_taken = len(taken) - bad
         with self._lock:
             self._dropped += bad
-        return b"".join(lines)
+        return lines
 
 
-def _line(emitted_s: float, event: Event) -> bytes:
-    """One JSON line; nothing for what is no event, or holds what JSON cannot."""
+def _lines(taken: Sequence[tuple[float, Event]]) -> tuple[bytes, int]:
+    """JSON lines, and how many have none: what is no event, or holds what JSON cannot."""
     try:
-        return events.encode(event if event.time_s else msgspec.structs.replace(event, time_s=emitted_s)) + b"\n"
+        return events.encode_lines([_stamped(*one) for one in taken]), 0
     except (TypeError, ValueError, AttributeError):
-        return b""
+        if len(taken) == 1:
+            return b"", 1
+    found = [_lines([one]) for one in taken]
+    return b"".join(lines for lines, _ in found), sum(bad for _, bad in found)
+
+
+def _stamped(emitted_s: float, event: Event) -> Event:
+    return event if event.time_s else msgspec.structs.replace(event, time_s=emitted_s)
 
 
 class _AppendFile:

@@ -6,6 +6,7 @@ again what a snapshot was; when that happens is `saving`'s business.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -13,14 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checkpoint.reader import Loaded, check_model
+from manyhands.data.batches import Step
 from manyhands.data.order import Position
 from manyhands.errors import CheckpointMismatch
+from manyhands.events import StepDone
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
 from manyhands.runtime.worker import Worker
+from manyhands.strategies.base import StepStats
 from manyhands.strategies.replicated import Replicated
 
 __all__ = ["Progress", "Training"]
+
+# How much the newest step counts in the speed that is told.
+SMOOTHING = 0.1
 
 
 class Progress(msgspec.Struct):
@@ -62,6 +69,36 @@ class Training:
         self.progress = Progress()
         self._hook_states: list[Any] = []
         self._names = {id(param): name for name, param in model.named_parameters()}
+        self._step_s = 0.0
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """What was done until now is no part of the next step's time."""
+        self._done_at = time.perf_counter()
+
+    def step_done(self, step: Step, stats: StepStats, total_steps: int | None) -> None:
+        """Move on to where the step left off, and tell watchers."""
+        progress, after = self.progress, step.after
+        progress.step, progress.epoch, progress.row = step.number, after.epoch, after.row
+        now = time.perf_counter()
+        took_s, self._done_at = now - self._done_at, now
+        self._step_s = took_s if not self._step_s else self._step_s + SMOOTHING * (took_s - self._step_s)
+        stats.samples_per_s = stats.rows / self._step_s
+        self.worker.emit(
+            StepDone(
+                time_s=time.time(),
+                step=step.number,
+                epoch=step.epoch - progress.call_epoch,
+                loss=stats.loss,
+                rows=stats.rows,
+                samples_per_s=stats.samples_per_s,
+                phases=stats.seconds,
+                lr=stats.lr,
+                grad_norm=stats.grad_norm,
+                eta_s=(total_steps - step.number) * self._step_s if total_steps is not None else None,
+                total_steps=total_steps,
+            )
+        )
 
     def position(self) -> Position:
         return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)

@@ -119,8 +119,7 @@ class Replicated:
         self.begin_step(step, stop=stop)
         for piece in step.mine():
             self.phases.mark("load")
-            with self.slice_context(piece):
-                result = self._loss_fn(self._model, piece.batch)
+            result = self._forward(piece)
             self.phases.mark("forward")
             self.backward(piece, result)
             self.phases.mark("backward")
@@ -138,9 +137,15 @@ class Replicated:
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
 
+    def _forward(self, piece: PieceLike) -> Any:
+        """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
+        self._buffers.enter(self._place[piece.index])
+        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+            return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
+
     @contextmanager
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
-        """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
+        """The same around a forward that somebody else runs."""
         self._buffers.enter(self._place[piece.index])
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             yield
@@ -219,9 +224,7 @@ class Replicated:
         def closure() -> float:
             self.begin_step(step, stop=stop)
             for piece in pieces:
-                with self.slice_context(piece):
-                    result = self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
-                self.backward(piece, result)
+                self.backward(piece, self._forward(piece))
             loss, stats.stop = self._reduce()
             self._scale_gradients(stats)
             if math.isnan(stats.loss):
