@@ -24,6 +24,8 @@ NOTES_PER_MINUTE = 10
 MAX_REMEMBERED = 1000
 
 UNKNOWN = "an address that hung up at once"
+NO_KEY = "no key, or it hung up before it showed one"
+WRONG_KEY = "a wrong key, or another run's"
 
 _MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: it spoke without CURVE
 
@@ -76,9 +78,11 @@ class DoorKeeper:
         if kind == zmq.EVENT_ACCEPTED:
             self._peers[value] = _peer(value)
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._pending = "no key" if value == _MISMATCH else "a wrong key, or another run's"
+            self._pending = NO_KEY if value == _MISMATCH else WRONG_KEY
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._pending = "a wrong key, or another run's"
+            self._pending = WRONG_KEY
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._pending = self._pending or NO_KEY  # it saw that we ask for one, and hung up before we had read a word
         elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             peer, reason, self._pending = self._peers.pop(value, UNKNOWN), self._pending, None
             if reason and peer == UNKNOWN:

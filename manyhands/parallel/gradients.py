@@ -7,7 +7,9 @@ produces is what is summed.
 On one rank the fresh gradients that autograd left in `.grad` are taken as they are and added up. With several, the
 gradients of the rank's last slice are copied into buckets while backward still runs: a bucket starts travelling as
 soon as all of its parameters have their gradients. A parameter without a gradient anywhere keeps `.grad` None: each
-bucket carries a count per parameter beside the sums. Start reading at `GradientSum`.
+bucket carries a count per parameter beside the sums. A few bytes of each rank's own may travel along (`carry`): as
+numbers from 0 to 255 in a place of their own, which every dtype sums with the other ranks' zeros without rounding.
+Start reading at `GradientSum`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class GradientSum:
         self._settled = False
         self._shares: Sequence[range] | None = None
         self._overlapping = False
+        self._room = 0
         self.bytes_sent = 0
         if axis.size > 1:
             self._make_buckets(range(len(self.params) - 1, -1, -1))
@@ -60,6 +63,30 @@ class GradientSum:
                 bucket.begin(self._nodes, count)
             self._launched = 0
             self.bytes_sent = 0
+
+    def can_carry(self, num_bytes: int) -> bool:
+        """Whether every rank's message of at most so many bytes can travel with this step's gradients.
+
+        Depends on what all ranks know alike. A rank without a slice sends no gradients, so nothing can travel there.
+        """
+        assert self._shares is not None
+        if not self._buckets or not all(self._shares):
+            return False
+        if num_bytes > self._room:
+            self._room = num_bytes
+            self._make_buckets([index for bucket in self._buckets for index in bucket.indices])
+            for bucket in self._buckets:
+                bucket.begin(self._nodes, self._count)
+        return True
+
+    def carry(self, message: bytes) -> None:
+        """Send it along; before backward of the rank's last slice."""
+        self._carrier = self._buckets[0]  # remembered, as the first step ends with new buckets
+        self._carrier.message = message
+
+    def carried(self) -> list[bytes]:
+        """Every rank's message, followed by zeros; after `finish`."""
+        return self._carrier.messages()
 
     def before_backward(self, v: int) -> None:
         """Backward of slice `v` comes next; slices come in ascending order."""
@@ -153,7 +180,8 @@ class GradientSum:
             self._close_bucket(members)
 
     def _close_bucket(self, members: list[int]) -> None:
-        self._buckets.append(_Bucket([self.params[index] for index in members], members, self._axis))
+        room = 0 if self._buckets else self._room
+        self._buckets.append(_Bucket([self.params[index] for index in members], members, self._axis, room))
 
     def _settle_order(self) -> None:
         """After the first step, rebuild the buckets in the order in which rank 0's gradients arrived.
@@ -173,12 +201,12 @@ class GradientSum:
 
 
 class _Bucket:
-    """Some parameters' gradients in one flat tensor, one row per node that this rank holds, counts at the end."""
+    """Some parameters' gradients in one flat tensor, a row per node that this rank holds; counts and messages last."""
 
-    def __init__(self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis) -> None:
-        self.params, self.indices = list(params), list(indices)
-        self._rank, self._world = axis.rank, axis.size
-        self._part = -(-sum(param.numel() + 1 for param in params) // self._world)
+    def __init__(self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis, room: int) -> None:
+        self.params, self.indices, self.message = list(params), list(indices), b""
+        self._rank, self._world, self._room = axis.rank, axis.size, room
+        self._part = -(-(sum(param.numel() + 1 for param in params) + self._world * room) // self._world)
         self._length = self._part * self._world
         self.num_bytes = self._length * params[0].element_size()
         self._rows = params[0].new_empty(0, self._length)
@@ -202,6 +230,8 @@ class _Bucket:
         self._make_room(len(held) + 1)
         for number, values in enumerate([*held, grads]):
             self._copy(number, values)
+            if self._room:
+                self._carry(number)
 
     def _copy(self, number: int, values: Gradients) -> None:
         views, counts = self._views[number], self._counts[number]
@@ -213,6 +243,17 @@ class _Bucket:
         for view, value in zip(views, values, strict=True):
             view.zero_() if value is None else view.copy_(value)
         counts.copy_(torch.tensor([value is not None for value in values]))
+
+    def _carry(self, number: int) -> None:
+        places = self._messages[number].zero_()
+        if number == 0 and self.message:
+            mine = torch.frombuffer(bytearray(self.message), dtype=torch.uint8)
+            places[self._rank * self._room :][: len(mine)] = mine
+            self.message = b""
+
+    def messages(self) -> list[bytes]:
+        data = self._messages[0].to(torch.uint8).cpu().numpy().tobytes()
+        return [data[rank * self._room : (rank + 1) * self._room] for rank in range(self._world)]
 
     def start(self, axis: Axis, name: str) -> None:
         if self._direct:
@@ -253,9 +294,11 @@ class _Bucket:
             return
         self._rows = torch.zeros(num_rows, self._length, dtype=self.params[0].dtype, device=self.params[0].device)
         sizes = [param.numel() for param in self.params]
-        pieces = [row.split([*sizes, len(sizes), self._length - sum(sizes) - len(sizes)]) for row in self._rows]
+        used = [*sizes, len(sizes), self._world * self._room]
+        pieces = [row.split([*used, self._length - sum(used)]) for row in self._rows]
         self._views = [[piece.view_as(param) for piece, param in zip(row, self.params, strict=False)] for row in pieces]
         self._counts = [row[len(sizes)] for row in pieces]
+        self._messages = [row[len(sizes) + 1] for row in pieces]
 
 
 def _take(param: Tensor) -> Tensor | None:

@@ -91,7 +91,7 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 class CommSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     timeout_s: float = 30.0
     """How long a collective waits for its slowest peer before `PeerTimeout` names it."""
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 4 * 2**20
     """Gradients travel in pieces of about this size, while backward still runs."""
 
     def __post_init__(self) -> None:

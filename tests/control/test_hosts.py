@@ -20,6 +20,7 @@ from conftest import alive, until
 from manyhands.comm.transport import open_port
 from manyhands.control.keys import client_curve, new_key, read_join_file
 from manyhands.control.messages import Ask, FromAgent, FromWorker, HostReport
+from manyhands.control.refusals import NO_KEY, WRONG_KEY
 
 pytestmark = pytest.mark.faults
 
@@ -104,7 +105,7 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
 
     knock(client_curve(new_key()))
     # A client without a key may see the mismatch and hang up before the run does, and is told of when it comes again.
-    until(lambda: knock(None) or told(": no key"))
+    until(lambda: knock(None) or told(NO_KEY))
     # The server's public key is no secret: with it, but without the run's client key, ZAP refuses.
     half = msgspec.structs.replace(
         client_curve(new_key()), server_key=client_curve(bytes.fromhex(right["key"])).server_key
@@ -118,7 +119,7 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     assert other.wait(15) == 3
     assert "refused this host's key" in other.err
     refused = until(lambda: len(found := [event["text"] for event in first.events("Warned")]) >= 2 and found)
-    assert {line.rpartition(": ")[2] for line in refused} == {"a wrong key, or another run's", "no key"}
+    assert {line.rpartition(": ")[2] for line in refused} == {WRONG_KEY, NO_KEY}
     assert len(refused) == len(set(refused)), "each peer is told of once"
     second = launcher(join=right, workers=1)
     first.wait_for("up-1")

@@ -99,6 +99,7 @@ def test_strangers_are_refused_and_told_of_once_while_the_run_goes_on(
     assert digest(out)
     refusals = [line.partition("refused a join from ")[2] for line in err.splitlines() if "refused a join" in line]
     assert f"{ADDRESSES[1]}: a wrong key, or another run's" in refusals, err
+    assert any("no key" in refusal for refusal in refusals), err
     assert len(refusals) == len(set(refusals)), "each is told once"
     assert ticket["key"] not in out + err
 
