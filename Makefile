@@ -17,11 +17,13 @@ help:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
+NATIVE := setup.py $(wildcard manyhands/native/*.c manyhands/native/*.h)
+
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(PIP_INSTALL) -e '.[test]'
 	touch $(INSTALLED) $(INSTALLED_DEMO)
 
-$(INSTALLED_DEMO): pyproject.toml constraints.txt | $(VENV)/bin/python
+$(INSTALLED_DEMO): pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(PIP_INSTALL) -e '.[demo]'
 	touch $(INSTALLED_DEMO)
 

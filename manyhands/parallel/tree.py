@@ -8,10 +8,11 @@ along the same tree. No torch: values are anything that `add(left, right)` can a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["Node", "Stack", "finish", "nodes_of", "root"]
+__all__ = ["Node", "Stack", "finish", "nodes_of", "program", "root"]
 
 T = TypeVar("T")
 Node = tuple[int, int]
@@ -67,3 +68,9 @@ def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T]) -> 
         return add(left, value((level - 1, 2 * k + 1)))
 
     return value(root(count))
+
+
+def program(nodes: Sequence[Node], count: int) -> bytes:
+    """What `finish` does to values that stand in this order, for `native`: postfix, a number pushes, -1 adds."""
+    steps = finish({node: [i] for i, node in enumerate(nodes)}, count, add=lambda left, right: [*left, *right, -1])
+    return struct.pack(f"{len(steps)}i", *steps)

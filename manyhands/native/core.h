@@ -1,0 +1,55 @@
+/* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
+ * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data. Start reading at
+ * mh_all_reduce. */
+#ifndef MANYHANDS_CORE_H
+#define MANYHANDS_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { MH_F32, MH_F64, MH_BF16, MH_F16, MH_I64, MH_NUM_DTYPES };
+
+size_t mh_item_bytes(int dtype); /* 0 for a dtype that there is not */
+
+/* A tree of additions as a postfix program: a number pushes that source, MH_ADD replaces the two topmost by their sum.
+ * Every addition is rounded to the dtype, so the result depends on the program alone: not on who adds, how many ranks
+ * there are, or where a buffer is cut. */
+#define MH_ADD (-1)
+
+/* 0 where the program has `num_sources` sources to push and leaves one value. */
+int mh_check_program(const int32_t *program, size_t length, size_t num_sources);
+
+/* `target` may be one of the sources. 0, or MH_NO_MEMORY. The program must have been checked. */
+int mh_sum(void *target, const void *const *sources, const int32_t *program, size_t length, size_t count, int dtype);
+
+/* What a call on a plane returns besides 0; a rank that did not arrive is told as MH_MISSING + rank. */
+enum { MH_ABORTED = 1, MH_BAD_ARGUMENT = 2, MH_NO_MEMORY = 3, MH_MISSING = 16 };
+
+/* One rank's view of the shared memory. Not shared itself. */
+struct mh_plane {
+    unsigned char *base;
+    uint32_t rank, world;
+    size_t area_bytes;
+    uint32_t meetings, turns;
+};
+
+size_t mh_plane_bytes(uint32_t world, size_t area_bytes);
+
+/* Fresh shared memory is all zero, which is what a plane starts from: nothing has to be written first. */
+int mh_plane_open(struct mh_plane *plane, void *base, size_t bytes, uint32_t rank, uint32_t world, size_t area_bytes);
+
+/* Everybody who waits, now or later, gets MH_ABORTED. Any process that maps the memory may call it. */
+void mh_abort(void *base, uint32_t world);
+
+/* Every call below is made by all ranks in the same order with the same sizes, and returns within `timeout_ns` per
+ * meeting: a rank that waited in vain aborts the plane, so that nobody waits any longer for it. */
+int mh_meet(struct mh_plane *plane, int64_t timeout_ns);
+int mh_all_reduce(struct mh_plane *plane, void *data, size_t count, int dtype, const int32_t *program, size_t length,
+                  int64_t timeout_ns);
+/* `input` holds `world` parts of `count` elements; `output` gets the sum of this rank's part. */
+int mh_reduce_scatter(struct mh_plane *plane, void *output, const void *input, size_t count, int dtype,
+                      const int32_t *program, size_t length, int64_t timeout_ns);
+int mh_all_gather(struct mh_plane *plane, void *output, const void *input, size_t bytes, int64_t timeout_ns);
+int mh_broadcast(struct mh_plane *plane, void *data, size_t bytes, uint32_t source, int64_t timeout_ns);
+
+#endif

@@ -1,0 +1,176 @@
+/* `manyhands.native._native`: core.h for Python. Addresses and lengths are plain integers; whoever calls keeps the memory
+ * alive. Written against the limited API, so that one build serves every Python from 3.11 on. */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "core.h"
+
+#define PLANE "manyhands.plane"
+
+static void close_plane(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, PLANE)); }
+
+static struct mh_plane *plane_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, PLANE); }
+
+/* A program is bytes of int32. */
+static const int32_t *program_of(const char *bytes, Py_ssize_t num_bytes, size_t *length) {
+    if (num_bytes % (Py_ssize_t)sizeof(int32_t)) {
+        PyErr_SetString(PyExc_ValueError, "a program is whole 32-bit numbers");
+        return NULL;
+    }
+    *length = (size_t)num_bytes / sizeof(int32_t);
+    return (const int32_t *)bytes;
+}
+
+static PyObject *plane_bytes(PyObject *self, PyObject *args) {
+    unsigned int world;
+    Py_ssize_t area_bytes;
+    if (!PyArg_ParseTuple(args, "In:plane_bytes", &world, &area_bytes)) return NULL;
+    return PyLong_FromSize_t(mh_plane_bytes(world, (size_t)area_bytes));
+}
+
+static PyObject *open_plane(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    Py_ssize_t bytes, area_bytes;
+    unsigned int rank, world;
+    if (!PyArg_ParseTuple(args, "KnIIn:open_plane", &base, &bytes, &rank, &world, &area_bytes)) return NULL;
+    struct mh_plane *plane = PyMem_Malloc(sizeof *plane);
+    if (plane == NULL) return PyErr_NoMemory();
+    if (mh_plane_open(plane, (void *)(uintptr_t)base, (size_t)bytes, rank, world, (size_t)area_bytes)) {
+        PyMem_Free(plane);
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no plane of %u ranks with areas of %zd", bytes, world, area_bytes);
+        return NULL;
+    }
+    PyObject *capsule = PyCapsule_New(plane, PLANE, close_plane);
+    if (capsule == NULL) PyMem_Free(plane);
+    return capsule;
+}
+
+static PyObject *abort_plane(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned int world;
+    if (!PyArg_ParseTuple(args, "KI:abort_plane", &base, &world)) return NULL;
+    mh_abort((void *)(uintptr_t)base, world);
+    Py_RETURN_NONE;
+}
+
+static PyObject *meet(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    long long timeout_ns;
+    int failed;
+    if (!PyArg_ParseTuple(args, "OL:meet", &capsule, &timeout_ns)) return NULL;
+    struct mh_plane *plane = plane_of(capsule);
+    if (plane == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_meet(plane, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyObject *all_reduce(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    unsigned long long data;
+    Py_ssize_t count, program_bytes;
+    int dtype, failed;
+    const char *bytes;
+    size_t length;
+    long long timeout_ns;
+    if (!PyArg_ParseTuple(args, "OKniy#L:all_reduce", &capsule, &data, &count, &dtype, &bytes, &program_bytes,
+                          &timeout_ns)) {
+        return NULL;
+    }
+    struct mh_plane *plane = plane_of(capsule);
+    const int32_t *program = plane == NULL ? NULL : program_of(bytes, program_bytes, &length);
+    if (program == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_all_reduce(plane, (void *)(uintptr_t)data, (size_t)count, dtype, program, length, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyObject *reduce_scatter(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    unsigned long long output, input;
+    Py_ssize_t count, program_bytes;
+    int dtype, failed;
+    const char *bytes;
+    size_t length;
+    long long timeout_ns;
+    if (!PyArg_ParseTuple(args, "OKKniy#L:reduce_scatter", &capsule, &output, &input, &count, &dtype, &bytes,
+                          &program_bytes, &timeout_ns)) {
+        return NULL;
+    }
+    struct mh_plane *plane = plane_of(capsule);
+    const int32_t *program = plane == NULL ? NULL : program_of(bytes, program_bytes, &length);
+    if (program == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_reduce_scatter(plane, (void *)(uintptr_t)output, (const void *)(uintptr_t)input, (size_t)count, dtype,
+                               program, length, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyObject *all_gather(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    unsigned long long output, input;
+    Py_ssize_t bytes;
+    long long timeout_ns;
+    int failed;
+    if (!PyArg_ParseTuple(args, "OKKnL:all_gather", &capsule, &output, &input, &bytes, &timeout_ns)) return NULL;
+    struct mh_plane *plane = plane_of(capsule);
+    if (plane == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_all_gather(plane, (void *)(uintptr_t)output, (const void *)(uintptr_t)input, (size_t)bytes, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyObject *broadcast(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    unsigned long long data;
+    Py_ssize_t bytes;
+    unsigned int source;
+    long long timeout_ns;
+    int failed;
+    if (!PyArg_ParseTuple(args, "OKnIL:broadcast", &capsule, &data, &bytes, &source, &timeout_ns)) return NULL;
+    struct mh_plane *plane = plane_of(capsule);
+    if (plane == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_broadcast(plane, (void *)(uintptr_t)data, (size_t)bytes, source, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyMethodDef methods[] = {
+    {"plane_bytes", plane_bytes, METH_VARARGS, "plane_bytes(world, area_bytes): how much memory a plane takes"},
+    {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
+    {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world): wake everybody who waits, for good"},
+    {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): wait for all ranks"},
+    {"all_reduce", all_reduce, METH_VARARGS, "all_reduce(plane, address, count, dtype, program, timeout_ns)"},
+    {"reduce_scatter", reduce_scatter, METH_VARARGS,
+     "reduce_scatter(plane, output, input, count, dtype, program, timeout_ns)"},
+    {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
+    {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_constants(PyObject *module) {
+    static const struct {
+        const char *name;
+        int value;
+    } constants[] = {{"ADD", MH_ADD}, {"ABORTED", MH_ABORTED}, {"BAD_ARGUMENT", MH_BAD_ARGUMENT},
+                     {"NO_MEMORY", MH_NO_MEMORY}, {"MISSING", MH_MISSING}, {"F32", MH_F32}, {"F64", MH_F64},
+                     {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64}};
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value)) return -1;
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_constants}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "Collectives in shared memory.", 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

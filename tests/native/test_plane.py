@@ -1,0 +1,260 @@
+"""Collectives in shared memory against torch's own arithmetic, and what happens when a rank does not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manyhands.comm.shared_memory import Plane, Segment, _free_bytes
+from manyhands.errors import EnvironmentProblem
+from manyhands.native import why_not
+from manyhands.parallel.tree import finish, program
+
+MAX_WORLD = 5
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int64"]
+SEGMENT_BYTES = 4 * 2**20
+SOURCES = Path(__file__).parents[2] / "manyhands" / "native"
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+
+
+class Ranks:
+    """Processes that map one segment."""
+
+    def __init__(self, count: int) -> None:
+        self.segment = Segment.create(SEGMENT_BYTES)
+        self.processes = [self._start() for _ in range(count)]
+        for rank in range(count):
+            self._wait_for(rank)
+
+    def _start(self) -> subprocess.Popen[str]:
+        words = [sys.executable, str(Path(__file__).with_name("rank.py")), str(self.segment.fd), str(SEGMENT_BYTES)]
+        return subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[self.segment.fd]
+        )
+
+    def _wait_for(self, rank: int) -> None:
+        stdout = self.processes[rank].stdout
+        assert stdout is not None and stdout.readline() == "up\n"
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].communicate()
+
+    def start_again(self, rank: int) -> None:
+        self.processes[rank] = self._start()
+        self._wait_for(rank)
+
+    def open(self, world: int, area_bytes: int, timeout_s: float = 10.0) -> None:
+        """A fresh plane of the first `world` processes."""
+        os.pwrite(self.segment.fd, bytes(Plane.num_bytes(world, area_bytes)), 0)
+        told = {"op": "open", "world": world, "area_bytes": area_bytes, "timeout_s": timeout_s}
+        self.call([{**told, "rank": rank} for rank in range(world)])
+
+    def call(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for rank, one in enumerate(told):
+            self.tell(rank, one)
+        return [self.hear(rank) for rank in range(len(told))]
+
+    def tell(self, rank: int, told: dict[str, Any]) -> None:
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(told) + "\n")
+        stdin.flush()
+
+    def hear(self, rank: int) -> dict[str, Any]:
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        found: dict[str, Any] = json.loads(stdout.readline())
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        self.segment.close()
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Ranks]:
+    ranks = Ranks(MAX_WORLD)
+    yield ranks
+    ranks.close()
+
+
+def made(dtype: str, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == "int64":
+        return torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    values = torch.randn(count, generator=generator, dtype=torch.float64) * 10 ** torch.randint(
+        -3, 4, (count,), generator=generator
+    )
+    values[seed % count : seed % count + 1] = [float("nan"), float("inf"), -0.0, 1.0][seed % 4]
+    return values.to(getattr(torch, dtype))
+
+
+def hex_of(tensor: torch.Tensor) -> str:
+    return tensor.view(torch.uint8).numpy().tobytes().hex() if tensor.numel() else ""
+
+
+def with_one_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """NaNs have many bit patterns, and torch itself does not keep to one."""
+    return (
+        torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+        if tensor.is_floating_point()
+        else tensor
+    )
+
+
+def tensor_of(data: str, dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(bytearray.fromhex(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+
+
+def assert_sums(found: list[dict[str, Any]], expected: list[torch.Tensor], dtype: str) -> None:
+    for one, right in zip(found, expected, strict=True):
+        assert hex_of(with_one_nan(tensor_of(one["data"], dtype))) == hex_of(with_one_nan(right))
+
+
+def tree_sum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return finish({(0, i): tensor for i, tensor in enumerate(tensors)}, len(tensors), add=torch.add)
+
+
+def over(world: int) -> str:
+    return program([(0, rank) for rank in range(world)], world).hex()
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    world=st.integers(1, MAX_WORLD),
+    dtype=st.sampled_from(DTYPES),
+    count=st.one_of(st.integers(0, 40), st.integers(0, 9000)),
+    area_bytes=st.sampled_from([320, 4096, 65536]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_collective_gives_what_torch_gives_to_the_bit(
+    warm: Ranks, world: int, dtype: str, count: int, area_bytes: int, seed: int
+) -> None:
+    warm.open(world, area_bytes)
+    inputs = [made(dtype, count, seed + rank) if count else torch.empty(0) for rank in range(world)]
+    inputs = [tensor.to(getattr(torch, dtype)) for tensor in inputs]
+    told = [{"dtype": dtype, "data": hex_of(tensor), "program": over(world)} for tensor in inputs]
+
+    summed = warm.call([{**one, "op": "all_reduce"} for one in told])
+    assert_sums(summed, [tree_sum(inputs)] * world, dtype)
+    assert len({one["data"] for one in summed}) == 1, "the same bits on every rank, NaN or not"
+
+    gathered = warm.call([{**one, "op": "all_gather"} for one in told])
+    assert [one["data"] for one in gathered] == ["".join(one["data"] for one in told)] * world
+
+    source = seed % world
+    sent = warm.call([{**one, "op": "broadcast", "source": source} for one in told])
+    assert [one["data"] for one in sent] == [told[source]["data"]] * world
+
+    whole = [tensor[: count // world * world] for tensor in inputs]
+    scattered = warm.call([{**t, "data": hex_of(w), "op": "reduce_scatter"} for t, w in zip(told, whole, strict=True)])
+    parts = tree_sum(whole).chunk(world) if count >= world else [torch.empty(0)] * world
+    assert_sums(scattered, list(parts), dtype)
+
+
+OPS = ["meet", "all_reduce", "all_gather", "broadcast", "reduce_scatter"]
+
+
+def assert_rank_1_is_missed(warm: Ranks, told: dict[str, Any]) -> None:
+    began = time.monotonic()
+    for rank in (0, 2):
+        warm.tell(rank, told)
+    errors = [warm.hear(rank)["error"] for rank in (0, 2)]
+    assert time.monotonic() - began < 5
+    assert any("PeerTimeout" in error and "rank 1" in error for error in errors)
+    assert all("PeerTimeout" in error or "PeerLost" in error for error in errors)
+
+
+def call_of(op: str, count: int = 9) -> dict[str, Any]:
+    return {"op": op, "dtype": "float32", "data": hex_of(torch.ones(count)), "program": over(3), "source": 1}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_stands_still_is_named_in_bounded_time(warm: Ranks, op: str) -> None:
+    warm.open(3, 4096, timeout_s=0.3)
+    warm.call([call_of(op)] * 3)
+    stopped = warm.processes[1]
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        assert_rank_1_is_missed(warm, call_of(op))
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_rank_killed_inside_is_named_in_bounded_time() -> None:
+    ranks = Ranks(3)
+    try:
+        for op in OPS:
+            ranks.open(3, 4096, timeout_s=0.3)
+            # 36 kB go through areas of 4 kB in many turns: the dead rank has come to the first and no further.
+            ranks.tell(1, call_of(op, 9 * 1024))
+            time.sleep(0.05)
+            ranks.kill(1)
+            if op == "meet":  # it had arrived, so that one takes place
+                ranks.tell(0, call_of(op))
+                ranks.tell(2, call_of(op))
+                assert "error" not in ranks.hear(0) | ranks.hear(2)
+            assert_rank_1_is_missed(ranks, call_of(op, 9 * 1024))
+            ranks.start_again(1)
+    finally:
+        ranks.close()
+
+
+def test_an_abort_wakes_those_who_wait_and_those_who_come_later(warm: Ranks) -> None:
+    warm.open(3, 4096, timeout_s=60)
+    plane = Plane(warm.segment, 2, 3, area_bytes=4096)
+    began = time.monotonic()
+    warm.tell(0, {"op": "meet"})
+    time.sleep(0.2)
+    plane.abort()
+    assert "PeerLost" in warm.hear(0)["error"]
+    assert "PeerLost" in warm.call([{"op": "meet"}])[0]["error"]
+    assert time.monotonic() - began < 5
+
+
+def test_memory_that_is_not_there_is_an_error_when_it_is_asked_for() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"No 4611686018427.4 MB of memory to share .* MB are free"):
+        Segment.create(2**62)
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    assert _free_bytes(tmp_path) == 3_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_bytes(tmp_path) > 5_000_000
+
+
+@pytest.mark.slow
+def test_a_build_with_sanitizers_finds_nothing(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("NOT SHOWN HERE: sanitizers need gcc")
+    binary = tmp_path / "sanitized"
+    flags = ["-std=c11", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-I", str(SOURCES)]
+    files = [str(Path(__file__).with_name("sanitized.c")), str(SOURCES / "plane.c"), str(SOURCES / "sum.c")]
+    subprocess.run(["gcc", *flags, "-o", str(binary), *files], check=True, timeout=60)
+    ran = subprocess.run([str(binary)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "ok\n"
