@@ -10,16 +10,28 @@
 
 static void close_plane(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, PLANE)); }
 
-static struct mh_plane *plane_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, PLANE); }
+/* Converters for PyArg_ParseTuple: 1, or 0 with an exception set. */
+static int to_plane(PyObject *capsule, void *plane) {
+    *(struct mh_plane **)plane = PyCapsule_GetPointer(capsule, PLANE);
+    return *(struct mh_plane **)plane != NULL;
+}
+
+struct program {
+    const int32_t *steps;
+    size_t length;
+};
 
 /* A program is bytes of int32. */
-static const int32_t *program_of(const char *bytes, Py_ssize_t num_bytes, size_t *length) {
+static int to_program(PyObject *object, void *program) {
+    char *bytes;
+    Py_ssize_t num_bytes;
+    if (PyBytes_AsStringAndSize(object, &bytes, &num_bytes)) return 0;
     if (num_bytes % (Py_ssize_t)sizeof(int32_t)) {
         PyErr_SetString(PyExc_ValueError, "a program is whole 32-bit numbers");
-        return NULL;
+        return 0;
     }
-    *length = (size_t)num_bytes / sizeof(int32_t);
-    return (const int32_t *)bytes;
+    *(struct program *)program = (struct program){(const int32_t *)bytes, (size_t)num_bytes / sizeof(int32_t)};
+    return 1;
 }
 
 static PyObject *plane_bytes(PyObject *self, PyObject *args) {
@@ -55,12 +67,10 @@ static PyObject *abort_plane(PyObject *self, PyObject *args) {
 }
 
 static PyObject *meet(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+    struct mh_plane *plane;
     long long timeout_ns;
     int failed;
-    if (!PyArg_ParseTuple(args, "OL:meet", &capsule, &timeout_ns)) return NULL;
-    struct mh_plane *plane = plane_of(capsule);
-    if (plane == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&L:meet", to_plane, &plane, &timeout_ns)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = mh_meet(plane, timeout_ns);
     Py_END_ALLOW_THREADS
@@ -68,57 +78,47 @@ static PyObject *meet(PyObject *self, PyObject *args) {
 }
 
 static PyObject *all_reduce(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+    struct mh_plane *plane;
+    struct program along;
     unsigned long long data;
-    Py_ssize_t count, program_bytes;
+    Py_ssize_t count;
     int dtype, failed;
-    const char *bytes;
-    size_t length;
     long long timeout_ns;
-    if (!PyArg_ParseTuple(args, "OKniy#L:all_reduce", &capsule, &data, &count, &dtype, &bytes, &program_bytes,
+    if (!PyArg_ParseTuple(args, "O&KniO&L:all_reduce", to_plane, &plane, &data, &count, &dtype, to_program, &along,
                           &timeout_ns)) {
         return NULL;
     }
-    struct mh_plane *plane = plane_of(capsule);
-    const int32_t *program = plane == NULL ? NULL : program_of(bytes, program_bytes, &length);
-    if (program == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    failed = mh_all_reduce(plane, (void *)(uintptr_t)data, (size_t)count, dtype, program, length, timeout_ns);
+    failed = mh_all_reduce(plane, (void *)(uintptr_t)data, (size_t)count, dtype, along.steps, along.length, timeout_ns);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
 }
 
 static PyObject *reduce_scatter(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+    struct mh_plane *plane;
+    struct program along;
     unsigned long long output, input;
-    Py_ssize_t count, program_bytes;
+    Py_ssize_t count;
     int dtype, failed;
-    const char *bytes;
-    size_t length;
     long long timeout_ns;
-    if (!PyArg_ParseTuple(args, "OKKniy#L:reduce_scatter", &capsule, &output, &input, &count, &dtype, &bytes,
-                          &program_bytes, &timeout_ns)) {
+    if (!PyArg_ParseTuple(args, "O&KKniO&L:reduce_scatter", to_plane, &plane, &output, &input, &count, &dtype,
+                          to_program, &along, &timeout_ns)) {
         return NULL;
     }
-    struct mh_plane *plane = plane_of(capsule);
-    const int32_t *program = plane == NULL ? NULL : program_of(bytes, program_bytes, &length);
-    if (program == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = mh_reduce_scatter(plane, (void *)(uintptr_t)output, (const void *)(uintptr_t)input, (size_t)count, dtype,
-                               program, length, timeout_ns);
+                               along.steps, along.length, timeout_ns);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
 }
 
 static PyObject *all_gather(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+    struct mh_plane *plane;
     unsigned long long output, input;
     Py_ssize_t bytes;
     long long timeout_ns;
     int failed;
-    if (!PyArg_ParseTuple(args, "OKKnL:all_gather", &capsule, &output, &input, &bytes, &timeout_ns)) return NULL;
-    struct mh_plane *plane = plane_of(capsule);
-    if (plane == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&KKnL:all_gather", to_plane, &plane, &output, &input, &bytes, &timeout_ns)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = mh_all_gather(plane, (void *)(uintptr_t)output, (const void *)(uintptr_t)input, (size_t)bytes, timeout_ns);
     Py_END_ALLOW_THREADS
@@ -126,15 +126,13 @@ static PyObject *all_gather(PyObject *self, PyObject *args) {
 }
 
 static PyObject *broadcast(PyObject *self, PyObject *args) {
-    PyObject *capsule;
+    struct mh_plane *plane;
     unsigned long long data;
     Py_ssize_t bytes;
     unsigned int source;
     long long timeout_ns;
     int failed;
-    if (!PyArg_ParseTuple(args, "OKnIL:broadcast", &capsule, &data, &bytes, &source, &timeout_ns)) return NULL;
-    struct mh_plane *plane = plane_of(capsule);
-    if (plane == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&KnIL:broadcast", to_plane, &plane, &data, &bytes, &source, &timeout_ns)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = mh_broadcast(plane, (void *)(uintptr_t)data, (size_t)bytes, source, timeout_ns);
     Py_END_ALLOW_THREADS

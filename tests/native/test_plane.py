@@ -75,6 +75,15 @@ class Ranks:
         stdin.write(json.dumps(told) + "\n")
         stdin.flush()
 
+    def tell_and_see_it_arrive(self, rank: int, told: dict[str, Any]) -> None:
+        """A rank that comes to a meeting writes so at the start of the segment."""
+        before = os.pread(self.segment.fd, 4096, 0)
+        self.tell(rank, told)
+        deadline = time.monotonic() + 10
+        while os.pread(self.segment.fd, 4096, 0) == before:
+            assert time.monotonic() < deadline, "it never arrived"
+            time.sleep(0.001)
+
     def hear(self, rank: int) -> dict[str, Any]:
         stdout = self.processes[rank].stdout
         assert stdout is not None
@@ -209,8 +218,7 @@ def test_a_rank_killed_inside_is_named_in_bounded_time() -> None:
         for op in OPS:
             ranks.open(3, 4096, timeout_s=0.3)
             # 36 kB go through areas of 4 kB in many turns: the dead rank has come to the first and no further.
-            ranks.tell(1, call_of(op, 9 * 1024))
-            time.sleep(0.05)
+            ranks.tell_and_see_it_arrive(1, call_of(op, 9 * 1024))
             ranks.kill(1)
             if op == "meet":  # it had arrived, so that one takes place
                 ranks.tell(0, call_of(op))
@@ -226,8 +234,7 @@ def test_an_abort_wakes_those_who_wait_and_those_who_come_later(warm: Ranks) -> 
     warm.open(3, 4096, timeout_s=60)
     plane = Plane(warm.segment, 2, 3, area_bytes=4096)
     began = time.monotonic()
-    warm.tell(0, {"op": "meet"})
-    time.sleep(0.2)
+    warm.tell_and_see_it_arrive(0, {"op": "meet"})
     plane.abort()
     assert "PeerLost" in warm.hear(0)["error"]
     assert "PeerLost" in warm.call([{"op": "meet"}])[0]["error"]
