@@ -42,6 +42,7 @@ HELP = {
     "allocator": "keep: freed memory stays with the worker for the next step. system: as it comes.",
     "memory_format": "Memory format of the model and its inputs.",
     "ui": "Progress: a live bar, plain lines, none, or what fits the terminal.",
+    "plane": "auto: workers of one host talk through shared memory where they can. gloo: over sockets.",
     "timeout_s": "Seconds that a collective waits for its slowest peer.",
     "bucket_bytes": "Gradients travel in pieces of about this size.",
     "every_steps": "Commit a checkpoint every so many steps.",

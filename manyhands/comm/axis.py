@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands.errors import PeerLost, PeerTimeout
 
-__all__ = ["Axis", "Pending", "connect"]
+__all__ = ["Axis", "Done", "Pending", "connect"]
 
 
 class Pending:
@@ -35,7 +34,9 @@ class Pending:
             raise self._axis.translate(error, self._name) from error
 
 
-class _Done(Pending):
+class Done(Pending):
+    """Nothing to wait for."""
+
     def __init__(self) -> None:
         pass
 
@@ -65,7 +66,7 @@ class Axis:
     def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
         """Sum in place over the ranks, in the backend's order: the same bits for any grouping with two ranks only."""
         if self.size == 1:
-            return _Done()
+            return Done()
         return self._start(lambda group: group.allreduce([tensor]), name)
 
     def all_to_all_start(
@@ -77,7 +78,7 @@ class Axis:
         """`output` becomes the ranks' `input`s, one after the other; all of one size."""
         if self.size == 1:
             output.copy_(input.view_as(output))
-            return _Done()
+            return Done()
         return self._start(lambda group: group._allgather_base(output, input), name)
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
@@ -108,9 +109,12 @@ class Axis:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             # Gloo knows no bool, bf16 arithmetic or 8-bit floats; a broadcast moves bytes and needs none.
             raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=device)
-            options = _broadcast_options(source)
-            self._start(partial(_broadcast, raw, options), f"{name} ({dtype})").wait()
+            self._broadcast(raw, source, f"{name} ({dtype})")
             _scatter_back(flat, group)
+
+    def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
+        options = _broadcast_options(source)
+        self._start(lambda group: group.broadcast([raw], options), name).wait()
 
     def barrier(self, name: str) -> None:
         self.all_gather_bytes(name, b"")
@@ -174,10 +178,6 @@ def _reason(text: str) -> str:
     """The part of Gloo's message that says what happened: without its source file and without its advice."""
     first = text.splitlines()[0] if text else "the connection was closed"
     return re.sub(r"^\[[^]]*\]\s*|\. This is typically.*$", "", first)
-
-
-def _broadcast(raw: torch.Tensor, options: Any, group: Any) -> Any:
-    return group.broadcast([raw], options)
 
 
 def _broadcast_options(source: int) -> Any:

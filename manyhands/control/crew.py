@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from manyhands.comm.segments import HostMemory
 from manyhands.control.fence import Guard
 from manyhands.control.memory import MemoryWatch
 from manyhands.control.messages import Job, MemberReport, Plan
@@ -53,6 +54,7 @@ class Crew:
         self._kill_at: float | None = None
         self._stop_kind: str | None = None
         self._looked_at = 0.0
+        self.memory = HostMemory()
         self.workers: list[Worker] = []
         for local_rank in range(len(plan.incarnations)):
             worker = self._start(local_rank)
@@ -73,6 +75,7 @@ class Crew:
             incarnation=plan.incarnations[local_rank],
             attempt=plan.attempt,
             data_address=around.data_address,
+            memory_fd=self.memory.fd,
             flags=around.job.flags,
         )
         environment = {
@@ -116,6 +119,7 @@ class Crew:
         elif worker.alive and fd == worker.pidfd:
             worker.reap(forward, self._around.memory.hint)
             self._around.guard.forget(worker.pid)
+            self.memory.lose(worker.seat.rank)
             return True
         return worker.failed_at != failed_before
 
@@ -169,6 +173,7 @@ class Crew:
     def close(self) -> None:
         for worker in self.workers:
             worker.log.close()
+        self.memory.close()
 
 
 def _threads(inherited: dict[str, str], asked: int | None, workers: int) -> dict[str, str]:

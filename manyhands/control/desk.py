@@ -22,6 +22,8 @@ from manyhands.control.messages import (
     FromWorker,
     Goodbye,
     Hello,
+    MemoryReply,
+    MemoryRequest,
     PositionReply,
     Publish,
     Refusal,
@@ -36,7 +38,7 @@ from manyhands.control.messages import (
     WorkerPosition,
 )
 from manyhands.control.workers import Worker
-from manyhands.errors import ManyhandsError
+from manyhands.errors import EnvironmentProblem, ManyhandsError
 from manyhands.events import Event
 
 __all__ = ["Desk"]
@@ -96,6 +98,8 @@ class Desk:
                 self.port.send(PositionReply(ticket=ticket, positions=self._positions(crew)), to=peer)
             case StoreRequest():
                 self._relay(peer, message)
+            case MemoryRequest() if crew is not None:
+                self.port.send(_allotted(crew, message), to=peer)
             case Goodbye():
                 worker.peer = None
 
@@ -176,3 +180,10 @@ def _member(crew: Crew | None, generation: str, incarnation: int) -> Worker | No
     if crew is None or crew.generation != generation:
         return None
     return next((worker for worker in crew.workers if worker.seat.incarnation == incarnation), None)
+
+
+def _allotted(crew: Crew, asked: MemoryRequest) -> MemoryReply:
+    try:
+        return MemoryReply(ticket=asked.ticket, offset=crew.memory.allot(asked.name, asked.num_bytes, asked.ranks))
+    except EnvironmentProblem as problem:
+        return MemoryReply(ticket=asked.ticket, error=problem.what, fix=list(problem.fix))

@@ -27,6 +27,8 @@ __all__ = [
     "HostReport",
     "Job",
     "MemberReport",
+    "MemoryReply",
+    "MemoryRequest",
     "Orders",
     "Plan",
     "PositionReply",
@@ -117,6 +119,23 @@ class StoreReply(_Message, frozen=True, kw_only=True):
     error: str = ""
 
 
+class MemoryRequest(_FromMember, frozen=True, kw_only=True):
+    """A region of the host's shared memory; every worker that asks for `name` gets the same one."""
+
+    ticket: int
+    name: str
+    num_bytes: int
+    ranks: int = 0
+    """Above 0: these ranks meet there, and are woken when one of them is lost."""
+
+
+class MemoryReply(_Message, frozen=True, kw_only=True):
+    ticket: int
+    offset: int = 0
+    error: str = ""
+    fix: list[str] = []
+
+
 class WorkerPosition(_Value, frozen=True, kw_only=True):
     step: int
     phase: str
@@ -147,8 +166,8 @@ class StopRequest(_Message, frozen=True, kw_only=True):
     kind: str
 
 
-FromWorker = Hello | Report | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest
-ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply
+FromWorker = Hello | Report | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
+ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply
 
 
 # ---- agent and coordinator -------------------------------------------------------------------------------------

@@ -21,11 +21,14 @@ from typing import Any
 import zmq
 
 from manyhands import errors
+from manyhands.comm.segments import Segment
 from manyhands.comm.transport import MAX_MESSAGE_BYTES, Port, open_port
 from manyhands.control.messages import (
     Committed,
     Goodbye,
     Hello,
+    MemoryReply,
+    MemoryRequest,
     PositionReply,
     Publish,
     Refusal,
@@ -46,6 +49,8 @@ from manyhands.spec.seat import Seat
 __all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
 
 JOIN_TIMEOUT_S = 120.0
+# The agent clears what it hands out: seconds for many gigabytes.
+MEMORY_TIMEOUT_S = 300.0
 REPORT_EVERY_S = 0.1
 MAX_QUEUED = 10_000
 # A value shares its message with a key and a header.
@@ -86,6 +91,8 @@ class Session:
         self._dropped = 0
         self._report_due = False
         self._closing = False
+        if seat.memory_fd is not None:
+            os.set_inheritable(seat.memory_fd, False)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="manyhands-session", daemon=True)
         self._thread.start()
@@ -132,6 +139,20 @@ class Session:
         if not reply.ok:
             raise PeerTimeout(f"The run's store: {reply.error}.")
         return reply
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
+        """A region that this host's workers share; `EnvironmentProblem`, for each of them, where there is no room."""
+        fd = self.seat.memory_fd
+        if fd is None:
+            raise EnvironmentProblem("This worker's agent has no memory to share.")
+        ticket = next(self._tickets)
+        request = MemoryRequest(**self._header(), ticket=ticket, name=name, num_bytes=num_bytes, ranks=ranks)
+        reply: MemoryReply = self._call(ticket, request, MEMORY_TIMEOUT_S, f"memory for {name}")
+        if reply.error:
+            raise EnvironmentProblem(reply.error, fix=reply.fix)
+        return Segment(fd, num_bytes, reply.offset)
 
     # ---- telling ---------------------------------------------------------------------------------------------
 
@@ -235,7 +256,7 @@ class Session:
                 self._settle(0, message)
             case Refusal():
                 self._settle(0, _error(message))
-            case StoreReply(ticket=ticket) | PositionReply(ticket=ticket):
+            case StoreReply(ticket=ticket) | PositionReply(ticket=ticket) | MemoryReply(ticket=ticket):
                 self._settle(ticket, message)
 
     def _settle(self, ticket: int, result: Any) -> None:

@@ -61,7 +61,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={**environment, **seated},
-                pass_fds=[write_end],
+                pass_fds=[write_end, *([self.seat.memory_fd] if self.seat.memory_fd is not None else [])],
                 start_new_session=True,
             )
         except BaseException:

@@ -1,6 +1,6 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
- * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data. Start reading at
- * mh_all_reduce. */
+ * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
+ * of gradients into new weights. Start reading at mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 
@@ -22,6 +22,13 @@ int mh_check_program(const int32_t *program, size_t length, size_t num_sources);
 /* `target` may be one of the sources. 0, or MH_NO_MEMORY. The program must have been checked. */
 int mh_sum(void *target, const void *const *sources, const int32_t *program, size_t length, size_t count, int dtype);
 
+/* At most MH_BLOCK_BYTES of it, from `offset` bytes into each source. `scratch` holds MH_MAX_DEPTH blocks; `target` is
+ * none of the sources, and is a block of its own. */
+#define MH_BLOCK_BYTES 8192
+#define MH_MAX_DEPTH 64
+void mh_sum_block(void *target, const void *const *sources, size_t offset, const int32_t *program, size_t length,
+                  size_t count, int dtype, unsigned char *scratch);
+
 /* What a call on a plane returns besides 0; a rank that did not arrive is told as MH_MISSING + rank. */
 enum { MH_ABORTED = 1, MH_BAD_ARGUMENT = 2, MH_NO_MEMORY = 3, MH_MISSING = 16 };
 
@@ -38,8 +45,10 @@ size_t mh_plane_bytes(uint32_t world, size_t area_bytes);
 /* Fresh shared memory is all zero, which is what a plane starts from: nothing has to be written first. */
 int mh_plane_open(struct mh_plane *plane, void *base, size_t bytes, uint32_t rank, uint32_t world, size_t area_bytes);
 
-/* Everybody who waits, now or later, gets MH_ABORTED. Any process that maps the memory may call it. */
-void mh_abort(void *base, uint32_t world);
+/* Everybody who waits for somebody, now or later, gets MH_ABORTED. Any process that maps the memory may call it; `rank` is
+ * whose fault it is, which mh_lost_rank tells: the first one named, -1 where there is none. */
+void mh_abort(void *base, uint32_t world, uint32_t rank);
+int64_t mh_lost_rank(const void *base);
 
 /* Every call below is made by all ranks in the same order with the same sizes, and returns within `timeout_ns` per
  * meeting: a rank that waited in vain aborts the plane, so that nobody waits any longer for it. */
@@ -51,5 +60,34 @@ int mh_reduce_scatter(struct mh_plane *plane, void *output, const void *input, s
                       const int32_t *program, size_t length, int64_t timeout_ns);
 int mh_all_gather(struct mh_plane *plane, void *output, const void *input, size_t bytes, int64_t timeout_ns);
 int mh_broadcast(struct mh_plane *plane, void *data, size_t bytes, uint32_t source, int64_t timeout_ns);
+
+/* How an optimizer changes fp32 weights: its settings of this step, with what torch computes in double done by the
+ * caller. Names are the roles that numbers play in update.c; not every optimizer has every one. */
+enum { MH_SGD, MH_ADAM, MH_ADAGRAD, MH_RMSPROP, MH_NUM_OPTIMIZERS };
+
+struct mh_update {
+    int32_t optimizer, first, nesterov, maximize, extra; /* `first`: there is no momentum yet; `extra`: third state */
+    float factor, clip;                                  /* the gradient is multiplied by both, one after the other */
+    float step_size;                                     /* the learning rate with its sign and bias correction */
+    float weight_decay, shrink;                          /* added to the gradient; multiplied to the weights */
+    float momentum, gradient_share, second_keep, second_share;
+    float root_divisor, eps;
+};
+
+#define MH_MAX_STATES 3
+
+/* A stretch of weights with its states. Old values are read from `w` and `from`, new ones written to `to` and `state`:
+ * the same memory, or another copy, which leaves the old one whole. */
+struct mh_piece {
+    uint64_t count;
+    const float *w;
+    float *to;
+    const float *from[MH_MAX_STATES];
+    float *state[MH_MAX_STATES];
+};
+
+/* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. */
+int mh_update(const struct mh_update *update, const struct mh_piece *pieces, size_t num_pieces,
+              const void *const *sources, size_t num_sources, const int32_t *program, size_t length);
 
 #endif

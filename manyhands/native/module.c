@@ -34,6 +34,20 @@ static int to_program(PyObject *object, void *program) {
     return 1;
 }
 
+/* Addresses, or whole structs, are bytes as well. */
+struct memory {
+    const void *start;
+    size_t bytes;
+};
+
+static int to_memory(PyObject *object, void *memory) {
+    char *bytes;
+    Py_ssize_t num_bytes;
+    if (PyBytes_AsStringAndSize(object, &bytes, &num_bytes)) return 0;
+    *(struct memory *)memory = (struct memory){bytes, (size_t)num_bytes};
+    return 1;
+}
+
 static PyObject *plane_bytes(PyObject *self, PyObject *args) {
     unsigned int world;
     Py_ssize_t area_bytes;
@@ -60,10 +74,16 @@ static PyObject *open_plane(PyObject *self, PyObject *args) {
 
 static PyObject *abort_plane(PyObject *self, PyObject *args) {
     unsigned long long base;
-    unsigned int world;
-    if (!PyArg_ParseTuple(args, "KI:abort_plane", &base, &world)) return NULL;
-    mh_abort((void *)(uintptr_t)base, world);
+    unsigned int world, rank;
+    if (!PyArg_ParseTuple(args, "KII:abort_plane", &base, &world, &rank)) return NULL;
+    mh_abort((void *)(uintptr_t)base, world, rank);
     Py_RETURN_NONE;
+}
+
+static PyObject *lost_rank(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    if (!PyArg_ParseTuple(args, "K:lost_rank", &base)) return NULL;
+    return PyLong_FromLongLong(mh_lost_rank((const void *)(uintptr_t)base));
 }
 
 static PyObject *meet(PyObject *self, PyObject *args) {
@@ -139,16 +159,59 @@ static PyObject *broadcast(PyObject *self, PyObject *args) {
     return PyLong_FromLong(failed);
 }
 
+static PyObject *sum(PyObject *self, PyObject *args) {
+    struct program along;
+    struct memory sources;
+    unsigned long long target;
+    Py_ssize_t count;
+    int dtype, failed;
+    if (!PyArg_ParseTuple(args, "KO&niO&:sum", &target, to_memory, &sources, &count, &dtype, to_program, &along)) {
+        return NULL;
+    }
+    if (mh_item_bytes(dtype) == 0 || mh_check_program(along.steps, along.length, sources.bytes / sizeof(void *))) {
+        return PyLong_FromLong(MH_BAD_ARGUMENT);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_sum((void *)(uintptr_t)target, sources.start, along.steps, along.length, (size_t)count, dtype);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
+static PyObject *update(PyObject *self, PyObject *args) {
+    struct program along;
+    struct memory how, pieces, sources;
+    int failed;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&:update", to_memory, &how, to_memory, &pieces, to_memory, &sources, to_program,
+                          &along)) {
+        return NULL;
+    }
+    size_t num_pieces = pieces.bytes / sizeof(struct mh_piece), num_addresses = sources.bytes / sizeof(void *);
+    if (how.bytes != sizeof(struct mh_update) || pieces.bytes % sizeof(struct mh_piece) ||
+        (num_pieces && (num_addresses == 0 || num_addresses % num_pieces))) {
+        PyErr_SetString(PyExc_ValueError, "an update is a struct, pieces are structs, each with as many sources");
+        return NULL;
+    }
+    if (num_pieces == 0) return PyLong_FromLong(0);
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_update(how.start, pieces.start, num_pieces, sources.start, num_addresses / num_pieces, along.steps,
+                       along.length);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
 static PyMethodDef methods[] = {
     {"plane_bytes", plane_bytes, METH_VARARGS, "plane_bytes(world, area_bytes): how much memory a plane takes"},
     {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
-    {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world): wake everybody who waits, for good"},
+    {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world, rank): wake everybody who waits, for good"},
+    {"lost_rank", lost_rank, METH_VARARGS, "lost_rank(address): whom the plane was aborted for, or -1"},
     {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): wait for all ranks"},
     {"all_reduce", all_reduce, METH_VARARGS, "all_reduce(plane, address, count, dtype, program, timeout_ns)"},
     {"reduce_scatter", reduce_scatter, METH_VARARGS,
      "reduce_scatter(plane, output, input, count, dtype, program, timeout_ns)"},
     {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
+    {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
+    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program): gradients to new weights"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -158,7 +221,8 @@ static int add_constants(PyObject *module) {
         int value;
     } constants[] = {{"ADD", MH_ADD}, {"ABORTED", MH_ABORTED}, {"BAD_ARGUMENT", MH_BAD_ARGUMENT},
                      {"NO_MEMORY", MH_NO_MEMORY}, {"MISSING", MH_MISSING}, {"F32", MH_F32}, {"F64", MH_F64},
-                     {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64}};
+                     {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64},
+                     {"SGD", MH_SGD}, {"ADAM", MH_ADAM}, {"ADAGRAD", MH_ADAGRAD}, {"RMSPROP", MH_RMSPROP}};
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value)) return -1;
     }
@@ -168,7 +232,7 @@ static int add_constants(PyObject *module) {
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_constants}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", "Collectives in shared memory.", 0, methods, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_native", "Collectives in shared memory, and updates of weights.", 0, methods, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -27,7 +27,7 @@ struct slot {
 };
 
 struct header {
-    _Alignas(LINE) _Atomic uint32_t aborted;
+    _Alignas(LINE) _Atomic uint32_t aborted; /* 0, or 1 + the rank that was lost */
     struct slot slots[];
 };
 
@@ -74,10 +74,16 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-void mh_abort(void *base, uint32_t world) {
+void mh_abort(void *base, uint32_t world, uint32_t rank) {
     struct header *header = base;
-    atomic_store(&header->aborted, 1);
+    uint32_t nobody = 0;
+    atomic_compare_exchange_strong(&header->aborted, &nobody, rank + 1);
     for (uint32_t rank = 0; rank < world; rank++) wake(&header->slots[rank].arrived);
+}
+
+int64_t mh_lost_rank(const void *base) {
+    const struct header *header = base;
+    return (int64_t)atomic_load(&header->aborted) - 1;
 }
 
 /* Counters go round after 2^32 meetings; nobody is ever half of that ahead. */
@@ -104,19 +110,19 @@ static int wait_for(struct header *header, struct slot *slot, uint32_t meeting, 
     }
 }
 
+/* A meeting that everybody has come to took place, whoever was lost since. */
 int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
     struct header *header = header_of(plane);
     struct slot *mine = &header->slots[plane->rank];
     uint32_t meeting = ++plane->meetings;
     atomic_store(&mine->arrived, meeting);
     if (atomic_load(&mine->sleepers)) wake(&mine->arrived);
-    if (atomic_load_explicit(&header->aborted, memory_order_relaxed)) return MH_ABORTED;
     int64_t deadline = now_ns() + timeout_ns;
     for (uint32_t step = 1; step < plane->world; step++) {
         uint32_t rank = (plane->rank + step) % plane->world;
         int found = wait_for(header, &header->slots[rank], meeting, deadline);
         if (found == MH_MISSING) {
-            mh_abort(plane->base, plane->world);
+            mh_abort(plane->base, plane->world, rank);
             return MH_MISSING + (int)rank;
         }
         if (found) return found;

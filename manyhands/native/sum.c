@@ -12,9 +12,6 @@
 #define FOR_THIS_CPU
 #endif
 
-#define BLOCK_BYTES 8192
-#define MAX_DEPTH 64
-
 typedef unsigned char byte;
 
 size_t mh_item_bytes(int dtype) {
@@ -74,7 +71,7 @@ int mh_check_program(const int32_t *program, size_t length, size_t num_sources) 
             if (depth < 2) return MH_BAD_ARGUMENT;
             depth--;
         } else {
-            if (program[i] < 0 || (size_t)program[i] >= num_sources || depth == MAX_DEPTH) return MH_BAD_ARGUMENT;
+            if (program[i] < 0 || (size_t)program[i] >= num_sources || depth == MH_MAX_DEPTH) return MH_BAD_ARGUMENT;
             depth++;
         }
     }
@@ -93,7 +90,7 @@ static size_t depth_of(const int32_t *program, size_t length) {
 /* One block: values on the stack are pointers, to a source or to the scratch memory of their depth. */
 static void sum_block(byte *target, const void *const *sources, size_t offset, const int32_t *program, size_t length,
                       size_t count, int dtype, byte *scratch) {
-    const byte *stack[MAX_DEPTH];
+    const byte *stack[MH_MAX_DEPTH];
     size_t depth = 0;
     for (size_t i = 0; i < length; i++) {
         if (program[i] != MH_ADD) {
@@ -101,14 +98,14 @@ static void sum_block(byte *target, const void *const *sources, size_t offset, c
             continue;
         }
         depth--;
-        byte *to = i + 1 == length ? target + offset : scratch + (depth - 1) * BLOCK_BYTES;
+        byte *to = i + 1 == length ? target : scratch + (depth - 1) * MH_BLOCK_BYTES;
         add(to, stack[depth - 1], stack[depth], count, dtype);
         stack[depth - 1] = to;
     }
 }
 
 int mh_sum(void *target, const void *const *sources, const int32_t *program, size_t length, size_t count, int dtype) {
-    size_t item = mh_item_bytes(dtype), block = BLOCK_BYTES / item;
+    size_t item = mh_item_bytes(dtype), block = MH_BLOCK_BYTES / item;
     if (length == 1) {
         memmove(target, sources[program[0]], count * item);
         return 0;
@@ -116,13 +113,22 @@ int mh_sum(void *target, const void *const *sources, const int32_t *program, siz
     size_t depth = depth_of(program, length);
     byte *scratch = NULL;
     if (depth > 2 || length > 3) {
-        scratch = malloc(depth * BLOCK_BYTES);
+        scratch = malloc(depth * MH_BLOCK_BYTES);
         if (scratch == NULL) return MH_NO_MEMORY;
     }
     for (size_t start = 0; start < count; start += block) {
         size_t here = count - start < block ? count - start : block;
-        sum_block(target, sources, start * item, program, length, here, dtype, scratch);
+        sum_block((byte *)target + start * item, sources, start * item, program, length, here, dtype, scratch);
     }
     free(scratch);
     return 0;
+}
+
+void mh_sum_block(void *target, const void *const *sources, size_t offset, const int32_t *program, size_t length,
+                  size_t count, int dtype, unsigned char *scratch) {
+    if (length == 1) {
+        memcpy(target, (const byte *)sources[program[0]] + offset, count * mh_item_bytes(dtype));
+    } else {
+        sum_block(target, sources, offset, program, length, count, dtype, scratch);
+    }
 }

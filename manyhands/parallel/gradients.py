@@ -24,11 +24,13 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
 
-__all__ = ["GradientSum"]
+__all__ = ["GradientSum", "Gradients", "add_lists", "take"]
 
 Gradients = list[Tensor | None]
 # The first bucket is small so that something travels early; the rest are as large as asked.
 FIRST_BUCKET_BYTES = 2**20
+# What is carried takes four times its bytes, in every rank's place; batch statistics are too much for that.
+MAX_CARRIED_BYTES = 1024
 
 
 class GradientSum:
@@ -52,7 +54,7 @@ class GradientSum:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
         self._count, self._name = count, name
         self._mine = shares[self._axis.rank]
-        self._stack: Stack[Gradients] = Stack(count, add=_add_lists)
+        self._stack: Stack[Gradients] = Stack(count, add=add_lists)
         self._summed = False
         for param in self.params:
             param.grad = None
@@ -70,7 +72,7 @@ class GradientSum:
         Depends on what all ranks know alike. A rank without a slice sends no gradients, so nothing can travel there.
         """
         assert self._shares is not None
-        if not self._buckets or not all(self._shares):
+        if not self._buckets or not all(self._shares) or num_bytes > MAX_CARRIED_BYTES:
             return False
         if num_bytes > self._room:
             self._room = num_bytes
@@ -103,13 +105,13 @@ class GradientSum:
         elif self._axis.size == 1 and self._count == 1:
             self._summed = True  # nothing to add: the sum is where autograd put it
         else:
-            self._stack.push(v, [_take(param) for param in self.params])
+            self._stack.push(v, [take(param) for param in self.params])
 
     def finish(self) -> None:
         """Leave the sum over all slices in `.grad` on every rank, None where no slice had a gradient."""
         if self._axis.size == 1:
             if not self._summed:
-                total: Gradients = finish(self._stack, self._count, _add_lists)
+                total: Gradients = finish(self._stack, self._count, add_lists)
                 for param, grad in zip(self.params, total, strict=True):
                     param.grad = grad
             return
@@ -223,10 +225,10 @@ class _Bucket:
 
     def fill(self, below: Sequence[Gradients], merges: int) -> None:
         """Take the last slice's gradients, fold them into their node, and copy all nodes of this rank."""
-        grads: Gradients = [_take(param) for param in self.params]
+        grads: Gradients = [take(param) for param in self.params]
         held: list[Gradients] = [[node[index] for index in self.indices] for node in below]
         for _ in range(merges):
-            grads = _add_lists(held.pop(), grads)
+            grads = add_lists(held.pop(), grads)
         self._make_room(len(held) + 1)
         for number, values in enumerate([*held, grads]):
             self._copy(number, values)
@@ -301,12 +303,12 @@ class _Bucket:
         self._messages = [row[len(sizes) + 1] for row in pieces]
 
 
-def _take(param: Tensor) -> Tensor | None:
+def take(param: Tensor) -> Tensor | None:
     grad, param.grad = param.grad, None
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
-def _add_lists(left: Gradients, right: Gradients) -> Gradients:
+def add_lists(left: Gradients, right: Gradients) -> Gradients:
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])

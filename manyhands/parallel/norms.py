@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["clip_", "global_norm"]
+__all__ = ["blocks_of", "clip_factor", "global_norm", "norm_of", "squares_of"]
 
 BLOCK = 2**16
 
 
 def global_norm(grads: Iterable[Tensor]) -> float:
-    squares = [
-        torch.linalg.vector_norm(block, dtype=torch.float64).square()
-        for grad in grads
-        for block in torch.split(grad.detach().reshape(-1), BLOCK)
-    ]
-    if not squares:
-        return 0.0
-    return float(torch.stack(squares).cumsum(0)[-1].sqrt())
+    return norm_of(squares_of(list(blocks_of(grads))))
 
 
-def clip_(grads: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale `grads`, whose global norm is `norm`, down to `max_norm` where it is longer."""
-    if norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / norm)
+def blocks_of(grads: Iterable[Tensor]) -> Iterator[Tensor]:
+    for grad in grads:
+        yield from torch.split(grad.detach().reshape(-1), BLOCK)
+
+
+def squares_of(blocks: Sequence[Tensor]) -> Tensor:
+    """Each block's share of the squared norm."""
+    if not blocks:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64).square() for block in blocks])
+
+
+def norm_of(squares: Tensor) -> float:
+    return float(squares.cumsum(0)[-1].sqrt()) if len(squares) else 0.0
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What a gradient whose global norm is `norm` is multiplied by: less than 1 where it is too long."""
+    return max_norm / norm if max_norm is not None and norm > max_norm else 1.0

@@ -108,6 +108,9 @@ class Run:
             lambda count: [slices_of(rank, worker.world_size, count) for rank in range(worker.world_size)],
             clip_norm=spec.train.clip_norm,
             bucket_bytes=spec.comm.bucket_bytes,
+            sharing=worker.sharing,
+            network=lambda: worker.network,
+            tell=worker.warn,
             foreign=foreign_state(model),
         )
         model.train()

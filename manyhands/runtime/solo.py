@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from manyhands.comm.segments import Segment
 from manyhands.control.launch_request import Display
 from manyhands.control.runs import RunDirectory, default_path, run_name
 from manyhands.control.session import RunFacts, WorkerPosition
@@ -63,6 +64,9 @@ class Solo:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
+
+    def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
+        raise AssertionError("a worker alone shares nothing")
 
     def report(self, step: int, phase: str) -> None:
         self._step = step

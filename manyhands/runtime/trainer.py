@@ -212,10 +212,8 @@ class Trainer:
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's weights."""
-        training = self._run.ready()
-        with torch.no_grad():
-            yield training.model
-        training.engine.synchronise()
+        with self._run.ready().engine.editing() as model:
+            yield model
 
     def request_stop(self) -> None:
         """Have `fit` end after the step under way, on every worker. For hooks."""

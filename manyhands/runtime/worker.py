@@ -17,10 +17,13 @@ from typing import Any
 import torch
 
 from manyhands.comm.axis import Axis, connect
+from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.store import ControlStore
 from manyhands.control.session import RunFacts, Session
-from manyhands.errors import SpecError
+from manyhands.errors import EnvironmentProblem, SpecError
 from manyhands.events import Event, Warned
+from manyhands.native import why_not
+from manyhands.parallel.shared_gradients import Sharing
 from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.recorder import Recorder
@@ -29,6 +32,8 @@ from manyhands.runtime.solo import Solo, watch_ending
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
+from manyhands.spec.run import RunSpec
+from manyhands.spec.seat import Seat
 from manyhands.strategies.replicated import Mirrored, MultiWorker, Single
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
@@ -70,6 +75,7 @@ class Worker:
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.device = process.choose_device(strategy.devices, seat.local_rank)
         self.recorder: Recorder | None = None
+        self.why_no_plane = _why_no_plane(session.seat, spec, self.device)
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
 
@@ -82,25 +88,57 @@ class Worker:
         """All workers, for the step. One thread only: every rank must start the same operations in the same order."""
         return self._axes("step", self.device)
 
+    @property
+    def network(self) -> Axis:
+        """The same workers over sockets, whatever they share."""
+        return self._axes("step", self.device, shared=False)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """What the workers have in common where they share memory."""
+        axis = self.axis
+        return Sharing(axis.plane, self.session.shared_memory) if isinstance(axis, PlaneAxis) else None
+
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some workers lack: a group of its own, because these travel while a step is under way."""
         return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
 
-    def _axes(self, purpose: str, device: torch.device) -> Axis:
-        if purpose not in self._connected:
-            seat, store = self.session.seat, None
-            if not isinstance(self.session, Solo):
-                store = ControlStore(self.session, prefix=f"{purpose}/{seat.generation}/")
-            self._connected[purpose] = connect(
-                store,
+    def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
+        key = purpose if shared else f"{purpose} over sockets"
+        if key not in self._connected:
+            self._connected[key] = (self._connect_plane(purpose) if shared else None) or self._connect(key, device)
+        return self._connected[key]
+
+    def _connect_plane(self, purpose: str) -> Axis | None:
+        """Where workers can share memory; `why_no_plane` says it where they cannot, the same on each."""
+        seat, comm = self.session.seat, self.resolved.spec.comm
+        if seat.world_size == 1 or self.why_no_plane:
+            return None
+        try:
+            return connect_plane(
+                lambda num_bytes: self.session.shared_memory(f"plane {purpose}", num_bytes, seat.world_size),
                 seat.rank,
                 seat.world_size,
-                address=seat.data_address,
-                device=device,
-                timeout_s=self.resolved.spec.comm.timeout_s,
+                timeout_s=comm.timeout_s,
                 missing=self._where_the_others_are,
             )
-        return self._connected[purpose]
+        except EnvironmentProblem as problem:
+            self.why_no_plane = problem.what
+            return None
+
+    def _connect(self, prefix: str, device: torch.device) -> Axis:
+        seat, store = self.session.seat, None
+        if not isinstance(self.session, Solo):
+            store = ControlStore(self.session, prefix=f"{prefix}/{seat.generation}/")
+        return connect(
+            store,
+            seat.rank,
+            seat.world_size,
+            address=seat.data_address,
+            device=device,
+            timeout_s=self.resolved.spec.comm.timeout_s,
+            missing=self._where_the_others_are,
+        )
 
     def settle_in(self, facts: RunFacts) -> None:
         """Join the run, then apply the machine's settings. Raises when the run directory is somebody else's."""
@@ -118,9 +156,16 @@ class Worker:
 
     def machine(self) -> str:
         """What was chosen for this machine, for the run's first line."""
+        _ = self.axis  # only now is it known whether there is memory to share
         launch = self.resolved.spec.launch
         allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
-        return f"{self.device}, {launch.memory_format} memory, {allocator}"
+        machine = f"{self.device}, {launch.memory_format} memory, {allocator}"
+        if self.world_size == 1:
+            return machine
+        backend = "NCCL" if self.device.type == "cuda" else "Gloo"
+        return f"{machine}, workers talk " + (
+            f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
+        )
 
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
@@ -161,6 +206,14 @@ class Worker:
             f"rank {rank} at step {place.step}, {place.phase}, {place.age_s:.0f} s ago"
             for rank, place in sorted(seen.items())
         )
+
+
+def _why_no_plane(seat: Seat, spec: RunSpec, device: torch.device) -> str:
+    if spec.comm.plane == "gloo":
+        return '[comm] plane = "gloo"'
+    if seat.num_hosts > 1:
+        return "several hosts"
+    return f"on {device}" if device.type != "cpu" else why_not()
 
 
 def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:

@@ -89,6 +89,8 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CommSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    plane: Literal["auto", "gloo"] = "auto"
+    """auto: workers of one host talk through shared memory where they can. gloo: always over sockets."""
     timeout_s: float = 30.0
     """How long a collective waits for its slowest peer before `PeerTimeout` names it."""
     bucket_bytes: int = 4 * 2**20

@@ -34,6 +34,8 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The address that collectives bind to on this host."""
     lifeline_fd: int | None = None
     """A pipe to the agent: the failure record goes there, and its end tells the agent of a death."""
+    memory_fd: int | None = None
+    """The host's shared memory, of which the agent allots regions."""
     flags: dict[str, Any] = {}
     """Command-line settings by dotted key ("run.seed"); they win over constructor arguments."""
 
@@ -55,6 +57,7 @@ _VARIABLES = {
     "attempt": "MANYHANDS_ATTEMPT",
     "data_address": "MANYHANDS_DATA_ADDRESS",
     "lifeline_fd": "MANYHANDS_LIFELINE_FD",
+    "memory_fd": "MANYHANDS_MEMORY_FD",
     "flags": "MANYHANDS_FLAGS",
 }
 

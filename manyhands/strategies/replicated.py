@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis, Pending
-from manyhands.errors import BadLoss, NonFinite, TrainingFailed
+from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFailed
 from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.gradients import GradientSum
-from manyhands.parallel.norms import clip_, global_norm
+from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
+from manyhands.parallel.shared_weights import SharedWeights, shareable
+from manyhands.parallel.updates import LocalUpdate, Update
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
 
 __all__ = ["Mirrored", "MultiWorker", "Replicated", "Single"]
@@ -79,11 +82,17 @@ class Replicated:
         clip_norm: float | None,
         bucket_bytes: int,
         foreign: ForeignState | None = None,
+        sharing: Sharing | None = None,
+        network: Callable[[], Axis] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`sharing` is given where ranks share memory; `network` is then an axis that does without."""
         self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
+        self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
         self._skipped_in_a_row = 0
-        self._summed: GradientSum | None = None
+        self._summed: GradientSum | SharedGradients | None = None
+        self._weights: Update | None = None
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -95,21 +104,69 @@ class Replicated:
         return self._model
 
     @property
-    def _gradients(self) -> GradientSum:
+    def _gradients(self) -> GradientSum | SharedGradients:
         assert self._summed is not None, "setup comes first"
         return self._summed
 
+    @property
+    def _update(self) -> Update:
+        assert self._weights is not None, "setup comes first"
+        return self._weights
+
+    @property
+    def shares_weights(self) -> bool:
+        return isinstance(self._weights, SharedWeights)
+
+    @contextmanager
+    def editing(self) -> Iterator[nn.Module]:
+        """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
+        alone = self._weights.editing() if isinstance(self._weights, SharedWeights) else nullcontext()
+        with torch.no_grad(), alone:
+            yield self._model
+        self.synchronise()
+
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
-        self._axis.broadcast_([*self._model.parameters(), *self._model.buffers()], "weights of rank 0")
-        if self._summed is not None:
-            self._summed.close()
         trained = [param for param in self._model.parameters() if param.requires_grad]
+        shared = set(map(id, trained)) if self.shares_weights and _same(trained, self._gradients.params) else set()
+        own = [param for param in self._model.parameters() if id(param) not in shared]
+        self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
         for param in self._model.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout: _Layout | None = None
-        self._summed = GradientSum(trained, self._axis, self._bucket_bytes)
         self._buffers = StepBuffers(self._model, self._foreign)
+        if shared:
+            self._axis.barrier("weights of rank 0")
+        else:
+            self._divide(trained)
+
+    def _divide(self, trained: list[nn.Parameter]) -> None:
+        """Decide how gradients are summed and weights updated, as all ranks do alike."""
+        if self._weights is not None:
+            self._weights.close()
+        if self._summed is not None:
+            self._summed.close()
+        if self._sharing is not None and summable(trained):
+            try:
+                self._share(self._sharing, trained)
+                return
+            except EnvironmentProblem as problem:  # the same on every rank
+                self._tell(f"gradients travel over the network layer instead of shared memory: {problem.what}")
+        self._summed = GradientSum(trained, self._network(), self._bucket_bytes)
+        self._weights = LocalUpdate(self._summed, self._optimizer)
+
+    def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
+        memory = sharing.new_layout()
+        gradients = SharedGradients(trained, sharing.plane, memory)
+        try:
+            if shareable(trained, self._optimizer):
+                self._weights = LocalUpdate(gradients, self._optimizer)
+            else:
+                self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)
+        except EnvironmentProblem:
+            gradients.close()
+            raise
+        self._summed = gradients
 
     # The step, and its parts for those who write their own loop.
 
@@ -168,7 +225,8 @@ class Replicated:
         loss, stop = self._reduce()
         stats = StepStats(loss=loss, rows=step.rows, stop=stop, bytes_sent=self._gradients.bytes_sent)
         self.phases.mark("reduce")
-        self._update(stats)
+        if self._scale_gradients(stats):
+            self._update.apply()
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
         stats.lr = float(self._optimizer.param_groups[0]["lr"])
@@ -259,6 +317,8 @@ class Replicated:
         exchange = self._exchange or self._start_exchange()
         self._gradients.finish()
         reports, stop, changes = exchange.finish()
+        if isinstance(self._summed, SharedGradients) and not self.shares_weights:
+            self._summed.collect()
         self._buffers.commit([report.statistics for report in reports])
         self._buffers.apply_first_changes(changes)
         total = sum(report.total for report in reports)  # in slice order
@@ -272,22 +332,14 @@ class Replicated:
             self._raise_non_finite(f"The loss of step {self._step.number} is {loss}")
         return loss, stop
 
-    def _update(self, stats: StepStats) -> None:
-        if self._scale_gradients(stats):
-            self._optimizer.step()
-
     def _scale_gradients(self, stats: StepStats) -> bool:
         """Divide out loss scale and weights, clip; False when an fp16 overflow means that the step is skipped."""
         scale = self._precision.scale
         factor = self._step.rows / self._weight / (scale.value if scale else 1.0)
-        if factor == 1.0 and self._clip_norm is None and scale is None:
-            return True
-        grads = [param.grad for param in self._gradients.params if param.grad is not None]
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        self._update.scale(factor)
         if self._clip_norm is None and scale is None:
             return True
-        stats.grad_norm = global_norm(grads)
+        stats.grad_norm = self._update.norm()
         if scale:
             stats.skipped = not math.isfinite(stats.grad_norm)
             scale.update(overflow=stats.skipped)
@@ -300,8 +352,7 @@ class Replicated:
                 return False
         elif not math.isfinite(stats.grad_norm):
             self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
-        if self._clip_norm is not None:
-            clip_(grads, stats.grad_norm, self._clip_norm)
+        self._update.clip(clip_factor(stats.grad_norm, self._clip_norm))
         return True
 
     def _raise_non_finite(self, what: str) -> None:
@@ -348,13 +399,12 @@ class _Exchange:
     """One small message per step and rank: each slice's loss, weight and statistics; whether anyone wants to stop.
 
     It travels with the gradients where it can: a collective of its own would be a twentieth of a step of 12 ms.
-    Statistics are too many for that.
     """
 
     def __init__(
         self,
         axis: Axis,
-        gradients: GradientSum,
+        gradients: GradientSum | SharedGradients,
         reports: list[_Report],
         shares: Sequence[range],
         stop: int,
@@ -371,14 +421,18 @@ class _Exchange:
             numbers += [report.total, report.weight]
         slots, self._width = max(map(len, shares)), buffers.numel
         self._num_numbers = 2 + 2 * slots
-        self._carried = not self._width and gradients.can_carry(8 * self._num_numbers)
-        if self._carried:
+        length = self._num_numbers + slots * self._width
+        self._carried = gradients.can_carry(8 * length)
+        if self._carried and not self._width:
             gradients.carry(struct.pack(f"{len(numbers)}d", *numbers))
             return
-        mine = torch.zeros(self._num_numbers + slots * self._width, dtype=torch.float64)
+        mine = torch.zeros(length, dtype=torch.float64)
         mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         for i, report in enumerate(reports if self._width else ()):
             self._statistics(mine, i).copy_(report.statistics)
+        if self._carried:
+            gradients.carry(mine.numpy().tobytes())
+            return
         self._everyone = torch.empty(axis.size, len(mine), dtype=torch.float64)
         self._pending: Pending = axis.all_gather_start(self._everyone.view(-1), mine, f"losses of step {number}")
 
@@ -401,14 +455,18 @@ class _Exchange:
     def _numbers(self) -> list[Sequence[float]]:
         """Each rank's message, after the gradients' own end."""
         if self._carried:
-            layout = struct.Struct(f"{self._num_numbers}d")
-            return [layout.unpack_from(message) for message in self._gradients.carried()]
+            layout, messages = struct.Struct(f"{self._num_numbers}d"), self._gradients.carried()
+            if self._width:
+                size = 8 * (self._num_numbers + max(map(len, self._shares)) * self._width)
+                whole = bytearray(b"".join(message[:size] for message in messages))
+                self._everyone = torch.frombuffer(whole, dtype=torch.float64).view(len(messages), -1)
+            return [layout.unpack_from(message) for message in messages]
         self._pending.wait()
         numbers: list[Sequence[float]] = self._everyone[:, : self._num_numbers].tolist()
         return numbers
 
     def _statistics_of(self, rank: int, i: int) -> Tensor:
-        return _NOTHING if self._carried else self._statistics(self._everyone[rank], i)
+        return self._statistics(self._everyone[rank], i) if self._width else _NOTHING
 
     def _statistics(self, message: Tensor, i: int) -> Tensor:
         start = self._num_numbers + i * self._width
@@ -458,3 +516,7 @@ def _first_non_finite(model: nn.Module) -> str | None:
 
 def _wants_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from manyhands.comm.segments import HostMemory, Segment
 from manyhands.control.session import RunFacts, WorkerPosition
 from manyhands.events import Event
 from manyhands.spec.seat import Seat
@@ -30,6 +32,7 @@ class PoolSession:
         self.stop_requested: str | None = None
         self.events: list[Event] = []
         self._store = FileStore(str(store), -1)
+        self._memory: HostMemory | None = None
 
     def join(self, facts: RunFacts) -> None:
         (self.run_dir / "events").mkdir(parents=True, exist_ok=True)
@@ -44,6 +47,21 @@ class PoolSession:
     def wait(self, keys: list[str], timeout_s: float) -> None:
         self._store.wait(keys, timedelta(seconds=timeout_s))
 
+    def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
+        """Rank 0 plays the agent; the others reach its memory through its process."""
+        key = f"memory/{name}"
+        if self.seat.rank == 0:
+            self._memory = self._memory or HostMemory()
+            offset, fd = self._memory.allot(name, num_bytes, ranks), self._memory.fd
+            self.set(key, f"{os.getpid()} {fd} {offset}".encode())
+            return Segment(fd, num_bytes, offset)
+        pid, number, offset = map(int, self.get(key, timeout_s=30.0).split())
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        try:
+            return Segment(fd, num_bytes, offset)
+        finally:
+            os.close(fd)
+
     def report(self, step: int, phase: str) -> None: ...
 
     def committed(self, step: int, path: str) -> None: ...
@@ -54,4 +72,7 @@ class PoolSession:
     def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
         return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None

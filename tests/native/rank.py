@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-from manyhands.comm.shared_memory import Plane, Segment
+from manyhands.comm.segments import Segment
+from manyhands.comm.shared_memory import Plane
 from manyhands.errors import PeerLost
 
 

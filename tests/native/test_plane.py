@@ -18,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.comm.shared_memory import Plane, Segment, _free_bytes
+from manyhands.comm.segments import HostMemory, Segment, free_bytes
+from manyhands.comm.shared_memory import Plane
 from manyhands.errors import EnvironmentProblem
 from manyhands.native import why_not
 from manyhands.parallel.tree import finish, program
@@ -35,15 +36,16 @@ class Ranks:
     """Processes that map one segment."""
 
     def __init__(self, count: int) -> None:
-        self.segment = Segment.create(SEGMENT_BYTES)
+        self.memory = HostMemory()
+        self.segment = Segment(self.memory.fd, SEGMENT_BYTES, self.memory.allot("plane", SEGMENT_BYTES))
         self.processes = [self._start() for _ in range(count)]
         for rank in range(count):
             self._wait_for(rank)
 
     def _start(self) -> subprocess.Popen[str]:
-        words = [sys.executable, str(Path(__file__).with_name("rank.py")), str(self.segment.fd), str(SEGMENT_BYTES)]
+        words = [sys.executable, str(Path(__file__).with_name("rank.py")), str(self.memory.fd), str(SEGMENT_BYTES)]
         return subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[self.segment.fd]
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[self.memory.fd]
         )
 
     def _wait_for(self, rank: int) -> None:
@@ -60,7 +62,7 @@ class Ranks:
 
     def open(self, world: int, area_bytes: int, timeout_s: float = 10.0) -> None:
         """A fresh plane of the first `world` processes."""
-        os.pwrite(self.segment.fd, bytes(Plane.num_bytes(world, area_bytes)), 0)
+        os.pwrite(self.memory.fd, bytes(Plane.num_bytes(world, area_bytes)), 0)
         told = {"op": "open", "world": world, "area_bytes": area_bytes, "timeout_s": timeout_s}
         self.call([{**told, "rank": rank} for rank in range(world)])
 
@@ -77,10 +79,10 @@ class Ranks:
 
     def tell_and_see_it_arrive(self, rank: int, told: dict[str, Any]) -> None:
         """A rank that comes to a meeting writes so at the start of the segment."""
-        before = os.pread(self.segment.fd, 4096, 0)
+        before = os.pread(self.memory.fd, 4096, 0)
         self.tell(rank, told)
         deadline = time.monotonic() + 10
-        while os.pread(self.segment.fd, 4096, 0) == before:
+        while os.pread(self.memory.fd, 4096, 0) == before:
             assert time.monotonic() < deadline, "it never arrived"
             time.sleep(0.001)
 
@@ -95,6 +97,7 @@ class Ranks:
             process.kill()
             process.communicate()
         self.segment.close()
+        self.memory.close()
 
 
 @pytest.fixture(scope="module")
@@ -235,23 +238,45 @@ def test_an_abort_wakes_those_who_wait_and_those_who_come_later(warm: Ranks) -> 
     plane = Plane(warm.segment, 2, 3, area_bytes=4096)
     began = time.monotonic()
     warm.tell_and_see_it_arrive(0, {"op": "meet"})
-    plane.abort()
-    assert "PeerLost" in warm.hear(0)["error"]
+    plane.abort(1)
+    assert "PeerLost: Rank 0 was in 'meet' when rank 1 was lost" in warm.hear(0)["error"]
     assert "PeerLost" in warm.call([{"op": "meet"}])[0]["error"]
     assert time.monotonic() - began < 5
 
 
-def test_memory_that_is_not_there_is_an_error_when_it_is_asked_for() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"No 4611686018427.4 MB of memory to share .* MB are free"):
-        Segment.create(2**62)
+def test_a_meeting_that_took_place_counts_for_those_who_look_later(warm: Ranks) -> None:
+    """A rank that was quick to leave after the last meeting is lost to nobody."""
+    warm.open(2, 4096)
+    plane = Plane(warm.segment, 1, 2, area_bytes=4096)
+    warm.processes[0].send_signal(signal.SIGSTOP)
+    try:
+        warm.tell(0, {"op": "meet"})
+    finally:
+        warm.processes[0].send_signal(signal.SIGCONT)
+    plane.meet("meet")
+    plane.abort(1)
+    assert "error" not in warm.hear(0)
+
+
+def test_memory_that_is_not_there_is_an_error_to_everybody_who_asks_for_it() -> None:
+    memory = HostMemory()
+    try:
+        for _ in range(2):
+            with pytest.raises(EnvironmentProblem, match=r"No 4611686018427.4 MB of memory to share .* MB are free"):
+                memory.allot("weights", 2**62)
+        assert memory.allot("plane", 5000) == 0
+        assert memory.allot("more", 1) == 8192
+        assert memory.allot("plane", 5000) == 0
+    finally:
+        memory.close()
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("2000000\n")
-    assert _free_bytes(tmp_path) == 3_000_000
+    assert free_bytes(tmp_path) == 3_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert _free_bytes(tmp_path) > 5_000_000
+    assert free_bytes(tmp_path) > 5_000_000
 
 
 @pytest.mark.slow

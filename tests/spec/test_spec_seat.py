@@ -17,6 +17,7 @@ SEAT = Seat(
     attempt=2,
     data_address="10.0.0.2",
     lifeline_fd=9,
+    memory_fd=10,
     flags={"run.seed": 3, "train.exact": True},
 )
 

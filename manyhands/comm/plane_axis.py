@@ -1,0 +1,39 @@
+"""An axis whose ranks share memory: the same calls as over a process group, done when they return.
+
+Nothing listens and nothing connects: ranks meet in a `Plane`. Start reading at `connect_plane`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from manyhands.comm.axis import Axis, Done, Pending
+from manyhands.comm.segments import Segment
+from manyhands.comm.shared_memory import Plane
+
+__all__ = ["PlaneAxis", "connect_plane"]
+
+
+class PlaneAxis(Axis):
+    """Gradients have a way of their own through shared memory (`parallel.shared_gradients`), so no sums here."""
+
+    def __init__(self, plane: Plane, *, timeout_s: float) -> None:
+        super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
+        self.plane = plane
+
+    def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
+        self.plane.all_gather(output, input.contiguous(), name)
+        return Done()
+
+    def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
+        self.plane.broadcast_(raw, name, source=source)
+
+
+def connect_plane(
+    memory: Callable[[int], Segment], rank: int, size: int, *, timeout_s: float, missing: Callable[[], str]
+) -> PlaneAxis:
+    """`memory` gives a segment of so many bytes, the same one to every rank."""
+    segment = memory(Plane.num_bytes(size))
+    return PlaneAxis(Plane(segment, rank, size, timeout_s=timeout_s, missing=missing), timeout_s=timeout_s)

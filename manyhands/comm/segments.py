@@ -1,0 +1,110 @@
+"""Memory that the processes of one host share: a memfd, which has no name and is gone with the last who holds it.
+
+The host's agent owns a `HostMemory` and allots regions of it, each allocated in full before anybody writes to it; its
+workers inherit the file descriptor and map what they were told as `Segment`s. No torch in here. Collectives on top of
+it are in `shared_memory`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import psutil
+
+from manyhands.errors import EnvironmentProblem
+from manyhands.native import library
+
+__all__ = ["HostMemory", "Segment"]
+
+
+class Segment:
+    """A region of shared memory in this process. Fresh memory is all zero."""
+
+    def __init__(self, fd: int, num_bytes: int, offset: int = 0) -> None:
+        self.num_bytes = num_bytes
+        self.buffer = mmap.mmap(fd, num_bytes, offset=offset)
+        self._first = ctypes.c_char.from_buffer(self.buffer)
+        self.address = ctypes.addressof(self._first)
+
+    def free(self) -> None:
+        """Give the memory back to the system; for everybody who maps it, it is zero from now on."""
+        self.buffer.madvise(mmap.MADV_REMOVE)
+
+    def close(self) -> None:
+        """Tensors that look at the memory keep it mapped."""
+        del self._first
+        with contextlib.suppress(BufferError):
+            self.buffer.close()
+
+
+class HostMemory:
+    """One memfd per generation, and who has which region of it."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("manyhands", os.MFD_CLOEXEC)
+        self._end = 0
+        self._offsets: dict[str, int] = {}
+        self._refused: dict[str, EnvironmentProblem] = {}
+        self._planes: list[tuple[Segment, int]] = []
+
+    def allot(self, name: str, num_bytes: int, ranks: int = 0) -> int:
+        """Where the region `name` begins; the same answer to everybody who asks, a refusal included.
+
+        With `ranks` it is a plane between so many: `lose` wakes those who wait in it.
+        """
+        if name in self._refused:
+            raise self._refused[name]
+        if name not in self._offsets:
+            try:
+                self._offsets[name] = self._allocate(num_bytes)
+            except EnvironmentProblem as problem:
+                self._refused[name] = problem
+                raise
+            if ranks:
+                self._planes.append((Segment(self.fd, num_bytes, self._offsets[name]), ranks))
+        return self._offsets[name]
+
+    def _allocate(self, num_bytes: int) -> int:
+        # Asked first: what the kernel cannot allocate in the end, it makes room for by killing somebody.
+        room = free_bytes()
+        if num_bytes > room:
+            raise _no_memory(num_bytes, f"{room / 1e6:.1f} MB are free")
+        offset = self._end
+        try:
+            # Writing to memory that is not there would be a SIGBUS in the middle of a step; here it is an error.
+            os.posix_fallocate(self.fd, offset, num_bytes)
+        except OSError as error:
+            raise _no_memory(num_bytes, error.strerror or str(error)) from error
+        self._end += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return offset
+
+    def lose(self, rank: int) -> None:
+        """A rank has ended: nobody needs to wait for it any longer."""
+        for segment, ranks in self._planes:
+            library.abort_plane(segment.address, ranks, rank)
+
+    def close(self) -> None:
+        for segment, _ in self._planes:
+            segment.close()
+        self._planes = []
+        os.close(self.fd)
+
+
+def _no_memory(num_bytes: int, why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"No {num_bytes / 1e6:.1f} MB of memory to share between workers: {why}.",
+        fix=["a smaller model, or fewer workers", "a higher memory limit of the container"],
+    )
+
+
+def free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this machine, or the container that we are in, has left."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free

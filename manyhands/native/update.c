@@ -1,0 +1,158 @@
+/* Optimizers on flat memory: the gradient is summed along its tree and applied block by block, while it is in the
+ * nearest cache. Each follows torch's own sequence of operations. Start reading at mh_update. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct vector_ops {
+    void (*scale)(float *to, const float *a, float factor, size_t count);
+    void (*add_scaled)(float *to, const float *a, float alpha, const float *b, size_t count);
+    void (*add_product)(float *to, const float *a, float value, const float *b, const float *c, size_t count);
+    void (*add_quotient)(float *to, const float *a, float value, const float *b, const float *c, size_t count);
+    void (*interpolate)(float *to, const float *a, const float *b, float weight, size_t count);
+    void (*root)(float *to, const float *a, float divisor, float eps, size_t count);
+    void (*larger)(float *to, const float *a, const float *b, size_t count);
+};
+
+#define FOR_CPU(name) any_##name
+#include "vector_ops.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("arch=haswell")
+#define FOR_CPU(name) haswell_##name
+#include "vector_ops.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
+#define FOR_CPU(name) skylake_##name
+#include "vector_ops.h"
+#pragma GCC pop_options
+
+static const struct vector_ops *ops_for_this_cpu(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw")) {
+        return &skylake_ops;
+    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &haswell_ops : &any_ops;
+}
+#else
+static const struct vector_ops *ops_for_this_cpu(void) { return &any_ops; }
+#endif
+
+#define BLOCK (MH_BLOCK_BYTES / sizeof(float))
+
+/* One block of a piece: `g` is its gradient, `free` as much memory again. */
+struct block {
+    float *g, *free;
+    const float *w;
+    float *to;
+    const float *from[MH_MAX_STATES];
+    float *state[MH_MAX_STATES];
+    size_t count;
+};
+
+static void sgd(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
+    const float *step = b->g;
+    if (u->weight_decay != 0) v->add_scaled(b->g, b->g, u->weight_decay, b->w, b->count);
+    if (u->momentum != 0) {
+        if (u->first) {
+            memcpy(b->state[0], b->g, b->count * sizeof(float));
+        } else {
+            v->scale(b->state[0], b->from[0], u->momentum, b->count);
+            v->add_scaled(b->state[0], b->state[0], u->gradient_share, b->g, b->count);
+        }
+        if (u->nesterov) v->add_scaled(b->g, b->g, u->momentum, b->state[0], b->count);
+        step = u->nesterov ? b->g : b->state[0];
+    }
+    v->add_scaled(b->to, b->w, u->step_size, step, b->count);
+}
+
+static void adam(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
+    const float *w = b->w, *second = b->state[1];
+    if (u->shrink != 1) {
+        v->scale(b->to, w, u->shrink, b->count);
+        w = b->to;
+    }
+    if (u->weight_decay != 0) v->add_scaled(b->g, b->g, u->weight_decay, w, b->count);
+    v->interpolate(b->state[0], b->from[0], b->g, u->gradient_share, b->count);
+    v->scale(b->state[1], b->from[1], u->second_keep, b->count);
+    v->add_product(b->state[1], b->state[1], u->second_share, b->g, b->g, b->count);
+    if (u->extra) {
+        v->larger(b->state[2], b->from[2], b->state[1], b->count);
+        second = b->state[2];
+    }
+    v->root(b->free, second, u->root_divisor, u->eps, b->count);
+    v->add_quotient(b->to, w, u->step_size, b->state[0], b->free, b->count);
+}
+
+static void adagrad(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
+    if (u->weight_decay != 0) v->add_scaled(b->g, b->g, u->weight_decay, b->w, b->count);
+    v->add_product(b->state[0], b->from[0], 1.0f, b->g, b->g, b->count);
+    v->root(b->free, b->state[0], 1.0f, u->eps, b->count);
+    v->add_quotient(b->to, b->w, u->step_size, b->g, b->free, b->count);
+}
+
+/* States: the average of squares, the momentum where there is one, the average where it is centered. */
+static void rmsprop(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
+    if (u->weight_decay != 0) v->add_scaled(b->g, b->g, u->weight_decay, b->w, b->count);
+    v->scale(b->state[0], b->from[0], u->second_keep, b->count);
+    v->add_product(b->state[0], b->state[0], u->second_share, b->g, b->g, b->count);
+    const float *square = b->state[0];
+    if (u->extra) {
+        v->interpolate(b->state[2], b->from[2], b->g, u->second_share, b->count);
+        v->add_product(b->free, b->state[0], -1.0f, b->state[2], b->state[2], b->count);
+        square = b->free;
+    }
+    v->root(b->free, square, 1.0f, u->eps, b->count);
+    if (u->momentum > 0) {
+        v->scale(b->state[1], b->from[1], u->momentum, b->count);
+        v->add_quotient(b->state[1], b->state[1], 1.0f, b->g, b->free, b->count);
+        v->add_scaled(b->to, b->w, u->step_size, b->state[1], b->count);
+    } else {
+        v->add_quotient(b->to, b->w, u->step_size, b->g, b->free, b->count);
+    }
+}
+
+static void (*const optimizers[MH_NUM_OPTIMIZERS])(const struct vector_ops *, const struct mh_update *, struct block *) = {
+    sgd, adam, adagrad, rmsprop};
+
+static void update_block(const struct vector_ops *v, const struct mh_update *u, const struct mh_piece *piece,
+                         size_t start, struct block *b) {
+    b->w = piece->w + start;
+    b->to = piece->to + start;
+    for (size_t i = 0; i < MH_MAX_STATES; i++) {
+        b->from[i] = piece->from[i] == NULL ? NULL : piece->from[i] + start;
+        b->state[i] = piece->state[i] == NULL ? NULL : piece->state[i] + start;
+    }
+    /* In torch's order: divide out weights and loss scale, clip, turn round. Each is rounded. */
+    if (u->factor != 1) v->scale(b->g, b->g, u->factor, b->count);
+    if (u->clip != 1) v->scale(b->g, b->g, u->clip, b->count);
+    if (u->maximize) v->scale(b->g, b->g, -1.0f, b->count);
+    optimizers[u->optimizer](v, u, b);
+}
+
+int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t num_pieces, const void *const *sources,
+              size_t num_sources, const int32_t *program, size_t length) {
+    static const struct vector_ops *v;
+    if (v == NULL) v = ops_for_this_cpu();
+    if (u->optimizer < 0 || u->optimizer >= MH_NUM_OPTIMIZERS) return MH_BAD_ARGUMENT;
+    if (mh_check_program(program, length, num_sources)) return MH_BAD_ARGUMENT;
+    unsigned char *memory = malloc((2 + MH_MAX_DEPTH) * MH_BLOCK_BYTES);
+    if (memory == NULL) return MH_NO_MEMORY;
+    struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
+    for (size_t i = 0; i < num_pieces; i++) {
+        const void *const *rows = sources + i * num_sources;
+        for (size_t start = 0; start < pieces[i].count; start += BLOCK) {
+            block.count = pieces[i].count - start < BLOCK ? pieces[i].count - start : BLOCK;
+            mh_sum_block(block.g, rows, start * sizeof(float), program, length, block.count, MH_F32,
+                         memory + 2 * MH_BLOCK_BYTES);
+            update_block(v, u, &pieces[i], start, &block);
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,80 @@
+"""Tensors one after the other in a stretch of memory, by type: where each lies, and which part is whose.
+
+Pure arithmetic over shapes; `views` alone makes tensors. Each tensor starts on a cache line, and so does each rank's
+part of every type, so that no two ranks ever write to the same line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.segments import Segment
+
+__all__ = ["Flat", "Section", "lay_out"]
+
+LINE = 64
+
+
+class Section(NamedTuple):
+    """All tensors of one type."""
+
+    dtype: torch.dtype
+    start_byte: int
+    numel: int
+    """Elements, with the gaps between tensors."""
+    members: list[int]
+    """Places of its tensors in the list."""
+
+    def part(self, rank: int, world: int) -> range:
+        """The elements that this rank sums and updates."""
+        lines = self.numel * self.dtype.itemsize // LINE
+        each = LINE // self.dtype.itemsize
+        return range(lines * rank // world * each, lines * (rank + 1) // world * each)
+
+
+class Flat(NamedTuple):
+    sections: list[Section]
+    starts: list[int]
+    """Where each tensor begins, in elements of its section."""
+    num_bytes: int
+
+    def views(self, tensors: Sequence[Tensor], segment: Segment, at_byte: int = 0) -> list[Tensor]:
+        """A tensor over the segment for each of `tensors`, like it in shape and, where it has no gaps, in strides.
+
+        Each has a storage of its own, exactly as long as itself: whoever saves one of them saves no more than that.
+        """
+        found: list[Tensor] = list(tensors)
+        for section in self.sections:
+            for place in section.members:
+                like = tensors[place]
+                offset = at_byte + section.start_byte + self.starts[place] * section.dtype.itemsize
+                if like.numel() == 0:
+                    found[place] = torch.empty_like(like)
+                    continue
+                flat = torch.frombuffer(segment.buffer, dtype=section.dtype, count=like.numel(), offset=offset)
+                found[place] = flat.as_strided(like.shape, strides(like))
+        return found
+
+
+def lay_out(tensors: Sequence[Tensor]) -> Flat:
+    by_type: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_type.setdefault(tensor.dtype, []).append(place)
+    sections, starts, end = [], [0] * len(tensors), 0
+    for dtype, members in by_type.items():
+        count, each = 0, LINE // dtype.itemsize
+        for place in members:
+            starts[place] = count
+            count += -(-tensors[place].numel() // each) * each
+        sections.append(Section(dtype, end, count, members))
+        end += count * dtype.itemsize
+    return Flat(sections, starts, max(end, LINE))
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own where it fills its memory (channels_last does), else those of a row-major one."""
+    return torch.empty_like(tensor, device="meta").stride()

@@ -1,0 +1,307 @@
+"""Optimizers as one pass over memory: which of torch's there is a fused version of, and its numbers of each step.
+
+A fused update reads gradients, weights and states once and writes them once (see native/update.c), and keeps its
+states where torch keeps them, under torch's names: a checkpoint does not tell which of the two ran. It follows torch's
+own operations; square roots may differ in the last bit. For the result not to depend on the number of workers, a run
+uses it everywhere or nowhere. Start reading at `fusible`, then `Fused.apply`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from manyhands.native import library, why_not
+
+__all__ = ["MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "state_names"]
+
+MAX_STATES = 3
+Group = Mapping[str, Any]
+
+
+def fusible(optimizer: Optimizer, params: Iterable[Tensor]) -> str:
+    """Why this optimizer has no fused version here; empty where it has."""
+    kind = _KINDS.get(type(optimizer))
+    if library is None:
+        return why_not()
+    if kind is None:
+        return f"{type(optimizer).__name__} has no fused version"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has hooks around its steps"
+    for group in optimizer.param_groups:
+        for option in ("foreach", "fused", "capturable", "differentiable"):
+            if group.get(option):
+                return f"the optimizer was asked for {option}=True"
+        if any(isinstance(value, Tensor) for value in _numbers(group)):
+            return "a setting of the optimizer is a tensor"
+    for param in params:
+        if param.dtype != torch.float32 or param.device.type != "cpu":
+            return f"a parameter is {param.dtype} on {param.device}"
+    return ""
+
+
+def state_names(optimizer: Optimizer) -> list[str]:
+    """The states, as long as the parameters, that this optimizer keeps."""
+    states = _KINDS[type(optimizer)].states
+    return sorted({name for group in optimizer.param_groups for name in states(group) if name is not None})
+
+
+def _numbers(group: Group) -> list[Any]:
+    plain = [value for name, value in group.items() if name != "params" and not isinstance(value, tuple)]
+    return [*plain, *group.get("betas", ())]
+
+
+class _How(NamedTuple):
+    """`struct mh_update` of core.h, field by field."""
+
+    optimizer: int
+    first: int = 0
+    nesterov: int = 0
+    maximize: int = 0
+    extra: int = 0
+    factor: float = 1.0
+    clip: float = 1.0
+    step_size: float = 0.0
+    weight_decay: float = 0.0
+    shrink: float = 1.0
+    momentum: float = 0.0
+    gradient_share: float = 1.0
+    second_keep: float = 0.0
+    second_share: float = 0.0
+    root_divisor: float = 1.0
+    eps: float = 0.0
+
+    def pack(self, factor: float, clip: float) -> bytes:
+        return struct.pack("5i11f", *self._replace(factor=factor, clip=clip))
+
+
+class _Kind(NamedTuple):
+    """One optimizer: the states that a group's settings ask for, in native's order, and its numbers of a step."""
+
+    states: Callable[[Group], Sequence[str | None]]
+    counts_steps: bool
+    how: Callable[[Group, int], _How]
+    """Of the group's settings and how many steps a parameter has taken, this one included; 0 where none are counted
+    and there is no state yet."""
+    starts_at: Callable[[Group], float] = lambda group: 0.0
+
+
+def _sgd(group: Group, steps: int) -> _How:
+    return _How(
+        optimizer=library.SGD,
+        first=steps == 0,
+        nesterov=bool(group["nesterov"]),
+        maximize=bool(group["maximize"]),
+        step_size=-group["lr"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        gradient_share=1 - group["dampening"],
+    )
+
+
+def _adam(group: Group, steps: int) -> _How:
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    decoupled = group.get("decoupled_weight_decay", False)
+    return _How(
+        optimizer=library.ADAM,
+        maximize=bool(group["maximize"]),
+        extra=bool(group["amsgrad"]),
+        step_size=-(group["lr"] / (1 - beta1**steps)),
+        weight_decay=0.0 if decoupled else decay,
+        shrink=1 - group["lr"] * decay if decoupled else 1.0,
+        gradient_share=1 - beta1,
+        second_keep=beta2,
+        second_share=1 - beta2,
+        root_divisor=(1 - beta2**steps) ** 0.5,
+        eps=group["eps"],
+    )
+
+
+def _adagrad(group: Group, steps: int) -> _How:
+    return _How(
+        optimizer=library.ADAGRAD,
+        maximize=bool(group["maximize"]),
+        step_size=-(group["lr"] / (1 + (steps - 1) * group["lr_decay"])),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
+
+
+def _rmsprop(group: Group, steps: int) -> _How:
+    return _How(
+        optimizer=library.RMSPROP,
+        maximize=bool(group["maximize"]),
+        extra=bool(group["centered"]),
+        step_size=-group["lr"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        second_keep=group["alpha"],
+        second_share=1 - group["alpha"],
+        eps=group["eps"],
+    )
+
+
+_ADAM = _Kind(
+    states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None),
+    counts_steps=True,
+    how=_adam,
+)
+_KINDS: dict[type[Optimizer], _Kind] = {
+    SGD: _Kind(lambda group: ("momentum_buffer",) if group["momentum"] else (), counts_steps=False, how=_sgd),
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    Adagrad: _Kind(
+        lambda group: ("sum",), counts_steps=True, how=_adagrad, starts_at=lambda g: g["initial_accumulator_value"]
+    ),
+    RMSprop: _Kind(
+        lambda group: (
+            "square_avg",
+            "momentum_buffer" if group["momentum"] > 0 else None,
+            "grad_avg" if group["centered"] else None,
+        ),
+        counts_steps=True,
+        how=_rmsprop,
+    ),
+}
+
+
+class Piece(NamedTuple):
+    """A stretch of a parameter, as addresses: `struct mh_piece` of core.h."""
+
+    numel: int
+    old: int
+    new: int
+    old_states: tuple[int, ...]
+    new_states: tuple[int, ...]
+
+
+def pack_pieces(pieces: Iterable[Piece]) -> bytes:
+    padding = (0,) * MAX_STATES
+    numbers: list[int] = []
+    for piece in pieces:
+        olds, news = (*piece.old_states, *padding)[:MAX_STATES], (*piece.new_states, *padding)[:MAX_STATES]
+        numbers += [piece.numel, piece.old, piece.new, *olds, *news]
+    return struct.pack(f"{len(numbers)}Q", *numbers)
+
+
+class Batch(NamedTuple):
+    """Parameters that take the same numbers in a step."""
+
+    group: int
+    steps: int
+    members: list[int]
+    """Places in `Fused.params`."""
+
+
+class Fused:
+    """The fused version of `optimizer`, over its own states.
+
+    `make_state(param, name, start)` gives a new state, like the parameter in shape and strides and filled with `start`;
+    by default in memory of the process's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, make_state: Callable[[Tensor, str, float], Tensor] | None = None) -> None:
+        self.optimizer = optimizer
+        self.params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+        self._kind = _KINDS[type(optimizer)]
+        self._make_state = make_state or (lambda param, name, start: torch.full_like(param, start))
+        self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self.adopt()
+        # Whoever loads states replaces them; what was known of the old ones no longer holds.
+        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.adopt())
+
+    def close(self) -> None:
+        self._loaded.remove()
+
+    def adopt(self) -> None:
+        """Take over states that are there, into memory of `make_state`."""
+        self._steps = torch.zeros(len(self.params))
+        self._counted = [0] * len(self.params)
+        self._known: set[int] = set()
+        for place, param in enumerate(self.params):
+            state = self.optimizer.state.get(param)
+            if state and any(value is not None for value in state.values()):
+                self._move_in(place, state)
+
+    def _move_in(self, place: int, state: dict[str, Any]) -> None:
+        for name in self.state_names(place):
+            if name is not None and state.get(name) is not None:
+                state[name] = self._make_state(self.params[place], name, 0.0).copy_(state[name])
+        if self._kind.counts_steps:
+            self._counted[place] = int(state["step"])
+            self._steps[place] = self._counted[place]
+            state["step"] = self._steps[place]
+        self._known.add(place)
+
+    def state_names(self, place: int) -> Sequence[str | None]:
+        return self._kind.states(self.optimizer.param_groups[self._group_of[place]])
+
+    def states(self, place: int) -> list[Tensor | None]:
+        state = self.optimizer.state.get(self.params[place], {})
+        return [state.get(name) if name is not None else None for name in self.state_names(place)]
+
+    def begin_step(self, places: Iterable[int]) -> list[Batch]:
+        """Count a step for these parameters, make the states they still lack, and say who is updated how."""
+        batches: dict[tuple[int, int], list[int]] = {}
+        chosen = list(places)
+        for place in chosen:
+            fresh = place not in self._known
+            if fresh:
+                self._start_states(place)
+            steps = self._counted[place] = self._counted[place] + 1 if self._kind.counts_steps else 0 if fresh else 1
+            batches.setdefault((self._group_of[place], steps), []).append(place)
+        if self._kind.counts_steps:
+            if len(chosen) == len(self.params):
+                self._steps += 1
+            else:
+                self._steps[torch.tensor(chosen, dtype=torch.int64)] += 1
+        # What a scheduler looks for, to warn of steps in the wrong order.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return [Batch(group, steps, members) for (group, steps), members in batches.items()]
+
+    def _start_states(self, place: int) -> None:
+        self._known.add(place)
+        if not self._kind.counts_steps and not self.state_names(place):
+            return
+        state = self.optimizer.state[self.params[place]]
+        start = self._kind.starts_at(self.optimizer.param_groups[self._group_of[place]])
+        if self._kind.counts_steps:
+            state["step"] = self._steps[place]
+        for name in self.state_names(place):
+            if name is not None:
+                state[name] = self._make_state(self.params[place], name, start)
+
+    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0) -> bytes:
+        return self._kind.how(self.optimizer.param_groups[batch.group], batch.steps).pack(factor, clip)
+
+    def apply(self) -> None:
+        """What `optimizer.step()` does with the gradients in `.grad`."""
+        places = [place for place, param in enumerate(self.params) if param.grad is not None]
+        for batch in self.begin_step(places):
+            pieces, gradients = [], []
+            for place in batch.members:
+                param, grad = self.params[place], self.params[place].grad
+                assert grad is not None
+                grad = like(grad, param)
+                gradients.append(grad)
+                addresses = tuple(0 if state is None else state.data_ptr() for state in self.states(place))
+                pieces.append(Piece(param.numel(), param.data_ptr(), param.data_ptr(), addresses, addresses))
+            sources = struct.pack(f"{len(gradients)}Q", *(grad.data_ptr() for grad in gradients))
+            code = library.update(self.how(batch), pack_pieces(pieces), sources, _ONE_SOURCE)
+            if code:
+                raise MemoryError if code == library.NO_MEMORY else AssertionError(f"native update: {code}")
+
+
+_ONE_SOURCE = struct.pack("i", 0)
+
+
+def like(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient in the parameter's own memory order."""
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param).copy_(grad)

@@ -1,0 +1,245 @@
+"""The gradient of the whole batch, where the ranks share memory: rows that everybody sees, and sums along the tree.
+
+Each rank has a row per node of the slice tree that it holds (one, for the usual number of slices), as long as all
+gradients together. While backward of its last slice runs, fresh gradients are copied there; the others' rows are never
+copied at all. `finish` is a meeting: afterwards every rank may read every row, and knows which parameters have a
+gradient anywhere. Then either each rank sums its own part on its way into new weights (`shared_weights`), or the sums
+are brought together in `.grad` (`collect`), for optimizers that every rank runs in full.
+
+The same calls as `GradientSum`, which does this over a network. Start reading at `SharedGradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.comm.segments import Segment
+from manyhands.comm.shared_memory import DTYPES, Plane
+from manyhands.errors import TrainingFailed
+from manyhands.parallel.flat import Flat, lay_out
+from manyhands.parallel.gradients import Gradients, add_lists, take
+from manyhands.parallel.tree import Node, Stack, nodes_of, program
+
+__all__ = ["SharedGradients", "Sharing", "summable"]
+
+# From this size on a gradient is copied as soon as it is there, while it is in a cache; smaller ones all at the end.
+AT_ONCE_BYTES = 2**18
+
+
+class Sharing:
+    """The plane that ranks meet on, and memory for what they share. `name` is new for everything that is laid out."""
+
+    def __init__(self, plane: Plane, memory: Callable[[str, int], Segment]) -> None:
+        self.plane, self._memory = plane, memory
+        self._layouts = 0
+
+    def new_layout(self) -> Callable[[str, int], Segment]:
+        """Memory by name, for one layout of the parameters. Every rank asks for the same."""
+        self._layouts += 1
+        prefix = f"layout {self._layouts}/"
+        return lambda name, num_bytes: self._memory(prefix + name, num_bytes)
+
+
+def summable(params: Sequence[Tensor]) -> bool:
+    """Whether sums of these can be made in shared memory."""
+    return bool(params) and all(param.dtype in DTYPES and param.device.type == "cpu" for param in params)
+
+
+class SharedGradients:
+    """Per-slice gradients of `params` in memory of all ranks; the same bits for every division of the slices."""
+
+    def __init__(self, params: Sequence[nn.Parameter], plane: Plane, memory: Callable[[str, int], Segment]) -> None:
+        self.params, self._plane, self._memory = list(params), plane, memory
+        self.flat: Flat = lay_out(self.params)
+        self._row_bytes = -(-self.flat.num_bytes // 4096) * 4096
+        self._levels: list[Segment] = []
+        self._views: list[list[Tensor]] = []
+        self._add_level()
+        self._messages: Segment | None = None
+        self._room = 0
+        self._shares: Sequence[range] | None = None
+        self._overlapping = False
+        self.bytes_sent = 0
+        self._small = [i for i, param in enumerate(self.params) if param.nbytes < AT_ONCE_BYTES]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._when_there(i))  # type: ignore[no-untyped-call]
+            for i, param in enumerate(self.params)
+            if param.nbytes >= AT_ONCE_BYTES
+        ]
+
+    def begin(self, count: int, shares: Sequence[range], name: str) -> None:
+        """Start a step of `count` slices, of which rank r computes `shares[r]`."""
+        self._count, self._name, self._mine = count, name, shares[self._plane.rank]
+        if shares is not self._shares:
+            self._set_shares(shares)
+        self._stack: Stack[Gradients] = Stack(count, add=add_lists)
+        self._message = b""
+        self._deposited: set[int] = set()
+        for param in self.params:
+            param.grad = None
+
+    def _set_shares(self, shares: Sequence[range]) -> None:
+        self._shares, self._nodes = shares, [nodes_of(share, self._count) for share in shares]
+        while len(self._levels) < max(map(len, self._nodes)):
+            self._add_level()
+        held = [(rank, level, node) for rank, nodes in enumerate(self._nodes) for level, node in enumerate(nodes)]
+        ordered: list[Node] = [node for _, _, node in held]
+        self.program = program(ordered, self._count)
+        self._rows = [self._levels[level].address + rank * self._row_bytes for rank, level, _ in held]
+        first_rank, first_level, _ = held[0]
+        self._total = self.flat.views(self.params, self._levels[first_level], first_rank * self._row_bytes)
+
+    def _add_level(self) -> None:
+        level = len(self._levels)
+        self._levels.append(self._memory(f"gradients {level}", self._plane.world * self._row_bytes))
+        self._views.append(self.flat.views(self.params, self._levels[-1], self._plane.rank * self._row_bytes))
+
+    def addresses(self, byte: int) -> list[int]:
+        """Where every row has its value `byte` bytes from its start, in the order of the program."""
+        return [row + byte for row in self._rows]
+
+    # ---- small messages that come along ----
+
+    def can_carry(self, num_bytes: int) -> bool:
+        """Whether every rank's message of at most so many bytes can be seen by all after `finish`: always."""
+        nodes = max(map(len, self._nodes))
+        needed = num_bytes + nodes * len(self.params)
+        if needed > self._room:
+            self._room = 2 * needed
+            self._messages = self._memory(f"messages of {self._room}", self._plane.world * self._room)
+        self._present_bytes = nodes * len(self.params)
+        return True
+
+    def carry(self, message: bytes) -> None:
+        self._message = message
+
+    def carried(self) -> list[bytes]:
+        """Every rank's message, followed by zeros; after `finish`."""
+        assert self._messages is not None
+        starts = [rank * self._room + self._present_bytes for rank in range(self._plane.world)]
+        return [self._messages.buffer[start : start + self._room - self._present_bytes] for start in starts]
+
+    # ---- backward ----
+
+    def before_backward(self, v: int) -> None:
+        """Backward of slice `v` comes next; slices come in ascending order."""
+        self._overlapping = v == self._mine[-1]
+        if self._overlapping:
+            below = list(self._stack.values())
+            level = len(self._nodes[self._plane.rank]) - 1
+            self._held, self._merging = below[:level], below[level:]
+            self._row = self._views[level]
+            self._present = [True] * len(self.params)
+
+    def _when_there(self, index: int) -> Callable[[Tensor], None]:
+        def arrived(param: Tensor) -> None:
+            if not self._overlapping:
+                return
+            if index in self._deposited:
+                raise TrainingFailed(
+                    "A parameter received gradients twice in one backward pass, the second after the first was used.",
+                    fix=["torch.utils.checkpoint(..., use_reentrant=False)"],
+                )
+            self._deposit(index)
+
+        return arrived
+
+    def after_backward(self, v: int) -> None:
+        if not self._overlapping:
+            self._stack.push(v, [take(param) for param in self.params])
+            return
+        self._overlapping = False
+        rest = [i for i in range(len(self.params)) if i not in self._deposited] if self._deposited else None
+        if self._merging or not self._deposit_at_once(self._small if rest == self._small else rest):
+            for index in range(len(self.params)) if rest is None else rest:
+                self._deposit(index)
+        for level, gradients in enumerate(self._held):
+            for index, grad in enumerate(gradients):
+                _copy(self._views[level][index], grad)
+
+    def _deposit_at_once(self, indices: list[int] | None) -> bool:
+        """One call for all of them, where every one has a gradient. False: nothing was done."""
+        params = self.params if indices is None else [self.params[i] for i in indices]
+        row = self._row if indices is None else [self._row[i] for i in indices]
+        grads = [param.grad for param in params]
+        if any(grad is None or grad.is_sparse for grad in grads):
+            return False
+        torch._foreach_copy_(row, grads)  # type: ignore[arg-type]
+        for param in params:
+            param.grad = None
+        return True
+
+    def _deposit(self, index: int) -> None:
+        """Take the last slice's gradient, fold it into its node, and put that into the row."""
+        self._deposited.add(index)
+        grad = take(self.params[index])
+        for lower in reversed(self._merging):
+            left = lower[index]
+            if left is not None:
+                grad = left if grad is None else left.add_(grad)
+        self._present[index] = grad is not None
+        _copy(self._row[index], grad)
+
+    # ---- after backward ----
+
+    def finish(self) -> None:
+        """Meet the others: every row and message is there."""
+        self._write_message()
+        self.bytes_sent = self.flat.num_bytes * len(self._nodes[self._plane.rank])
+        self._plane.meet(f"gradients of {self._name}")
+        self.present = self._read_present()
+
+    def _write_message(self) -> None:
+        self.can_carry(len(self._message))
+        assert self._messages is not None
+        rows = [[grad is not None for grad in gradients] for gradients in self._held] if self._mine else []
+        rows += [self._present] if self._mine else []
+        data = b"".join(map(bytes, rows)).ljust(self._present_bytes, b"\0") + self._message
+        start = self._plane.rank * self._room
+        self._messages.buffer[start : start + len(data)] = data
+
+    def _read_present(self) -> list[int]:
+        """Parameters that have a gradient in some slice."""
+        assert self._messages is not None
+        num_params, everyone = len(self.params), [False] * len(self.params)
+        for rank, nodes in enumerate(self._nodes):
+            for level in range(len(nodes)):
+                start = rank * self._room + level * num_params
+                flags = self._messages.buffer[start : start + num_params]
+                if flags.count(1) == num_params:
+                    return list(range(num_params))
+                everyone = [a or bool(b) for a, b in zip(everyone, flags, strict=True)]
+        return [i for i, there in enumerate(everyone) if there]
+
+    def total(self) -> list[Tensor]:
+        """The sums, in shared memory, by parameter. Every rank sums its part; all of it is there on return."""
+        rank, world = self._plane.rank, self._plane.world
+        for section in self.flat.sections:
+            part = section.part(rank, world)
+            sources = self.addresses(section.start_byte + part.start * section.dtype.itemsize)
+            self._plane.sum_at(sources[0], sources, len(part), section.dtype, self.program)
+        self._plane.meet(f"sums of {self._name}")
+        return self._total
+
+    def collect(self) -> None:
+        """Leave the sums in `.grad`, in memory of this rank's own; None where no slice had a gradient."""
+        total = self.total()
+        for index in self.present:
+            self.params[index].grad = total[index].clone()
+        self._plane.meet(f"copies of {self._name}")  # until then the next backward must not write to the rows
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on, and give the memory back once everybody is here."""
+        for hook in self._hooks:
+            hook.remove()
+        self._plane.meet("new layout")
+        for segment in (*self._levels, *([self._messages] if self._messages else [])):
+            if self._plane.rank == 0:
+                segment.free()
+
+
+def _copy(view: Tensor, grad: Tensor | None) -> None:
+    view.zero_() if grad is None else view.copy_(grad)

@@ -1,0 +1,58 @@
+"""From the sum of gradients to new weights, on every rank's own copy of them.
+
+Once per step `scale` comes first, which multiplies the gradient by a number; then, if asked for, `norm` and `clip`,
+which multiplies once more; then `apply`, the optimizer's step, unless the step is skipped. `shared_weights` has the
+same verbs for weights that ranks share.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.parallel.fused import Fused, fusible
+from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.norms import global_norm
+from manyhands.parallel.shared_gradients import SharedGradients
+
+__all__ = ["LocalUpdate", "Update"]
+
+
+class Update(Protocol):
+    def scale(self, factor: float) -> None: ...
+    def norm(self) -> float: ...
+    def clip(self, factor: float) -> None: ...
+    def apply(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalUpdate:
+    """The optimizer runs in full on this rank, fused where it can be. Gradients are in `.grad` all the time."""
+
+    def __init__(self, gradients: GradientSum | SharedGradients, optimizer: Optimizer) -> None:
+        self._gradients, self._optimizer = gradients, optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._fused = None if fusible(optimizer, params) else Fused(optimizer)
+
+    def scale(self, factor: float) -> None:
+        grads = self._grads()
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+
+    def norm(self) -> float:
+        return global_norm(self._grads())
+
+    clip = scale
+
+    def apply(self) -> None:
+        self._optimizer.step() if self._fused is None else self._fused.apply()
+
+    def close(self) -> None:
+        if self._fused is not None:
+            self._fused.close()
+
+    def _grads(self) -> list[Tensor]:
+        return [param.grad for param in self._gradients.params if param.grad is not None]

@@ -1,0 +1,131 @@
+"""Fused optimizers against torch's own, over 100 steps: the same to rounding, and to the bit where no root is taken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.native import library, why_not
+from manyhands.parallel.fused import Fused, fusible
+from manyhands.runtime.late_compiler import load_compiler_late
+
+load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
+pytestmark = pytest.mark.skipif(library is None, reason=f"NOT SHOWN HERE: {why_not()}")
+
+CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.3}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.4, 0.9)}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+]
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    conv = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return [
+        nn.Parameter(torch.randn(67, 129)),
+        *conv.parameters(),
+        nn.Parameter(torch.randn(())),
+        nn.Parameter(torch.empty(0)),
+    ]
+
+
+def give_gradients(step: int, *lists: list[nn.Parameter]) -> None:
+    """The third parameter has none in two of three steps; one arrives in another memory order than its parameter's."""
+    generator = torch.Generator().manual_seed(step)
+    for places in zip(*lists, strict=True):
+        grad = torch.randn(places[0].shape, generator=generator)
+        for param in places:
+            param.grad = grad.clone()
+    if step % 3:
+        for params in lists:
+            params[2].grad = None
+
+
+def train(optimizer: torch.optim.Optimizer, update: Any, params: list[nn.Parameter], steps: range) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5)
+    for step in steps:
+        give_gradients(step, params)
+        update()
+        schedule.step()
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_a_hundred_steps_end_where_torchs_end(kind: Any, options: dict[str, Any], recwarn: Any) -> None:
+    theirs, ours = parameters(), parameters()
+    groups = [[{"params": params[:2]}, {"params": params[2:], "lr": 0.02}] for params in (theirs, ours)]
+    torchs, fused = (kind(group, **options) for group in groups)
+    assert fusible(fused, ours) == ""
+    train(torchs, lambda: torchs.step(), theirs, range(100))
+    train(fused, Fused(fused).apply, ours, range(100))
+    for right, found in zip(theirs, ours, strict=True):
+        if kind is torch.optim.SGD:
+            assert torch.equal(right, found)
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    assert_same_state(fused.state_dict(), torchs.state_dict())
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
+def assert_same_state(found: dict[str, Any], right: dict[str, Any]) -> None:
+    assert found["param_groups"] == right["param_groups"]
+    assert found["state"].keys() == right["state"].keys()
+    for index, values in right["state"].items():
+        assert found["state"][index].keys() == values.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(found["state"][index][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_states_that_torch_made_are_taken_over_and_given_back() -> None:
+    theirs, ours = parameters(), parameters()
+    right, mixed = torch.optim.AdamW(theirs, lr=0.01), torch.optim.AdamW(ours, lr=0.01)
+    fused = Fused(mixed)
+    for step in range(12):
+        give_gradients(step, theirs, ours)
+        right.step()
+        if step == 6:
+            mixed.load_state_dict(copy.deepcopy(mixed.state_dict()))
+        mixed.step() if step % 4 == 0 else fused.apply()
+        fused.adopt() if step % 4 == 0 else None
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_same_state(mixed.state_dict(), right.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1, foreach=True), "foreach=True"),
+        (lambda params: torch.optim.Adadelta(params), "Adadelta has no fused version"),
+        (lambda params: type("Mine", (torch.optim.SGD,), {})(params, lr=0.1), "Mine has no fused version"),
+        (lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)), "is a tensor"),
+    ],
+)
+def test_what_is_not_fused_says_why(make: Any, why: str) -> None:
+    params = parameters()
+    assert why in fusible(make(params), params)
+
+
+def test_other_types_and_hooks_are_not_fused() -> None:
+    param = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    assert "float64" in fusible(optimizer, [param])
+    single = nn.Parameter(torch.zeros(3))
+    hooked = torch.optim.SGD([single], lr=0.1)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert "hooks" in fusible(hooked, [single])
