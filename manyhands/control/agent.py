@@ -129,7 +129,7 @@ class Agent:
                 at.signals.fd,
                 *crew_fds,
                 at.coordinator.pidfd if at.coordinator else None,
-                self._meeting_fd(),
+                at.meeting.waiting_fd if at.meeting else None,
             ]
         )
         self._desk.attend(self._crew)
@@ -139,11 +139,8 @@ class Agent:
         self._answer_people()
         if at.coordinator is not None and at.coordinator.pidfd in ready:
             self._revive_coordinator("died")
-        if at.meeting is not None and self._meeting_fd() in ready:
+        if at.meeting is not None and at.meeting.waiting_fd in ready:
             at.meeting.serve(self._request.environment)
-
-    def _meeting_fd(self) -> int | None:
-        return self._at.meeting.waiting_fd if self._at.meeting is not None and self._crew is not None else None
 
     def _attend_worker(self, fd: int, worker: Worker) -> None:
         assert self._crew is not None
@@ -161,6 +158,8 @@ class Agent:
     def _tick(self, now: float) -> None:
         if self._crew is not None:
             self._crew.tick(now)
+            if self._at.meeting is not None:
+                self._at.meeting.look(self._crew.workers, now - self._crew_started)
             if self._at.book.directory is None and now - self._crew_started > ADOPT_AFTER_S:
                 self._reception.adopt_default(self._crew)
         if self._changed or now - self._reported_at >= REPORT_EVERY_S:
@@ -366,7 +365,6 @@ class Agent:
 
     def _greet(self, worker: Worker, hello: Hello) -> None:
         assert self._crew is not None
-        self._at.close_meeting()  # a worker that speaks our protocol needs no TCPStore
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
         self._changed = True
 

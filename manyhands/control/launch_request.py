@@ -70,6 +70,9 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """How long a joining host waits for the run to answer, and the first host for the others."""
     lost_after_s: float = 15.0
     """A joined host whose first host is silent for this long ends its workers and itself."""
+    store_after_s: float = 10.0
+    """A TCPStore listens at MASTER_PORT when a script asks for it; unasked, after this long without a word from any
+    worker. torch's clients keep trying for minutes."""
     environment: dict[str, str] = {}
     """What workers inherit: the launcher's own environment as `spec.load` read it, plus what the caller adds
     (allocator settings). The agent adds the seat, torchrun's contract and OMP_NUM_THREADS."""

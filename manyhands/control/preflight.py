@@ -9,10 +9,11 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import platform
+import re
 import socket
 import sys
 import warnings
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,7 +22,9 @@ from manyhands.control.keys import key_of, local_key, new_key
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
 
-__all__ = ["Addresses", "check_command", "is_loopback", "parse_address", "resolve", "versions"]
+__all__ = ["Addresses", "check_command", "imports_manyhands", "is_loopback", "parse_address", "resolve", "versions"]
+
+IMPORTING_US = re.compile(rb"^\s*(import\b[^#\n]*\bmanyhands\b|from manyhands\b)", re.MULTILINE)
 
 
 class Addresses:
@@ -59,7 +62,7 @@ def check_command(command: WorkerCommand) -> WorkerCommand:
     place = command.target.rpartition(":")[0] if command.kind == "call" else command.target
     if command.kind == "call" and place.endswith(".py"):
         return replace(command, target=f"{_existing(place)}:{command.target.rpartition(':')[2]}")
-    if not place or not _findable(place):
+    if not place or _find(place) is None:
         raise UsageError(f"There is no module named {place!r}.", fix=["a name that `python -m` would find from here"])
     return command
 
@@ -84,20 +87,40 @@ def _check_syntax(path: str) -> None:
         raise UsageError(f"{path} is not Python: {error.msg}.", where=f"{path} line {error.lineno}", fix=fix) from None
 
 
-def _findable(name: str) -> bool:
+def imports_manyhands(command: WorkerCommand) -> bool:
+    """Whether the program's first file does, so that its workers can be expected to join the run; a function's do."""
+    if command.kind == "call":
+        return True
+    try:
+        return IMPORTING_US.search(_source(command).read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def _source(command: WorkerCommand) -> Path:
+    if command.kind == "script":
+        return Path(command.target)
+    spec = _find(command.target)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)), "__main__.py")
+    return Path((spec and spec.origin) or "")
+
+
+def _find(name: str) -> ModuleSpec | None:
     """Look a module up without importing anything, its parents included."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__
     path: list[str] | None = ["", *sys.path]
     parts = name.split(".")
+    spec: ModuleSpec | None = None
     for number in range(len(parts)):
-        if name in sys.modules or (number == 0 and parts[0] in sys.builtin_module_names):
-            return True
         spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
         if spec is None and number == 0:
-            spec = importlib.util.find_spec(parts[0])  # an editable install has a finder of its own
+            spec = importlib.util.find_spec(parts[0])  # built in; an editable install has a finder of its own, too
         if spec is None:
-            return False
+            return None
         path = list(spec.submodule_search_locations or [])
-    return True
+    return spec
 
 
 def parse_address(text: str, default_port: int = 0) -> tuple[str, int]:

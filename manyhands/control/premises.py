@@ -5,6 +5,7 @@ Opened in order, closed in reverse; after `close` nothing of it is left, also wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from manyhands.control.keys import private_directory, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.link import Link
 from manyhands.control.messages import Ask, Job
-from manyhands.control.preflight import Addresses, is_loopback, versions
+from manyhands.control.preflight import Addresses, imports_manyhands, is_loopback, versions
 from manyhands.control.roster import Settings
 from manyhands.control.runs import run_name
 from manyhands.control.stop_signals import StopSignals
@@ -83,8 +84,10 @@ class Premises:
         self.coordinator = CoordinatorProcess(config)
         opened.callback(self.coordinator.close)
         self.link = Link(self.context, f"ipc://{self.directory}/coordinator", self.name)
-        self.meeting = TorchMeeting(self.addresses.data)
-        opened.callback(self.close_meeting)
+        # Whoever imports manyhands will greet, however long it prepares.
+        self._patience_s = math.inf if imports_manyhands(job.command) else request.store_after_s
+        self.meeting = TorchMeeting(self.addresses.data, self._patience_s)
+        opened.callback(self._close_meeting)
         self._invite(request, say)
 
     def _invite(self, request: LaunchRequest, say: Callable[[str], None]) -> None:
@@ -105,9 +108,9 @@ class Premises:
         """A store for the next generation: what this one left in its own must not be found again."""
         if self.meeting is not None:
             self.meeting.close()
-            self.meeting = TorchMeeting(self.addresses.data)
+            self.meeting = TorchMeeting(self.addresses.data, self._patience_s)
 
-    def close_meeting(self) -> None:
+    def _close_meeting(self) -> None:
         if self.meeting is not None:
             self.meeting.close()
 

@@ -1,4 +1,4 @@
-"""What a worker says through its lifeline, the pipe to its agent: one JSON line, at most once, at its end.
+"""What a worker says through its lifeline, the pipe to its agent: one JSON line each, most of them at its end.
 
 A pipe and not the message channel, because it needs no thread, no library and no session: it works for any script.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_RECORD_BYTES", "Raised", "Record", "Returned", "decode", "encode"]
+__all__ = ["MAX_RECORD_BYTES", "Raised", "Record", "Returned", "WantsStore", "decode", "encode"]
 
 MAX_RECORD_BYTES = 2**20
 
@@ -30,7 +30,11 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     value: str
 
 
-Record = Raised | Returned
+class WantsStore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The user's code is about to connect to a TCPStore at MASTER_PORT; nothing listens there before."""
+
+
+Record = Raised | Returned | WantsStore
 
 
 def encode(record: Record) -> bytes:

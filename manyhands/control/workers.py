@@ -21,7 +21,7 @@ from manyhands.control.fence import kill_session
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.messages import MemberReport
 from manyhands.control.output import Stream, WorkerLog
-from manyhands.control.records import MAX_RECORD_BYTES, Raised, Record, Returned, decode
+from manyhands.control.records import MAX_RECORD_BYTES, Raised, Record, Returned, WantsStore, decode
 from manyhands.spec.seat import Seat, seat_environment
 
 __all__ = ["DONE_CODES", "Worker", "torchrun_environment"]
@@ -38,6 +38,7 @@ class Worker:
         self.log = WorkerLog(seat.rank)
         self.greeted = False
         self.peer: bytes | None = None
+        self.wants_store = False
         self.first_step: int | None = None
         self.step: int | None = None
         self.phase = ""
@@ -120,6 +121,8 @@ class Worker:
                 self.raised, self.failed_at = record, time.monotonic()
             elif isinstance(record, Returned):
                 self.returned = record
+            elif isinstance(record, WantsStore):
+                self.wants_store = True
 
     def reap(self, forward: Callable[[Stream, bytes], None], memory_hint: Callable[[int], str]) -> None:
         """The process is dead: end its descendants, take its last words, and state how it ended."""

@@ -26,10 +26,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
-from manyhands.control.records import Raised, Returned, encode
+from manyhands.control.records import Raised, Record, Returned, WantsStore, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
+from manyhands.runtime.store_requests import tell_of_stores
 from manyhands.spec import load
 
 __all__ = ["main"]
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
     load_compiler_late()
+    tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
     _leave(_run_to_the_end(asked))
 
 
@@ -181,7 +183,7 @@ def _own_frames(error: BaseException) -> TracebackType | None:
     return place or error.__traceback__
 
 
-def _tell(lifeline: int, record: Raised | Returned) -> None:
+def _tell(lifeline: int, record: Record) -> None:
     # The agent may be gone, and so are we in a moment.
     with contextlib.suppress(OSError):
         os.write(lifeline, encode(record))

@@ -33,6 +33,7 @@ __all__ = [
     "dump_toml",
     "environment",
     "flag_name",
+    "master_port",
     "nearest",
     "resolve",
     "seat",
@@ -293,6 +294,12 @@ def _shown(value: Any) -> str:
 def seat(environ: Mapping[str, str] | None = None) -> Seat | None:
     """Who this worker is, or None where no agent started this process."""
     return parse_seat(environment() if environ is None else environ)
+
+
+def master_port(environ: Mapping[str, str] | None = None) -> int | None:
+    """The port at which ranks started by torchrun, or by our agent in its stead, meet; None where there is none."""
+    text = (environment() if environ is None else environ).get("MASTER_PORT", "")
+    return int(text) if text.isdecimal() else None
 
 
 def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:
