@@ -1,4 +1,4 @@
-"""Warm worker processes that run a function as ranks 0 to n - 1, with real Gloo between them.
+"""Warm worker processes that run a function as ranks 0 to n - 1, with real collectives between them.
 
 Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the
 function `mh.Trainer` and `mh.join` find themselves in a run of n workers, without an agent. Functions must be
@@ -30,14 +30,23 @@ class RankPool:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def __call__(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, run_dir: Path | None = None, deadline_s: float = 60.0
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        run_dir: Path | None = None,
+        flags: dict[str, Any] | None = None,
+        deadline_s: float = 60.0,
     ) -> list[Any]:
-        """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback."""
+        """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
+
+        `flags` are settings by dotted key, as if given on the command line.
+        """
         self.start(world_size)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             home = run_dir or Path(folder) / "run"
             for rank in range(world_size):
-                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home)))
+                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}))
             return self._collect(world_size, time.monotonic() + deadline_s)
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
@@ -87,21 +96,29 @@ def _serve(pipe: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     while True:
         try:
-            fn, args, rank, world_size, folder, run_dir = pipe.recv()
+            fn, args, *place = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, _run(fn, args, rank, world_size, folder, run_dir)))
+            pipe.send((True, _run(fn, args, *place)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         torch.set_deterministic_debug_mode("default")
         torch.set_num_threads(threads)
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str, run_dir: str) -> Any:
+def _run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str,
+    run_dir: str,
+    flags: dict[str, Any],
+) -> Any:
     from manyhands.runtime.worker import seated
     from manyhands.testing.session import PoolSession
 
-    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir))
+    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir), flags)
     with seated(session):
         return fn(*args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -17,7 +18,7 @@ __all__ = ["PoolSession"]
 
 
 class PoolSession:
-    def __init__(self, rank: int, world_size: int, store: Path, run_dir: Path) -> None:
+    def __init__(self, rank: int, world_size: int, store: Path, run_dir: Path, flags: dict[str, Any]) -> None:
         self.seat = Seat(
             agent="none",
             rank=rank,
@@ -26,7 +27,7 @@ class PoolSession:
             local_world_size=world_size,
             generation="1.1",
             incarnation=1,
-            flags={"launch.ui": "none", "launch.threads": 1},
+            flags={"launch.ui": "none", "launch.threads": 1, **flags},
         )
         self.run_dir = run_dir
         self.stop_requested: str | None = None
