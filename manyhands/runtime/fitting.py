@@ -58,6 +58,7 @@ class Fit:
             error = raised
             raise
         finally:
+            self._training.tell_used(ended=True)
             self._hooks.call("end", self._trainer, error)
             self._batches.close()
             self._saver.close()
@@ -65,6 +66,7 @@ class Fit:
 
     def _loop(self) -> None:
         self._training.start_clock()
+        self._training.meter.start()
         asked_at = time.perf_counter()
         for step in self._batches:
             waited_s = time.perf_counter() - asked_at

@@ -129,6 +129,7 @@ class Hands:
             self._saver.save_now()
             self._worker.wait_for_chief("end of batches")
         finally:
+            training.tell_used(ended=True)
             self._leave_slice()
             batches.close()
             self._saver.close()
@@ -229,6 +230,7 @@ class Hands:
     def _slices(self, batches: Batches) -> Iterator[Any]:
         engine = self._training.engine
         self._training.start_clock()
+        self._training.meter.start()
         self._total_steps = batches.total_steps
         for step in batches:
             self._step = step

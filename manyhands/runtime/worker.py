@@ -129,6 +129,13 @@ class Worker:
                 self.recorder.emit(event)
             self.session.publish(event)
 
+    def tell(self, event: Event) -> None:
+        """A fact about this worker alone, which its launcher records where it is not the chief's."""
+        if self.is_chief:
+            self.emit(event)
+        else:
+            self.session.publish(event)
+
     def warn(self, text: str) -> None:
         self.emit(Warned(text=text))
 
