@@ -52,6 +52,7 @@ class Fit:
                 self._saver.save_now(required=True)
             self._worker.wait_for_chief("first checkpoint")
             self._loop()
+            self._worker.end_trial()
             self._saver.save_now()
             self._worker.wait_for_chief("end of fit")
         except BaseException as raised:
@@ -88,7 +89,7 @@ class Fit:
             asked_at = time.perf_counter()
 
     def _wish(self) -> int:
-        if self._worker.session.stop_requested:
+        if self._worker.stop_requested:
             return LEAVE
         return END_FIT if self.stop_asked else 0
 

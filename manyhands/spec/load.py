@@ -33,6 +33,7 @@ __all__ = [
     "dump_toml",
     "environment",
     "flag_name",
+    "in_trial",
     "nearest",
     "resolve",
     "seat",
@@ -43,7 +44,8 @@ __all__ = [
 CONFIG_VARIABLE = "MANYHANDS_CONFIG"
 KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
 PREFIX = "MANYHANDS_"
-RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE}
+TRIAL_VARIABLE = "MANYHANDS_TRIAL"
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE}
 MAX_TEXT = 4096
 
 
@@ -293,6 +295,12 @@ def _shown(value: Any) -> str:
 def seat(environ: Mapping[str, str] | None = None) -> Seat | None:
     """Who this worker is, or None where no agent started this process."""
     return parse_seat(environment() if environ is None else environ)
+
+
+def in_trial() -> bool:
+    """Whether this worker only runs to be measured by `mh tune`: it may leave nothing behind."""
+    environ = environment()
+    return bool(environ.get(TRIAL_VARIABLE)) and seat(environ) is not None
 
 
 def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:
