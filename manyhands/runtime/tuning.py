@@ -159,23 +159,26 @@ def next_trial(ground: Ground, results: Sequence[Result]) -> Trial | None:
     missing = [trial for trial in _splits(ground) if trial not in tried]
     if missing:
         return missing[0]
+    if tried.count(ground.default) > 1:
+        return None
     best, candidate = _climb(ground, results)
-    if candidate is None and best.trial != ground.default and tried.count(ground.default) == 1:
-        return ground.default
-    return candidate
+    return candidate or (ground.default if best.trial != ground.default else None)
 
 
 def choose(ground: Ground, results: Sequence[Result]) -> Choice:
     """The fastest setting, if it beats the default by more than the noise; among equals the simplest."""
     best, _ = _climb(ground, results)
     noise, ratio = _noise(ground, results), _ratio(ground, results, best)
-    if best.trial == ground.default or ratio <= 1 + max(MARGIN, noise):
+    if best.trial == ground.default or ratio <= 1 + max(MARGIN, noise):  # against both of its runs
         return Choice(trial=ground.default, ratio=1.0, noise=noise)
     return Choice(trial=best.trial, ratio=ratio, noise=noise)
 
 
 def _climb(ground: Ground, results: Sequence[Result]) -> tuple[Result, Trial | None]:
-    """From the best split on, one change after the other, each kept if it won; and the first that is not tried yet."""
+    """From the best split on, one change after the other, each kept if it won; and the first that is not tried yet.
+
+    Once the default has run twice, its noise counts, too, and what looked like a win before may be none any more.
+    """
     best = _best_split(ground, results)
     for change in _variations(ground, best.trial):
         candidate = msgspec.structs.replace(best.trial, **change)
@@ -223,7 +226,7 @@ def _wins(ground: Ground, results: Sequence[Result], one: Result, other: Result)
     if not _allowed(ground, results, one) or one.trial == other.trial:
         return False
     noises = [result.measured.noise for result in (one, other) if result.measured is not None]
-    return _rate(one) > _rate(other) * (1 + max(MARGIN, *noises))
+    return _rate(one) > _rate(other) * (1 + max(MARGIN, _noise(ground, results), *noises))
 
 
 def _defaults(ground: Ground, results: Sequence[Result]) -> list[float]:

@@ -24,6 +24,7 @@ from manyhands.runtime.tuning import (
 )
 
 DEFAULT = Trial(workers=1, threads=4)
+BEST = Trial(workers=4, threads=1)
 
 
 def ground(**changes: Any) -> Ground:
@@ -72,17 +73,16 @@ def test_worker_counts_share_the_cores_evenly_and_are_few(cores: int, most: int,
 def test_first_the_splits_then_changes_of_the_best_then_the_default_again() -> None:
     results = explore(ground(), lambda trial: 100.0 * trial.workers)
     tried = [result.trial for result in results]
-    best = Trial(workers=4, threads=1)
     assert tried == [
         DEFAULT,
         Trial(workers=2, threads=2),
-        best,
-        replace(best, memory_format="channels_last"),
-        replace(best, allocator="system"),
+        BEST,
+        replace(BEST, memory_format="channels_last"),
+        replace(BEST, allocator="system"),
         DEFAULT,
     ]
     choice = choose(ground(), results)
-    assert (choice.trial, choice.ratio, choice.noise) == (best, 4.0, 0.0)
+    assert (choice.trial, choice.ratio, choice.noise) == (BEST, 4.0, 0.0)
 
 
 def test_changes_that_win_are_kept_and_built_on() -> None:
@@ -124,6 +124,18 @@ def test_a_winner_that_the_defaults_second_run_equals_is_not_chosen() -> None:
     choice = choose(ground(), results)
     assert choice.trial == DEFAULT
     assert choice.noise == pytest.approx(40 / 120)
+
+
+def test_the_noise_of_the_defaults_two_runs_counts_for_every_change() -> None:
+    """Two workers win by far; channels_last, by less than the default differs from itself."""
+    for second, memory_format in ((100.0, "channels_last"), (130.0, "contiguous")):
+        defaults = iter([100.0, second])
+
+        def rate(trial: Trial, defaults: Any = defaults) -> float:
+            return next(defaults) if trial == DEFAULT else 100.0 * trial.workers * (1 + 0.1 * (trial != BEST))
+
+        results = explore(ground(), rate)
+        assert choose(ground(), results).trial == replace(BEST, memory_format=memory_format)
 
 
 def test_what_fails_is_not_chosen() -> None:
