@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "GenerationStarted",
     "Logged",
+    "ResourcesUsed",
     "Resumed",
     "RunEnded",
     "RunStarted",
@@ -48,6 +49,11 @@ class RunStarted(_Event, frozen=True):
     call: str = "fit"
     machine: str = ""
     """Settings of the process that change speed and not results: memory format, allocator, device."""
+    exact: bool = False
+    depends_on_slices: str = ""
+    """What in the model makes results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
+    origins: dict[str, str] = {}
+    """Where settings came from, by dotted key ("train.slices"): "constructor", "--slices", ...; no defaults."""
 
 
 class GenerationStarted(_Event, frozen=True):
@@ -68,6 +74,8 @@ class StepDone(_Event, frozen=True):
     grad_norm: float | None = None
     eta_s: float | None = None
     total_steps: int | None = None
+    took_s: float = 0.0
+    """Wall clock from the step before, without what came between epochs; `samples_per_s` is smoothed, this is not."""
 
 
 class EpochDone(_Event, frozen=True):
@@ -87,6 +95,25 @@ class Logged(_Event, frozen=True):
 
     step: int
     values: dict[str, float]
+
+
+class ResourcesUsed(_Event, frozen=True):
+    """What one worker used in a call of `fit`, from the call's first step to `step`. Every worker tells its own."""
+
+    rank: int
+    step: int
+    steps: int
+    seconds: float
+    cpu_s: float
+    """Of all its threads and loader processes; divided by `seconds`: the cores it kept busy."""
+    peak_rss_bytes: int
+    """The most memory it ever held, pages that other workers map as well included."""
+    pss_bytes: int | None = None
+    """At the end of the call: its memory with shared pages divided among those who share them. Linux only."""
+    bytes_sent: int = 0
+    """Handed to the other workers, over all steps."""
+    phases: dict[str, float] = {}
+    """This worker's seconds in load, forward, backward, reduce and update."""
 
 
 class CheckpointSaved(_Event, frozen=True):
@@ -138,6 +165,7 @@ Event = (
     | EpochDone
     | Evaluated
     | Logged
+    | ResourcesUsed
     | CheckpointSaved
     | CheckpointFailed
     | Resumed

@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "cli", "main", "report"]
 COMMANDS = {
     "demo": "Train on handwritten digits with 2 workers, stop, resume on 1, report.",
     "run": "Train: start workers for a script or module on this host.",
+    "tune": "Find the fastest settings for a script on this machine, by measurement.",
     "agent": "Lend this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
     "status": "Show what a run is doing, or did.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 import click
@@ -58,15 +58,15 @@ def _click_type(key: Key) -> Any:
     return click.Choice(typing.get_args(kind)) if typing.get_origin(kind) is Literal else kind
 
 
-def settings_options(command: Command) -> Command:
-    """Adds a flag for every setting; what was given arrives under the setting's own name, the rest as None."""
-    for key in reversed(KEYS.values()):
+def settings_options(command: Command, names: Collection[str] = KEYS) -> Command:
+    """Adds a flag for every setting, or for these; what was given arrives under its own name, the rest as None."""
+    for key in reversed([key for key in KEYS.values() if key.name in names]):
         kind, flag = _click_type(key), flag_name(key.name)
-        names = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag, key.name]
+        spellings = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag, key.name]
         if key.name == "workers":
-            names.insert(0, "-n")
+            spellings.insert(0, "-n")
         option = {} if kind is bool else {"type": kind}
-        command = click.option(*names, **option, default=None, help=HELP[key.name])(command)
+        command = click.option(*spellings, **option, default=None, help=HELP[key.name])(command)
     return command
 
 

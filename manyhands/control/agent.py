@@ -30,7 +30,7 @@ from manyhands.control.premises import Premises
 from manyhands.control.reception import Reception
 from manyhands.control.workers import Worker
 from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
-from manyhands.events import Event, GenerationStarted, RunEnded, Warned, WorkerLost
+from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, Warned, WorkerLost
 
 __all__ = ["run_agent"]
 
@@ -89,7 +89,7 @@ class Agent:
             premises.name,
             send=premises.link.send,
             hello=self._greet,
-            event=display.event,
+            event=self._publish,
         )
 
     # ---- the loop ----
@@ -398,6 +398,13 @@ class Agent:
     def _show_output(self, rank: int, stream: Stream, data: bytes) -> None:
         if rank == 0:
             self._display.output(rank, stream, data)
+
+    def _publish(self, event: Event) -> None:
+        """A worker's fact. The chief records its own; what the others used, nobody else would."""
+        if isinstance(event, ResourcesUsed) and event.rank != 0:
+            self._record(event)
+        else:
+            self._display.event(event)
 
     def _record(self, event: Event) -> None:
         self._at.book.event(event)

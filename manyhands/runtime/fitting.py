@@ -52,12 +52,14 @@ class Fit:
                 self._saver.save_now(required=True)
             self._worker.wait_for_chief("first checkpoint")
             self._loop()
+            self._worker.end_trial()
             self._saver.save_now()
             self._worker.wait_for_chief("end of fit")
         except BaseException as raised:
             error = raised
             raise
         finally:
+            self._training.tell_used(ended=True)
             self._hooks.call("end", self._trainer, error)
             self._batches.close()
             self._saver.close()
@@ -65,6 +67,7 @@ class Fit:
 
     def _loop(self) -> None:
         self._training.start_clock()
+        self._training.meter.start()
         asked_at = time.perf_counter()
         for step in self._batches:
             waited_s = time.perf_counter() - asked_at
@@ -86,7 +89,7 @@ class Fit:
             asked_at = time.perf_counter()
 
     def _wish(self) -> int:
-        if self._worker.session.stop_requested:
+        if self._worker.stop_requested:
             return LEAVE
         return END_FIT if self.stop_asked else 0
 

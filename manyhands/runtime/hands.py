@@ -44,8 +44,12 @@ def join(
     clip_norm: float | None = None,
     run_dir: str | Path | None = None,
     checkpoint: Checkpoints | None = None,
+    tune: bool = False,
 ) -> Hands:
-    """Take this process's place in the run. With several workers asked for outside a cluster, starts them and exits."""
+    """Take this process's place in the run. With several workers asked for outside a cluster, starts them and exits.
+
+    `tune=True` first measures which settings to go on with, as in `Trainer`.
+    """
     arguments = {
         "precision": precision,
         "seed": seed,
@@ -55,7 +59,7 @@ def join(
         "clip_norm": clip_norm,
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
-    return Hands(enter(strategy, arguments), checkpoint)
+    return Hands(enter(strategy, arguments, tune=tune), checkpoint)
 
 
 class Hands:
@@ -126,9 +130,14 @@ class Hands:
         self._worker.wait_for_chief("first checkpoint")
         try:
             yield from self._slices(batches)
+            self._worker.end_trial()
             self._saver.save_now()
             self._worker.wait_for_chief("end of batches")
+        except GeneratorExit:  # the loop was left by `break`
+            self._worker.end_trial()
+            raise
         finally:
+            training.tell_used(ended=True)
             self._leave_slice()
             batches.close()
             self._saver.close()
@@ -229,11 +238,12 @@ class Hands:
     def _slices(self, batches: Batches) -> Iterator[Any]:
         engine = self._training.engine
         self._training.start_clock()
+        self._training.meter.start()
         self._total_steps = batches.total_steps
         for step in batches:
             self._step = step
             self._worker.session.report(step.number, "training")
-            engine.begin_step(step, stop=LEAVE if self._worker.session.stop_requested else 0)
+            engine.begin_step(step, stop=LEAVE if self._worker.stop_requested else 0)
             for piece in step.mine():
                 engine.phases.mark("load")
                 self._piece, self._backward_done = piece, False

@@ -47,6 +47,7 @@ __all__ = [
     "make_request",
     "needs_launcher",
     "open_display",
+    "own_command",
     "place",
     "script_command",
     "wait_for_end",
@@ -290,7 +291,7 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     Raises `UsageError` where there is no script to start: in a notebook, at a prompt, under another launcher.
     """
     environ = environment()
-    command = _own_command(environ)
+    command = own_command(environ, "More than one worker was asked for")
     try:
         placement = place(resolved, environ, task=task)
         run_dir = resolved.spec.run.run_dir
@@ -307,7 +308,7 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
 def how_to_resume(resolved: Resolved, run_dir: str) -> str:
     """For the script that this process runs: what to type to go on in `run_dir`."""
     try:
-        command = _own_command(environment())
+        command = own_command(environment(), "A run was started")
     except UsageError:  # a notebook, a test: nothing to type
         return f"the same with run_dir={run_dir!r}"
     return _again(command, resolved).replace("{run_dir}", shlex.quote(run_dir))
@@ -320,8 +321,11 @@ def _again(command: WorkerCommand, resolved: Resolved) -> str:
     return words if resolved.origins["run.run_dir"] == "constructor" else "MANYHANDS_RUN_DIR={run_dir} " + words
 
 
-def _own_command(environ: Mapping[str, str]) -> WorkerCommand:
-    """The command that started this process, for its workers to run again."""
+def own_command(environ: Mapping[str, str], asked: str) -> WorkerCommand:
+    """The command that started this process, for workers to run again.
+
+    Raises `UsageError` where there is none; its sentence begins with what was asked for.
+    """
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if torchrun_task(environ) is not None:
@@ -329,7 +333,7 @@ def _own_command(environ: Mapping[str, str]) -> WorkerCommand:
     # The variable alone says little: scripts that a test starts inherit it.
     if "PYTEST_CURRENT_TEST" in environ and "pytest" in sys.modules:
         raise UsageError(
-            "More than one worker was asked for inside a test: the workers would run all of pytest again.",
+            f"{asked} inside a test: the workers would run all of pytest again.",
             fix=["mh.launch(function_of_a_module, workers=2)", "run the script in a subprocess"],
         )
     if multiprocessing.parent_process() is not None:
@@ -341,7 +345,7 @@ def _own_command(environ: Mapping[str, str]) -> WorkerCommand:
         return WorkerCommand("module", spec.name.removesuffix(".__main__"), sys.argv[1:])
     if "ipykernel" in sys.modules or file is None or not Path(file).is_file():
         raise UsageError(
-            "More than one worker was asked for in a notebook or at a prompt: there is no script for workers to run.",
+            f"{asked} in a notebook or at a prompt: there is no script for workers to run.",
             fix=["write it to train.py and `mh run -n 2 train.py`", "mh.launch(function_of_a_module, workers=2)"],
         )
     return WorkerCommand("script", os.path.abspath(file), sys.argv[1:])

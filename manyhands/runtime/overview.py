@@ -11,7 +11,7 @@ import difflib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -20,7 +20,17 @@ import msgspec
 from manyhands.control.messages import MemberStatus
 from manyhands.control.runs import RunRecord, read_run
 from manyhands.errors import ManyhandsError, UsageError
-from manyhands.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepDone, Warned, WorkerLost
+from manyhands.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    ResourcesUsed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+    WorkerLost,
+)
 from manyhands.runtime.recorder import parse_line
 
 __all__ = ["Overview", "Saved", "all_runs", "attempts_of", "find_run", "look_at"]
@@ -63,6 +73,8 @@ class Overview(msgspec.Struct, kw_only=True):
     events_dropped: int = 0
     last_warning: str | None = None
     last_lost: str | None = None
+    used: list[ResourcesUsed] = []
+    """What each worker used in its last call of `fit`, by its last word; by rank."""
     ranks: list[MemberStatus] = []
     """Where each worker is right now; empty when the run does not answer."""
 
@@ -106,12 +118,13 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
         overview.state = "died"
     for file in sorted((path / "events").glob("*.jsonl")):
         _take_in(overview, _last_events(file))
+    overview.used.sort(key=lambda one: one.rank)
     if ask and overview.state == "running":
         overview.ranks = _live_ranks(path)
     return overview
 
 
-def _take_in(overview: Overview, seen: dict[type, Event]) -> None:
+def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
     now_s = time.time()
     for event in seen.values():
         match event:
@@ -131,27 +144,37 @@ def _take_in(overview: Overview, seen: dict[type, Event]) -> None:
                 overview.results = event.results
             case RunEnded():
                 overview.events_dropped = max(overview.events_dropped, event.dropped)
+            case ResourcesUsed():
+                overview.used.append(event)
             case Warned():
                 overview.last_warning = event.text
             case WorkerLost():
                 overview.last_lost = f"rank {event.rank} on {event.host} (pid {event.pid}): {event.reason}"
 
 
-_WANTED = (RunStarted, StepDone, CheckpointSaved, Evaluated, RunEnded, Warned, WorkerLost)
+_WANTED = (RunStarted, StepDone, CheckpointSaved, Evaluated, ResourcesUsed, RunEnded, Warned, WorkerLost)
 _BY_PREFIX = {f'{{"event":"{kind.__name__}"'.encode(): kind for kind in _WANTED}
 
 
-def _last_events(file: Path) -> dict[type, Event]:
-    """The last event of each kind we show, looking back through at most 32 MB; the first lines are always seen."""
-    found: dict[type, Event] = {}
+def _last_events(file: Path) -> dict[Hashable, Event]:
+    """The last event of each kind we show, looking back through at most 32 MB; the first lines are always seen.
+
+    Of what was used, the last of each worker: all tell it in turns, so one that speaks again has been heard.
+    """
+    found: dict[Hashable, Event] = {}
+    all_told = False
     for line in _lines_backwards(file):
         kind = _BY_PREFIX.get(line[: line.find(b'"', 10) + 1])  # {"event":"Kind": decoding every line would be slow
         if kind is None or kind in found or (kind is WorkerLost and b'"collateral":true' in line):
             continue
-        if (event := parse_line(line)) is not None:
+        if kind is ResourcesUsed and all_told:
+            continue
+        event = parse_line(line)
+        if isinstance(event, ResourcesUsed):
+            all_told = ("used", event.rank) in found
+            found.setdefault(("used", event.rank), event)
+        elif event is not None:
             found[kind] = event
-        if len(found) == len(_WANTED):
-            break
     return found
 
 

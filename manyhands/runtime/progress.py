@@ -25,11 +25,12 @@ from manyhands.events import (
     Event,
     GenerationStarted,
     Logged,
+    ResourcesUsed,
     RunEnded,
     RunStarted,
     StepDone,
 )
-from manyhands.runtime.progress_lines import Tally, line_of, size
+from manyhands.runtime.progress_lines import Tally, line_of, size, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal, prints_above, same_terminal, write_bytes
 
 if TYPE_CHECKING:
@@ -221,6 +222,7 @@ class _Narrated(_Queued):
         # Checkpoints and logged values may come many times a second: the newest gets a line, once per interval.
         self._held: dict[type, Event] = {}
         self._last_line: dict[type, float] = {}
+        self._used: dict[int, ResourcesUsed] = {}
         super().__init__(stdout, stderr)
 
     def _shown_event(self, event: Event) -> None:
@@ -229,6 +231,8 @@ class _Narrated(_Queued):
                 self._tally.add(event)
             case CheckpointSaved() | Logged():
                 self._held[type(event)] = event
+            case ResourcesUsed():
+                self._used[event.rank] = event  # told at the end of the run
             case GenerationStarted() if not self._seen_generation:
                 self._seen_generation = True  # the first one is the start of the run, which has its own line
             case RunStarted() if self._began is not None and (event.call != "fit" or event.attempt == 1):
@@ -243,6 +247,9 @@ class _Narrated(_Queued):
             self._tally.total_steps = event.total_steps
         if isinstance(event, EpochDone | RunEnded):
             self._before_result(now, last=isinstance(event, RunEnded))
+        if isinstance(event, RunEnded):
+            for text in used_lines(self._used.values()):
+                self._line(f"used by {text}")
         line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
         if line is not None:
             self._line(line)

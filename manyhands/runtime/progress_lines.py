@@ -7,7 +7,7 @@ sums them up and words the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from manyhands.events import (
     CheckpointFailed,
@@ -17,6 +17,7 @@ from manyhands.events import (
     Event,
     GenerationStarted,
     Logged,
+    ResourcesUsed,
     Resumed,
     RunEnded,
     RunStarted,
@@ -25,9 +26,10 @@ from manyhands.events import (
     WorkerLost,
 )
 
-__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size"]
+__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size", "used_lines"]
 
 PHASES = ("load", "forward", "backward", "reduce", "update")
+MAX_WORKERS_SHOWN = 8
 
 
 class Tally:
@@ -80,17 +82,54 @@ class Tally:
         return parts if not self.eta_s else [*parts, f"eta {duration(self.eta_s)}"]
 
     def shares(self) -> str:
-        total = sum(self._phases.values())
-        if not total:
-            return ""
-        known = [phase for phase in PHASES if phase in self._phases]
-        others = [phase for phase in self._phases if phase not in PHASES]
-        return " ".join(f"{clean(phase)} {100 * self._phases[phase] / total:.0f}%" for phase in known + others)
+        return shares(self._phases)
 
     def line(self) -> str:
         *speed, last = self.speed()
         parts = [*speed, self.shares(), last] if last.startswith("eta ") else [*speed, last, self.shares()]
         return "  ".join(part for part in (self.where(), *parts) if part)
+
+
+def shares(phases: Mapping[str, float]) -> str:
+    """Seconds by phase as shares of their sum."""
+    total = sum(phases.values())
+    if not total:
+        return ""
+    known = [phase for phase in PHASES if phase in phases]
+    others = [phase for phase in phases if phase not in PHASES]
+    return " ".join(f"{clean(phase)} {100 * phases[phase] / total:.0f}%" for phase in known + others)
+
+
+def used_lines(workers: Iterable[ResourcesUsed]) -> list[str]:
+    """What each worker used; of many workers, the range."""
+    told = sorted(workers, key=lambda one: one.rank)
+    if len(told) > MAX_WORKERS_SHOWN:
+        return [f"{len(told)} workers: {_used(told)}"]
+    return [f"rank {one.rank}: {_used([one])}" for one in told]
+
+
+def _used(workers: Sequence[ResourcesUsed]) -> str:
+    """Cores, memory and link of one worker, or from the least to the most of several; and what their time went into."""
+    cores = _span([one.cpu_s / one.seconds for one in workers if one.seconds > 0], "{:.2f}".format)
+    parts = [f"{cores} cores", f"{_span([one.peak_rss_bytes for one in workers], size)} at most"]
+    if own := [one.pss_bytes for one in workers if one.pss_bytes is not None]:
+        parts.append(f"{_span(own, size)} with shared pages divided")
+    if any(one.bytes_sent for one in workers):
+        each_step = _span([one.bytes_sent / one.steps for one in workers if one.steps], size)
+        each_second = _span([one.bytes_sent / one.seconds for one in workers if one.seconds > 0], size)
+        parts.append(f"sent {each_step} a step, {each_second} a second")
+    phases: dict[str, float] = {}
+    for one in workers:
+        for phase, seconds in one.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return ", ".join(parts) + (f"; {shares(phases)}" if shares(phases) else "")
+
+
+def _span(values: Sequence[float], worded: Callable[[float], str]) -> str:
+    if not values:
+        return "?"
+    least, most = worded(min(values)), worded(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:

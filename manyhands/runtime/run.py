@@ -151,6 +151,9 @@ class Run:
                 total_steps=total_steps,
                 call=call,
                 machine=worker.machine(),
+                exact=self.spec.train.exact,
+                depends_on_slices=randomness_in(self.parts.model),
+                origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
         )
 

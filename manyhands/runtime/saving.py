@@ -37,13 +37,13 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saver:
-    """Saves on the chief; on the other workers every call does nothing."""
+    """Saves on the chief; on the other workers, and in a trial, every call does nothing."""
 
     def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
         self._last_s, self._blocked_s = time.monotonic(), 0.0
-        if worker.is_chief:
+        if worker.is_chief and not worker.in_trial:
             root = worker.run_dir / "checkpoints"
             self._writer = CheckpointWriter(
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)

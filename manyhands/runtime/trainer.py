@@ -44,6 +44,10 @@ class Trainer:
     the batch or a (sum, weight) pair; `optimizer` is a function of the parameters or a ready torch optimizer. A
     compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
     those that the run has already finished return their recorded result at once.
+
+    `tune=True`, in a script started by hand, does what `mh tune` does before it trains, and goes on with what was
+    fastest, with several workers if that is it; nothing is changed that changes the maths. Under `mh run`, and so in
+    the workers and trials that come of it, it does nothing.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Trainer:
         clip_norm: float | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
+        tune: bool = False,
     ) -> None:
         if scheduler_every not in ("step", "epoch"):
             raise SpecError(f"scheduler_every is {scheduler_every!r}.", fix=['"step"', '"epoch"'])
@@ -76,7 +81,7 @@ class Trainer:
             "clip_norm": clip_norm,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
-        worker = enter(strategy, arguments)
+        worker = enter(strategy, arguments, tune=tune)
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
         self._run = Run(worker, parts, Hooks(hooks, is_chief=worker.is_chief), scheduler)
@@ -193,7 +198,7 @@ class Trainer:
         training = run.begin_call("save")
         if run.calls.already_done:
             return
-        if self.is_chief:
+        if self.is_chief and not run.worker.in_trial:
             save_model(training.model, Path(path))
         run.worker.wait_for_chief("save")
         run.calls.finish(None)

@@ -20,6 +20,7 @@ from manyhands.errors import CheckpointMismatch
 from manyhands.events import StepDone
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
+from manyhands.runtime.usage import Meter
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import StepStats
 from manyhands.strategies.replicated import Replicated
@@ -70,6 +71,7 @@ class Training:
         self._hook_states: list[Any] = []
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._step_s = 0.0
+        self.meter = Meter(worker.rank, worker.world_size)
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -97,8 +99,18 @@ class Training:
                 grad_norm=stats.grad_norm,
                 eta_s=(total_steps - step.number) * self._step_s if total_steps is not None else None,
                 total_steps=total_steps,
+                took_s=took_s,
             )
         )
+        self.meter.add(stats)
+        if self.meter.due(now):
+            self.tell_used()
+
+    def tell_used(self, *, ended: bool = False) -> None:
+        """Tell watchers what this worker used since the meter was started."""
+        used = self.meter.used(self.progress.step, ended=ended)
+        if used is not None:
+            self.worker.tell(used)
 
     def position(self) -> Position:
         return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)

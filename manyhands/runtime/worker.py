@@ -8,6 +8,7 @@ returns. Start reading at `enter`.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from manyhands.comm.axis import Axis, connect
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.store import ControlStore
 from manyhands.control.session import RunFacts, Session
-from manyhands.errors import EnvironmentProblem, SpecError
+from manyhands.errors import EnvironmentProblem, Preempted, SpecError, UsageError
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
 from manyhands.parallel.shared_gradients import Sharing
@@ -74,6 +75,7 @@ class Worker:
         spec = resolved.spec
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.device = process.choose_device(strategy.devices, seat.local_rank)
+        self.in_trial = load.in_trial()
         self.recorder: Recorder | None = None
         self.why_no_plane = _why_no_plane(session.seat, spec, self.device)
         self._connected: dict[str, Axis] = {}
@@ -167,11 +169,23 @@ class Worker:
             f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         )
 
+    @property
+    def stop_requested(self) -> str | None:
+        """The wish that this run stop. In a trial, a kill follows: the script must not wake up in between."""
+        return None if self.in_trial else self.session.stop_requested
+
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
         if self.is_chief:
             if self.recorder is not None:
                 self.recorder.emit(event)
+            self.session.publish(event)
+
+    def tell(self, event: Event) -> None:
+        """A fact about this worker alone, which its launcher records where it is not the chief's."""
+        if self.is_chief:
+            self.emit(event)
+        else:
             self.session.publish(event)
 
     def warn(self, text: str) -> None:
@@ -190,6 +204,13 @@ class Worker:
             self.session.set(key, b"1")
         else:
             self.session.wait([key], timeout_s=CHIEF_TIMEOUT_S)
+
+    def end_trial(self) -> None:
+        """In a trial of `mh tune`, end the process here, so that nothing of the script runs after its training."""
+        if self.in_trial:
+            self.wait_for_chief("end of trial")
+            self.close()
+            os._exit(Preempted.exit_code)
 
     def close(self) -> None:
         for axis in self._connected.values():
@@ -229,8 +250,11 @@ def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
     return _STRATEGIES[strategy]()
 
 
-def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -> Worker:
-    """Find this process's seat. Does not return where the process turns into the launcher of several workers."""
+def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False) -> Worker:
+    """Find this process's seat. Does not return where the process turns into the launcher of several workers.
+
+    With `tune`, a script started by hand first measures which settings to go on with.
+    """
     load_compiler_late()
     seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
     session, seated_workers = seated_here
@@ -244,7 +268,8 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -
         "threads": chosen.threads,
         **arguments,
     }
-    resolved = load.resolve(flags=seat.flags if seat else {}, arguments=given)
+    flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
+    resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
     if seat is None:
@@ -266,6 +291,14 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -
             f"The script asks for {wanted} workers, the launcher started {seat.local_world_size}: mh run -n {wanted}"
         )
     return worker
+
+
+def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from manyhands.runtime.trials import tune_this_script
+
+    if _task_of(strategy) is not None:
+        raise UsageError("tune=True measures one host, and cluster= describes several.", fix=["mh tune on one of them"])
+    return tune_this_script(arguments)
 
 
 def _closed_at_exit(worker: Worker) -> Worker:

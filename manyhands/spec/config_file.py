@@ -6,9 +6,13 @@ and what type they have is `spec.load`'s business.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import tempfile
 import tomllib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,13 +20,14 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.spec.run import RunSpec
 
-__all__ = ["MAX_BYTES", "ConfigFile", "Setting", "dump_toml", "read_config"]
+__all__ = ["MAX_BYTES", "ConfigFile", "Setting", "dump_toml", "read_config", "with_settings", "write_settings"]
 
 MAX_BYTES = 2**20
 # Time and memory of tomllib grow with the square of the number of parts of one dotted key.
 MAX_DOTS_PER_LINE = 64
 
 _HEADER = re.compile(r"^\s*\[\s*[\"']?([\w-]+)[\"']?\s*\]\s*(?:#.*)?$")
+_VALUE = re.compile(r"""^([^=]*=\s*)("[^"\\]*"|'[^']*'|[^\s"'#\[{]+)(\s*(?:#.*)?)$""")
 _KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*(?:\.\s*[\"']?([\w-]+)[\"']?\s*)?=")
 
 
@@ -135,3 +140,71 @@ def _dump_line(name: str, value: Any, default: Any) -> str:
         return f"{name} = {value!r}"
     # A JSON string, number or boolean is also TOML; but TOML wants DEL escaped.
     return f"{name} = {json.dumps(value, ensure_ascii=True)}".replace("\x7f", "\\u007f")
+
+
+def write_settings(path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put settings, by section, into a config file; all else in it stays, comments included. Whole or not at all."""
+    place = os.path.realpath(path)
+    there = os.path.exists(place)
+    text = with_settings(_read_text(path) if there else "", changes, path)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=".manyhands-", dir=os.path.dirname(place))
+    except OSError as error:
+        raise SpecError(f"Cannot write the config file {path}: {error.strerror}.", fix=["--write FILE"]) from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(temporary, os.stat(place).st_mode if there else 0o644)
+        os.replace(temporary, place)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise SpecError(f"Cannot write the config file {path}: {error.strerror}.", fix=["--write FILE"]) from error
+        raise
+
+
+def with_settings(text: str, changes: Mapping[str, Mapping[str, Any]], path: str = "the config file") -> str:
+    """The text of a config file with these settings in it. Raises `SpecError` where they have to be put in by hand."""
+    lines = text.splitlines()
+    wanted = _parsed(text)
+    for section, values in changes.items():
+        for name, value in values.items():
+            lines = _with_line(lines, section, name, _dump_line(name, value, None))
+            if isinstance(within := wanted.setdefault(section, {}), dict):
+                within[name] = value
+    changed = "\n".join(lines) + "\n"
+    # Values over several lines and the like are not understood here. Reading it back tells whether that did harm.
+    if _parsed(changed) != wanted:
+        what = "The settings cannot be put into this file without touching the rest of it."
+        pairs = [(section, name, value) for section, found in changes.items() for name, value in found.items()]
+        by_hand = [f"[{section}] {_dump_line(name, value, None)}" for section, name, value in pairs]
+        raise SpecError(what, where=path, fix=by_hand)
+    return changed
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
+        return tomllib.loads(text)
+    return {}
+
+
+def _with_line(lines: list[str], section: str, name: str, line: str) -> list[str]:
+    """The lines with this one in its section, in the place of an older one of its name."""
+    inside: str | None = None
+    last: int | None = None
+    for number, old in enumerate(lines):
+        if header := _HEADER.match(old):
+            inside = header[1]
+        elif old.lstrip().startswith("["):
+            inside = "?"
+        key = _KEY.match(old)
+        if key and (inside, key[1], key[2]) in ((section, name, None), (None, section, name)):
+            simple = _VALUE.match(old)
+            kept = f"{simple[1]}{line.partition(' = ')[2]}{simple[3]}" if simple else line
+            return [*lines[:number], kept, *lines[number + 1 :]]
+        if inside == section and old.strip():
+            last = number
+    if last is None:
+        return [*lines, *([""] if lines and lines[-1].strip() else []), f"[{section}]", line]
+    return [*lines[: last + 1], line, *lines[last + 1 :]]

@@ -33,6 +33,7 @@ __all__ = [
     "dump_toml",
     "environment",
     "flag_name",
+    "in_trial",
     "master_port",
     "nearest",
     "resolve",
@@ -44,7 +45,8 @@ __all__ = [
 CONFIG_VARIABLE = "MANYHANDS_CONFIG"
 KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
 PREFIX = "MANYHANDS_"
-RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE}
+TRIAL_VARIABLE = "MANYHANDS_TRIAL"
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE}
 MAX_TEXT = 4096
 
 
@@ -300,6 +302,12 @@ def master_port(environ: Mapping[str, str] | None = None) -> int | None:
     """The port at which ranks started by torchrun, or by our agent in its stead, meet; None where there is none."""
     text = (environment() if environ is None else environ).get("MASTER_PORT", "")
     return int(text) if text.isdecimal() else None
+
+
+def in_trial() -> bool:
+    """Whether this worker only runs to be measured by `mh tune`: it may leave nothing behind."""
+    environ = environment()
+    return bool(environ.get(TRIAL_VARIABLE)) and seat(environ) is not None
 
 
 def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:

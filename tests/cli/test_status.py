@@ -19,7 +19,17 @@ from manyhands.cli.status import status
 from manyhands.control.messages import MemberStatus
 from manyhands.control.runs import RunDirectory
 from manyhands.errors import UsageError
-from manyhands.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned, WorkerLost, encode
+from manyhands.events import (
+    CheckpointSaved,
+    Evaluated,
+    ResourcesUsed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+    WorkerLost,
+    encode,
+)
 from manyhands.runtime import overview
 from manyhands.runtime.overview import find_run, look_at
 
@@ -266,3 +276,18 @@ def test_live_on_a_terminal_is_redrawn_in_place(tmp_path):
         assert [line.split()[0] for line in after].count("step") == 1
     finally:
         subprocess.run([*tmux, "kill-server"], capture_output=True, timeout=10)
+
+
+def used(rank, number):
+    return ResourcesUsed(
+        time_s=NOW, rank=rank, step=number, steps=number, seconds=2.0, cpu_s=number / 10, peak_rss_bytes=3_000_000
+    )
+
+
+def test_what_each_worker_used_by_its_last_word(tmp_path):
+    agent_events = [used(1, 10), used(2, 10), used(2, 20), used(1, 20)]
+    path = make_run(tmp_path / "r", events=[started(), used(0, 10), step(15), used(0, 20)], agent_events=agent_events)
+    assert [(one.rank, one.step) for one in look_at(path).used] == [(0, 20), (1, 20), (2, 20)]
+    shown = show(path)
+    assert re.findall(r"^used +rank (\d): 1\.00 cores, 3 MB at most$", shown, re.M) == ["0", "1", "2"]
+    assert [one["rank"] for one in json.loads(show(path, "--json"))["used"]] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Every command and program in docs/watching.md is taken as it stands."""
+"""Every command and program in docs/watching.md and docs/tuning.md is taken as it stands."""
 
 import re
 import shlex
@@ -10,13 +10,16 @@ from manyhands.cli.main import cli
 from manyhands.events import StepDone
 from manyhands.runtime.recorder import Recorder
 
-TEXT = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
-COMMANDS = re.findall(r"^(mh [^#\n]+)", "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S)), re.M)
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "watching.md").read_text()
+TUNING = (DOCS / "tuning.md").read_text()
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + TUNING, re.S)
+COMMANDS = re.findall(r"^(mh [^#\n]+)", "".join(BLOCKS), re.M)
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def test_there_is_something_to_check():
-    assert len(COMMANDS) > 9
+    assert len(COMMANDS) > 15
     assert len(PROGRAMS) == 2
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from manyhands.checkpoint import newest_valid
 from manyhands.events import Event, Resumed, StepDone
+from manyhands.runtime.overview import look_at
 from manyhands.runtime.recorder import read_events
 
 SCRIPT = Path(__file__).with_name("small_training.py")
@@ -98,6 +99,8 @@ def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tm
     assert digest(out) == undisturbed
     steps = [event.step for event in again.events(StepDone)]
     assert steps == list(range(1, 13)), "every step was done once over both lives"
+    assert [used.rank for used in look_at(again.run_dir).used] == [0, 1, 2]
+    assert re.findall(r"used by rank (\d): \d\.\d\d cores", err) == ["0", "1", "2"]
 
 
 def test_a_directory_in_use_or_finished_ends_with_2_and_overwrite_starts_over(tmp_path: Path, undisturbed: str) -> None:

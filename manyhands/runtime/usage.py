@@ -1,0 +1,90 @@
+"""What this worker uses while it trains: cores, memory, what it sends, and what its time goes into.
+
+`Meter.add` is called once per step and only adds numbers up; the system is asked every ten seconds and at the end of a
+call, a few small files of /proc each time. Start reading at `Meter.used`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from manyhands.events import ResourcesUsed
+from manyhands.strategies.base import StepStats
+
+__all__ = ["Meter"]
+
+EVERY_S = 10.0
+
+
+class Meter:
+    """Counts from `start` on, for one call of `fit` or one loop."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._alone = rank, world_size == 1
+        self.start()
+
+    def start(self) -> None:
+        self._started_at, self._cpu_s = time.perf_counter(), _cpu_s()
+        self._due_at = self._started_at + EVERY_S
+        self._steps = self._bytes_sent = 0
+        self._phases: dict[str, float] = {}
+
+    def add(self, stats: StepStats) -> None:
+        self._steps += 1
+        if not self._alone:  # the sum over one worker is what it had
+            self._bytes_sent += stats.bytes_sent
+        for phase, seconds in stats.seconds.items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to tell; then not again for ten seconds. `now` is `time.perf_counter()`."""
+        if now < self._due_at:
+            return False
+        self._due_at = now + EVERY_S
+        return True
+
+    def used(self, step: int, *, ended: bool = False) -> ResourcesUsed | None:
+        """The sum so far; None before the first step. With `ended`, also what takes the kernel a while to count."""
+        if not self._steps:
+            return None
+        return ResourcesUsed(
+            time_s=time.time(),
+            rank=self._rank,
+            step=step,
+            steps=self._steps,
+            seconds=time.perf_counter() - self._started_at,
+            cpu_s=max(_cpu_s() - self._cpu_s, 0.0),
+            peak_rss_bytes=_kib("/proc/self/status", "VmHWM:") or 0,
+            pss_bytes=_kib("/proc/self/smaps_rollup", "Pss:") if ended else None,
+            bytes_sent=self._bytes_sent,
+            phases=dict(self._phases),
+        )
+
+
+def _cpu_s() -> float:
+    """Of this process, of its loader processes, and of those that have ended."""
+    sums = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    loaders = (_cpu_of(child.pid) for child in multiprocessing.active_children())
+    return sum(used.ru_utime + used.ru_stime for used in sums) + sum(loaders)
+
+
+def _cpu_of(pid: int | None) -> float:
+    with suppress(OSError, ValueError, IndexError):
+        # The name in parentheses may hold anything; utime and stime are the 14th and 15th field.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _kib(path: str, name: str) -> int | None:
+    """A line "VmHWM:  1234 kB" of /proc, in bytes. getrusage's peak will not do: exec hands on that of the parent."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return None
