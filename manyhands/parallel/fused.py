@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from manyhands.native import library, why_not
 
-__all__ = ["MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "state_names"]
+__all__ = ["MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
 
 MAX_STATES = 3
 Group = Mapping[str, Any]
@@ -211,6 +211,9 @@ class Fused:
         self._kind = _KINDS[type(optimizer)]
         self._make_state = make_state or (lambda param, name, start: torch.full_like(param, start))
         self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self._members = [
+            [p for p, g in enumerate(self._group_of) if g == i] for i in range(len(optimizer.param_groups))
+        ]
         self.adopt()
         # Whoever loads states replaces them; what was known of the old ones no longer holds.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.adopt())
@@ -222,7 +225,10 @@ class Fused:
         """Take over states that are there, into memory of `make_state`."""
         self._steps = torch.zeros(len(self.params))
         self._counted = [0] * len(self.params)
+        self._alike: int | None = None
+        """How many steps every parameter has taken, where that is one number; `_counted` is then out of date."""
         self._known: set[int] = set()
+        self._tables: dict[int, tuple[list[int], bytes]] = {}
         for place, param in enumerate(self.params):
             state = self.optimizer.state.get(param)
             if state and any(value is not None for value in state.values()):
@@ -245,23 +251,44 @@ class Fused:
         state = self.optimizer.state.get(self.params[place], {})
         return [state.get(name) if name is not None else None for name in self.state_names(place)]
 
-    def begin_step(self, places: Iterable[int]) -> list[Batch]:
+    def begin_step(self, places: Sequence[int]) -> list[Batch]:
         """Count a step for these parameters, make the states they still lack, and say who is updated how."""
+        everyone = len(places) == len(self.params)
+        batches = self._whole_groups() if everyone else None
+        if batches is None:
+            batches = self._by_steps(places)
+        if self._kind.counts_steps:
+            if everyone:
+                self._steps += 1
+            else:
+                self._steps[torch.tensor(places, dtype=torch.int64)] += 1
+        # What a scheduler looks for, to warn of steps in the wrong order.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return batches
+
+    def _whole_groups(self) -> list[Batch] | None:
+        """The usual case in one go: all parameters have taken the same steps, so a group is a batch."""
+        if self._alike is None:
+            if len(self._known) < len(self.params) or len(set(self._counted)) > 1:
+                return None
+            self._alike = self._counted[0] if self._counted else 0
+        steps = 1
+        if self._kind.counts_steps:
+            steps = self._alike = self._alike + 1
+        return [Batch(group, steps, members) for group, members in enumerate(self._members) if members]
+
+    def _by_steps(self, places: Sequence[int]) -> list[Batch]:
+        if self._alike is not None:
+            self._counted, self._alike = [self._alike] * len(self.params), None
         batches: dict[tuple[int, int], list[int]] = {}
-        chosen = list(places)
-        for place in chosen:
+        for place in places:
             fresh = place not in self._known
             if fresh:
                 self._start_states(place)
-            steps = self._counted[place] = self._counted[place] + 1 if self._kind.counts_steps else 0 if fresh else 1
+            steps = self._counted[place] = self._counted[place] + 1 if self._kind.counts_steps else int(not fresh)
             batches.setdefault((self._group_of[place], steps), []).append(place)
-        if self._kind.counts_steps:
-            if len(chosen) == len(self.params):
-                self._steps += 1
-            else:
-                self._steps[torch.tensor(chosen, dtype=torch.int64)] += 1
-        # What a scheduler looks for, to warn of steps in the wrong order.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self._kind.counts_steps:
+            self._counted = [0] * len(self.params)
         return [Batch(group, steps, members) for (group, steps), members in batches.items()]
 
     def _start_states(self, place: int) -> None:
@@ -279,29 +306,46 @@ class Fused:
     def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0) -> bytes:
         return self._kind.how(self.optimizer.param_groups[batch.group], batch.steps).pack(factor, clip)
 
+    def is_whole_group(self, batch: Batch) -> bool:
+        return batch.members is self._members[batch.group]
+
     def apply(self) -> None:
         """What `optimizer.step()` does with the gradients in `.grad`."""
         places = [place for place, param in enumerate(self.params) if param.grad is not None]
         for batch in self.begin_step(places):
-            pieces, gradients = [], []
-            for place in batch.members:
-                param, grad = self.params[place], self.params[place].grad
-                assert grad is not None
-                grad = like(grad, param)
-                gradients.append(grad)
-                addresses = tuple(0 if state is None else state.data_ptr() for state in self.states(place))
-                pieces.append(Piece(param.numel(), param.data_ptr(), param.data_ptr(), addresses, addresses))
-            sources = struct.pack(f"{len(gradients)}Q", *(grad.data_ptr() for grad in gradients))
-            code = library.update(self.how(batch), pack_pieces(pieces), sources, _ONE_SOURCE)
-            if code:
-                raise MemoryError if code == library.NO_MEMORY else AssertionError(f"native update: {code}")
+            params = [self.params[place] for place in batch.members]
+            gradients = [like(param) for param in params]
+            sources = struct.pack(f"{len(gradients)}Q", *[grad.data_ptr() for grad in gradients])
+            run_update(
+                self.how(batch), self._table(batch, [param.data_ptr() for param in params]), sources, _ONE_SOURCE
+            )
+
+    def _table(self, batch: Batch, weights: list[int]) -> bytes:
+        """The batch's pieces: one per parameter. A group's are kept; states stay where they are until `adopt`."""
+        whole = self.is_whole_group(batch)
+        if whole and self._tables.get(batch.group, (None, b""))[0] == weights:
+            return self._tables[batch.group][1]
+        pieces = []
+        for place, address in zip(batch.members, weights, strict=True):
+            states = tuple(0 if state is None else state.data_ptr() for state in self.states(place))
+            pieces.append(Piece(self.params[place].numel(), address, address, states, states))
+        table = pack_pieces(pieces)
+        if whole:
+            self._tables[batch.group] = weights, table
+        return table
 
 
 _ONE_SOURCE = struct.pack("i", 0)
 
 
-def like(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the parameter's own memory order."""
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param).copy_(grad)
+def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes) -> None:
+    code = library.update(how, pieces, sources, program)
+    if code:
+        raise MemoryError("no memory for an update") if code == library.NO_MEMORY else AssertionError(code)
+
+
+def like(param: Tensor) -> Tensor:
+    """The parameter's gradient in the parameter's own memory order."""
+    grad = param.grad
+    assert grad is not None
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)

@@ -88,7 +88,8 @@ class SharedGradients:
         held = [(rank, level, node) for rank, nodes in enumerate(self._nodes) for level, node in enumerate(nodes)]
         ordered: list[Node] = [node for _, _, node in held]
         self.program = program(ordered, self._count)
-        self._rows = [self._levels[level].address + rank * self._row_bytes for rank, level, _ in held]
+        self.rows = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
+        """Where the rows begin, in the order of the program."""
         first_rank, first_level, _ = held[0]
         self._total = self.flat.views(self.params, self._levels[first_level], first_rank * self._row_bytes)
 
@@ -98,8 +99,8 @@ class SharedGradients:
         self._views.append(self.flat.views(self.params, self._levels[-1], self._plane.rank * self._row_bytes))
 
     def addresses(self, byte: int) -> list[int]:
-        """Where every row has its value `byte` bytes from its start, in the order of the program."""
-        return [row + byte for row in self._rows]
+        """Where every row has its value `byte` bytes from its start."""
+        return [row + byte for row in self.rows]
 
     # ---- small messages that come along ----
 

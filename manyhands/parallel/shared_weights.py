@@ -6,7 +6,11 @@ everybody computes with them. Nothing is gathered. With clipping or loss scaling
 norm decides.
 
 Whatever else writes to a parameter writes for all ranks: weights change by hand inside `editing` only, where the
-others' look at copies of their own. Start reading at `SharedWeights.apply`.
+others look at copies of their own.
+
+With `copies=2` an update reads one copy of weights and states and writes the other, and a flip makes that the current
+one. A worker that is killed at any instruction of an update leaves the old copy whole, and any other can do its part
+again from its gradients (`finish_for`), which are still there. Start reading at `SharedWeights.apply`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +26,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
-from manyhands.native import library
-from manyhands.parallel.fused import Batch, Fused, Piece, fusible, pack_pieces, state_names
+from manyhands.parallel.fused import Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.shared_gradients import SharedGradients
 
@@ -42,6 +46,13 @@ def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
     return ""
 
 
+class _Kept(NamedTuple):
+    """One copy of the weights, or of a state: the memory, and each parameter's tensor in it."""
+
+    segment: Segment
+    views: list[Tensor]
+
+
 class SharedWeights:
     """Rank 0's weights, for all ranks, from now on. Every rank makes one at the same time."""
 
@@ -51,24 +62,28 @@ class SharedWeights:
         optimizer: Optimizer,
         plane: Plane,
         memory: Callable[[str, int], Segment],
+        *,
+        copies: int = 1,
     ) -> None:
-        self._gradients, self._plane, self._memory = gradients, plane, memory
+        self._gradients, self._plane, self._memory, self._copies = gradients, plane, memory, copies
         self._flat, self._params = gradients.flat, gradients.params
         # All memory first: where there is not enough, nothing has changed yet.
-        self._segment = memory("weights", self._flat.num_bytes)
-        self._states: dict[str, tuple[Segment, list[Tensor]]] = {}
-        for name in state_names(optimizer):
-            self._add_state(name)
-        self._views = self._flat.views(self._params, self._segment)
+        self._weights = self._keep("weights")
+        self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
+        self._current = 0
         self._place = {id(param): place for place, param in enumerate(self._params)}
-        self._part = self._flat.sections[0].part(plane.rank, plane.world) if self._flat.sections else range(0)
         if plane.rank == 0:
-            for view, param in zip(self._views, self._params, strict=True):
+            for view, param in zip(self._weights[0].views, self._params, strict=True):
                 view.copy_(param.detach())
         plane.meet("weights of rank 0")
-        self._look_at(self._views)
+        self._look_at(self._weights[0].views)
         self._fused = Fused(optimizer, self._state)
+        self._tables: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
         self._in_optimizer = [self._place[id(param)] for param in self._fused.params]
+
+    def _keep(self, name: str) -> list[_Kept]:
+        segments = [self._memory(f"{name}, copy {i}", self._flat.num_bytes) for i in range(self._copies)]
+        return [_Kept(segment, self._flat.views(self._params, segment)) for segment in segments]
 
     def _look_at(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self._params, values, strict=True):
@@ -77,23 +92,23 @@ class SharedWeights:
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
         """Memory for a state of the optimizer. Fresh memory is zero, and other ranks may be updating theirs already."""
         if name not in self._states:
-            self._add_state(name)
-        segment, views = self._states[name]
+            self._states[name] = self._keep(f"state {name}")
+        segment, views = self._states[name][self._current]
         place = self._place[id(param)]
-        low, high = self._own(place)
+        low, high = self._overlap(place, self._part_of(self._plane.rank))
         if start and low < high:
-            torch.frombuffer(segment.buffer, dtype=torch.float32, count=high - low, offset=4 * low).fill_(start)
+            _stretch(segment, low, high).fill_(start)
         return views[place]
 
-    def _add_state(self, name: str) -> None:
-        segment = self._memory(f"state {name}", self._flat.num_bytes)
-        self._states[name] = segment, self._flat.views(self._params, segment)
+    def _part_of(self, rank: int) -> range:
+        """All weights are of one type, so there is one section."""
+        return self._flat.sections[0].part(rank, self._plane.world)
 
-    def _own(self, place: int) -> tuple[int, int]:
-        """This rank's part of a parameter, in elements of the whole, up to the next parameter's start."""
+    def _overlap(self, place: int, part: range) -> tuple[int, int]:
+        """The part's share of a parameter, in elements of the whole, up to the next parameter's start."""
         start = self._flat.starts[place]
         stop = start + -(-self._params[place].numel() // _LINE_FLOATS) * _LINE_FLOATS
-        return max(start, self._part.start), min(stop, self._part.stop)
+        return max(start, part.start), min(stop, part.stop)
 
     # ---- the update ----
 
@@ -105,37 +120,81 @@ class SharedWeights:
 
     def apply(self) -> None:
         """Sum this rank's part of the gradients and update its part of the weights; then wait for the others."""
-        present = set(self._gradients.present)
-        numbers = [number for number, place in enumerate(self._in_optimizer) if place in present]
-        for batch in self._fused.begin_step(numbers):
-            self._apply(batch)
+        self._batches = self._fused.begin_step(self._numbers())
+        self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
+        self._flip()
 
-    def _apply(self, batch: Batch) -> None:
-        stretches = self._stretches(batch)
-        if not stretches:
+    def finish_for(self, rank: int) -> None:
+        """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip."""
+        for batch in self._batches:
+            how = self._fused.how(batch, self._factor, self._clip)
+            program = _SUMMED if self._summed else self._gradients.program
+            run_update(how, *self._table(batch, rank), program)
+        if self._copies > 1:
+            self._carry_over(rank)
+
+    def _flip(self) -> None:
+        if self._copies == 1:
             return
-        base, names = self._segment.address, self._fused.state_names(batch.members[0])
-        bases = [self._states[name][0].address if name is not None else 0 for name in names]
+        self._current = self._next
+        self._look_at(self._weights[self._current].views)
+        for param, place in zip(self._fused.params, self._in_optimizer, strict=True):
+            state = self._fused.optimizer.state.get(param, {})
+            for name in self._states.keys() & state.keys():
+                state[name] = self._states[name][self._current].views[place]
+
+    @property
+    def _next(self) -> int:
+        return (self._current + 1) % self._copies
+
+    def _carry_over(self, rank: int) -> None:
+        """What this step does not change is the same in the next copy."""
+        changed = {self._in_optimizer[number] for batch in self._batches for number in batch.members}
+        part = self._part_of(rank)
+        for place in range(len(self._params)) if len(changed) < len(self._params) else ():
+            low, high = self._overlap(place, part)
+            for kept in (self._weights, *self._states.values()) if place not in changed and low < high else ():
+                new, old = (_stretch(kept[i].segment, low, high) for i in (self._next, self._current))
+                new.copy_(old)
+
+    def _numbers(self) -> Sequence[int]:
+        """The optimizer's parameters that have a gradient."""
+        present = self._gradients.present
+        if len(present) == len(self._params):
+            return range(len(self._in_optimizer))
+        there = set(present)
+        return [number for number, place in enumerate(self._in_optimizer) if place in there]
+
+    def _table(self, batch: Batch, rank: int) -> tuple[bytes, bytes]:
+        """A rank's pieces of the batch and their gradients. A group's are kept as long as the rows are the same."""
+        if not self._fused.is_whole_group(batch):
+            return self._make_table(batch, rank)
+        key = (batch.group, rank, self._current, self._summed, self._gradients.rows)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(batch, rank)
+        return self._tables[key]
+
+    def _make_table(self, batch: Batch, rank: int) -> tuple[bytes, bytes]:
+        names = self._fused.state_names(batch.members[0])
+        kept = [self._weights, *(self._states[name] if name is not None else None for name in names)]
+        old, new = ([k[i].segment.address if k else 0 for k in kept] for i in (self._current, self._next))
         pieces, sources = [], []
-        for start, stop in stretches:
-            states = tuple(state + 4 * start if state else 0 for state in bases)
-            pieces.append(Piece(stop - start, base + 4 * start, base + 4 * start, states, states))
+        for start, stop in self._stretches(batch, rank):
+            (old_w, *olds), (new_w, *news) = (
+                [base + 4 * start if base else 0 for base in bases] for bases in (old, new)
+            )
+            pieces.append(Piece(stop - start, old_w, new_w, tuple(olds), tuple(news)))
             rows = self._gradients.addresses(4 * start)
             sources += rows[:1] if self._summed else rows
-        program = _SUMMED if self._summed else self._gradients.program
-        how = self._fused.how(batch, self._factor, self._clip)
-        code = library.update(how, pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources), program)
-        assert code == 0 or code == library.NO_MEMORY, code
-        if code:
-            raise MemoryError("no memory for an update")
+        return pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources)
 
-    def _stretches(self, batch: Batch) -> list[tuple[int, int]]:
-        """This rank's part of the batch's parameters, in elements; neighbours in one piece, with the gap between."""
+    def _stretches(self, batch: Batch, rank: int) -> list[tuple[int, int]]:
+        """A rank's part of the batch's parameters, in elements; neighbours in one piece, with the gap between."""
         found: list[tuple[int, int]] = []
+        part = self._part_of(rank)
         for number in batch.members:
-            place = self._in_optimizer[number]
-            start, stop = self._own(place)
+            start, stop = self._overlap(self._in_optimizer[number], part)
             if start >= stop:
                 continue
             if found and found[-1][1] == start:
@@ -163,28 +222,34 @@ class SharedWeights:
     @contextmanager
     def editing(self) -> Iterator[None]:
         """Inside, rank 0 writes to the weights that all share, and the others to copies that are dropped."""
+        views = self._weights[self._current].views
         self._plane.meet("editing")
         if self._plane.rank:
-            self._look_at([view.clone() for view in self._views])
+            self._look_at([view.clone() for view in views])
         try:
             yield
         finally:
             self._plane.meet("edited weights")
             if self._plane.rank:
-                self._look_at(self._views)
+                self._look_at(views)
 
     def close(self) -> None:
         """Give every rank weights and states of its own again."""
         self._fused.close()
-        self._look_at([view.clone() for view in self._views])
+        self._look_at([view.clone() for view in self._weights[self._current].views])
         for param in self._fused.params:
             state = self._fused.optimizer.state.get(param, {})
             for name in self._states.keys() & state.keys():
                 state[name] = state[name].clone()
         self._plane.meet("weights of their own")
         if self._plane.rank == 0:
-            for segment in (self._segment, *(segment for segment, _ in self._states.values())):
-                segment.free()
+            for kept in (self._weights, *self._states.values()):
+                for copy in kept:
+                    copy.segment.free()
 
 
 _SUMMED = struct.pack("i", 0)
+
+
+def _stretch(segment: Segment, start: int, stop: int) -> Tensor:
+    return torch.frombuffer(segment.buffer, dtype=torch.float32, count=stop - start, offset=4 * start)
