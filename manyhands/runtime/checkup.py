@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from manyhands.native import why_not
 from manyhands.runtime.progress_lines import size
 
 __all__ = ["Finding", "all_reduce", "disk", "examine", "packages"]
@@ -55,6 +56,7 @@ def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         ("memory", memory),
         ("loopback", loopback),
         ("shared memory", shared_memory),
+        ("native", native),
         ("disk", lambda: disk(run_dir)),
         ("clock", clock),
         ("open files", open_files),
@@ -156,6 +158,14 @@ def shared_memory() -> Finding:
         fix = ["in a container: --shm-size=1g; data loader processes (num_workers) need it"]
         return Finding("shared memory", "warn", text, fix=fix, facts=facts)
     return Finding("shared memory", "ok", text, facts=facts)
+
+
+def native() -> Finding:
+    """The C extension: without it all works, and slower."""
+    if why := why_not():
+        text = f"{why}: workers of one host talk over Gloo, and optimizers run as torch has them"
+        return Finding("native", "warn", text, fix=["a C compiler (apt install gcc), then pip install again"])
+    return Finding("native", "ok", "the C extension is built: workers of one host share memory, updates are fused")
 
 
 def _memfd_works() -> bool:

@@ -24,7 +24,18 @@ def test_this_machine_can_train_and_every_check_says_so(tmp_path):
     document = json.loads(done.stdout)
     assert document["ok"]
     assert [finding["check"] for finding in document["findings"]] == [
-        *("python", "packages", "cores", "memory", "loopback", "shared memory", "disk", "clock", "open files"),
+        *(
+            "python",
+            "packages",
+            "cores",
+            "memory",
+            "loopback",
+            "shared memory",
+            "native",
+            "disk",
+            "clock",
+            "open files",
+        ),
         *("encryption", "accelerators", "all-reduce"),
     ]
     assert os.listdir(tmp_path) == [], "it leaves nothing behind"

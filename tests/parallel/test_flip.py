@@ -1,4 +1,4 @@
-"""Two copies of the weights: a worker killed at any instruction of an update tears nothing, and others finish its part."""
+"""Two copies of the weights: a worker killed at any instruction of an update tears nothing; others finish its part."""
 
 from __future__ import annotations
 
