@@ -118,9 +118,10 @@ class Worker:
 
     def machine(self) -> str:
         """What was chosen for this machine, for the run's first line."""
-        launch = self.resolved.spec.launch
+        launch, reducer = self.resolved.spec.launch, self.resolved.spec.comm.reducer
         allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
-        return f"{self.device}, {launch.memory_format} memory, {allocator}"
+        exchange = f", gradients exchanged as {reducer}" if reducer != "exact" and self.world_size > 1 else ""
+        return f"{self.device}, {launch.memory_format} memory, {allocator}{exchange}"
 
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
@@ -189,6 +190,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any]) -
         "strategy": chosen.name if strategy is not None else None,
         "workers": getattr(chosen, "workers", None),
         "threads": chosen.threads,
+        "reducer": getattr(chosen, "reducer", None),
         **arguments,
     }
     resolved = load.resolve(flags=seat.flags if seat else {}, arguments=given)

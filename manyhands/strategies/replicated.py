@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis, Pending
+from manyhands.comm.codecs import Bf16, Codec, Int8
 from manyhands.errors import BadLoss, NonFinite, TrainingFailed
 from manyhands.parallel.buffers import ForeignState, StepBuffers
+from manyhands.parallel.coded_gradients import CodedGradientSum
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_, global_norm
 from manyhands.parallel.phases import Phases
@@ -46,6 +48,8 @@ class Mirrored(_Settings, frozen=True, kw_only=True):
     """Replicas on one host, one per worker."""
 
     workers: int | None = None
+    reducer: str | None = None
+    """How gradients travel: "exact" (the default), "bf16" or "int8"."""
     name = "mirrored"
 
 
@@ -55,10 +59,13 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None
+    reducer: str | None = None
+    """How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8")."""
     name = "multi_worker"
 
 
 MAX_SKIPPED_IN_A_ROW = 50
+_CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Replicated:
@@ -66,7 +73,8 @@ class Replicated:
 
     Promises: after `train_step`, parameters and buffers are bitwise equal on every rank of `axis`; and, whatever the
     number of ranks, they match one process that took the same slices.
-    Costs: one reduction of the gradient bytes per step, begun while backward still runs.
+    Costs: one reduction of the gradient bytes per step, begun while backward still runs. A `reducer` other than "exact"
+    shrinks that and gives up the second promise, never the first.
     """
 
     def __init__(
@@ -78,16 +86,25 @@ class Replicated:
         *,
         clip_norm: float | None,
         bucket_bytes: int,
+        reducer: str = "exact",
         foreign: ForeignState | None = None,
     ) -> None:
         self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
+        self._codec = _CODECS[reducer]() if reducer != "exact" else None
+        self._gathered: dict[int, Tensor] = {}
         self._skipped_in_a_row = 0
         self._summed: GradientSum | None = None
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        if self.has_residuals and _wants_closure(optimizer):
+            raise TrainingFailed(
+                f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
+                "with the next.",
+                fix=['reducer="exact" or "bf16"', "another optimizer"],
+            )
         self.synchronise()
 
     @property
@@ -108,8 +125,16 @@ class Replicated:
         for param in self._model.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout: _Layout | None = None
-        self._summed = GradientSum(trained, self._axis, self._bucket_bytes)
+        self._summed = self._new_sum(trained)
         self._buffers = StepBuffers(self._model, self._foreign)
+
+    def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
+        if self._codec is None:
+            return GradientSum(trained, self._axis, self._bucket_bytes)
+        coded = CodedGradientSum(trained, self._axis, self._bucket_bytes, self._codec)
+        if isinstance(self._summed, CodedGradientSum):
+            coded.succeed(self._summed)
+        return coded
 
     # The step, and its parts for those who write their own loop.
 
@@ -206,12 +231,40 @@ class Replicated:
         finally:
             self._loss_fn = before
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether each rank has state of its own, so that `gather_state` needs all of them."""
+        return self._codec is not None and self._codec.feeds_back
+
+    def gather_state(self) -> None:
+        """Before `state`, on every rank: what ranks have of their own comes to rank 0."""
+        if self.has_residuals:
+            assert isinstance(self._summed, CodedGradientSum)
+            self._gathered = self._summed.gather_residuals()
+
     def state(self) -> dict[str, Any]:
-        return {"loss_scale": self._precision.scale.state()} if self._precision.scale else {}
+        state: dict[str, Any] = {}
+        if self._precision.scale:
+            state["loss_scale"] = self._precision.scale.state()
+        if isinstance(self._summed, CodedGradientSum):
+            names, order = self._trained_names(), self._summed.order
+            state["order"] = [names[index] for index in order] if order is not None else None
+            state["residuals"] = {names[index]: rows for index, rows in self._gathered.items()}
+            self._gathered = {}  # as large as the weights, times the workers
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
+        if isinstance(self._summed, CodedGradientSum) and "residuals" in state:
+            place = {name: index for index, name in enumerate(self._trained_names())}
+            order = [place[name] for name in state["order"] or () if name in place]
+            rows = {place[name]: rows for name, rows in state["residuals"].items() if name in place}
+            self._summed.restore(order if order and len(order) == len(place) else None, rows)
+
+    def _trained_names(self) -> list[str]:
+        name_of = {id(param): name for name, param in self._model.named_parameters()}
+        return [name_of[id(param)] for param in self._gradients.params]
 
     def close(self) -> None:
         self._axis.close()
@@ -290,7 +343,10 @@ class Replicated:
         stats.grad_norm = global_norm(grads)
         if scale:
             stats.skipped = not math.isfinite(stats.grad_norm)
+            before = scale.value
             scale.update(overflow=stats.skipped)
+            if scale.value != before and isinstance(self._summed, CodedGradientSum):
+                self._summed.scale_residuals(scale.value / before)
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if stats.skipped else 0
             if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 self._raise_non_finite(
