@@ -114,35 +114,41 @@ class CodedGradientSum(GradientSum):
     def _new_bucket(self, params: Sequence[nn.Parameter], indices: Sequence[int], room: int) -> Bucket:
         if params[0].dtype != torch.float32:
             return super()._new_bucket(params, indices, room)
-        return CodedBucket(params, indices, self._axis, room, self._codec)
+        return CodedBucket(params, indices, self._axis, room, self._codec, self._bucket_bytes // 4)
 
 
 class CodedBucket(Bucket):
-    """The gradients in one flat row, cut into a part per rank. Each part is encoded by itself."""
+    """The gradients in one flat row, which travels in pieces of at most `piece_numel` values.
+
+    A parameter may be larger than a bucket should be: in pieces, one is encoded while another travels.
+    """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis, room: int, codec: Codec
+        self,
+        params: Sequence[nn.Parameter],
+        indices: Sequence[int],
+        axis: Axis,
+        room: int,
+        codec: Codec,
+        piece_numel: int,
     ) -> None:
         super().__init__(params, indices, axis, room)
-        self._codec = codec
-        part = max(1, -(-self._numel() // self._world))
-        self._row = torch.zeros(part * self._world, device=params[0].device)
-        self._views, self._parts = self._split(self._row), self._row.view(self._world, part)
-        self._residual = torch.zeros_like(self._row) if codec.feeds_back else None
-        self.residuals = self._split(self._residual) if self._residual is not None else []
+        sizes = _piece_sizes(self._numel(), piece_numel, self._world)
+        self._row = torch.zeros(sum(sizes), device=params[0].device)
+        self._views = self._split(self._row)
+        self._residual = torch.zeros(sum(sizes) if codec.feeds_back else 0, device=self._row.device)
+        self.residuals = self._split(self._residual) if codec.feeds_back else []
         """By parameter, in the order of `params`; empty where the codec does not feed back."""
-        self._coded_bytes = codec.num_bytes(part)
-        self._letter_bytes = aligned(self._coded_bytes + len(params) + room)
-        self._outgoing = self._new_bytes(self._world - 1, self._letter_bytes)
-        self._incoming = torch.empty_like(self._outgoing)
-        self._gathered = self._new_bytes(self._world, self._coded_bytes)
-        self._coded_sum = self._new_bytes(self._coded_bytes)
+        rows = torch.split(self._row, sizes)
+        residuals = torch.split(self._residual, sizes) if codec.feeds_back else [None] * len(sizes)
+        tails = [len(params) + room, *[0] * (len(sizes) - 1)]  # the first piece tells what is there, and the message
+        self._pieces = [_Piece(*of, axis, codec) for of in zip(rows, residuals, tails, strict=True)]
+        self.num_bytes = sum(piece.num_bytes for piece in self._pieces)
         self._messages: list[bytes] = []
 
     def begin(self, nodes: Sequence[Sequence[Node]], count: int) -> None:
         self._senders = [rank for rank, held in enumerate(nodes) if held]
         self._present = [False] * len(self.params)
-        self.num_bytes = (self._world - 1) * (self._letter_bytes + self._coded_bytes)
 
     def fill(self, below: Sequence[Gradients], merges: int) -> None:
         (values,) = self._take(below, len(below))  # a node of its own for each would be more bytes
@@ -151,40 +157,24 @@ class CodedBucket(Bucket):
 
     def start(self, axis: Axis, name: str) -> None:
         """Send each owner its part, and every rank which gradients are there and the message."""
-        sends = self._rank in self._senders
-        if sends:
-            tail = self._tail()
-            with self._leaving_out_absent():
-                for letter, rank in zip(self._outgoing, self._others(range(self._world)), strict=True):
-                    self._encode(rank, self._parts[rank], letter[: self._coded_bytes])
-                    letter[self._coded_bytes :][: len(tail)] = tail
-        heard = self._others(self._senders)
-        self._pending = axis.all_to_all_start(
-            self._incoming[: len(heard)].view(-1),
-            (self._outgoing if sends else self._outgoing[:0]).view(-1),
-            [self._letter_bytes if rank in heard else 0 for rank in range(self._world)],
-            [self._letter_bytes if sends and rank != self._rank else 0 for rank in range(self._world)],
-            name,
-        )
+        tail = bytes(self._present) + self.message.ljust(self._room, b"\0")
+        with self._leaving_out_absent():
+            for piece in self._pieces:
+                piece.send(axis, name, self._senders, tail)
 
     def sum_part(self, axis: Axis, name: str) -> None:
-        self._pending.wait()
-        self._messages = [b""] * self._world
-        self._messages[self._rank], self.message = self.message.ljust(self._room, b"\0"), b""
-        # The row's other parts have been sent: this is where the other ranks' contributions to ours go.
-        for letter, rank in zip(self._incoming, self._others(self._senders), strict=False):
-            self._codec.decode(letter[: self._coded_bytes], self._parts[rank])
-            self._read_tail(rank, letter[self._coded_bytes :])
-        contributions = {(0, place): self._parts[rank] for place, rank in enumerate(self._senders)}
-        total = finish(contributions, len(self._senders), add=lambda left, right: left.add_(right))
+        first, *others = self._pieces
+        first.receive()
+        self._read(first.tails())
         with self._leaving_out_absent():
-            self._encode(self._rank, total, self._coded_sum)
-        self._pending = axis.all_gather_start(self._gathered.view(-1), self._coded_sum, name)
+            first.send_sum(axis, name)
+            for piece in others:
+                piece.receive()
+                piece.send_sum(axis, name)
 
     def give(self) -> None:
-        self._pending.wait()
-        for coded, part in zip(self._gathered, self._parts, strict=True):
-            self._codec.decode(coded, part)
+        for piece in self._pieces:
+            piece.receive_sum()
         for param, view, present in zip(self.params, self._views, self._present, strict=True):
             param.grad = view if present else None
 
@@ -193,7 +183,7 @@ class CodedBucket(Bucket):
 
     def gather_residuals(self, axis: Axis, name: str) -> dict[int, Tensor]:
         """On rank 0 a row for each rank, by parameter; nothing on the others."""
-        if self._residual is None:
+        if not self.residuals:
             return {}
         length, chief = len(self._residual), self._rank == 0
         rows = self._residual.new_empty(self._world if chief else 0, length)
@@ -204,10 +194,6 @@ class CodedBucket(Bucket):
         columns = torch.split(rows, [*(param.numel() for param in self.params), length - self._numel()], dim=1)
         shapes = [(self._world, *param.shape) for param in self.params]
         return {i: column.reshape(shape) for i, column, shape in zip(self.indices, columns, shapes, strict=False)}
-
-    def _encode(self, rank: int, values: Tensor, out: Tensor) -> None:
-        residual = self._residual.view_as(self._parts)[rank] if self._residual is not None else None
-        self._codec.encode(values, out, residual)
 
     @contextmanager
     def _leaving_out_absent(self) -> Iterator[None]:
@@ -220,17 +206,12 @@ class CodedBucket(Bucket):
         for residual, owed in zip(absent, kept, strict=True):
             residual.copy_(owed)
 
-    def _tail(self) -> Tensor:
-        tail = bytearray(self._present) + self.message.ljust(self._room, b"\0")
-        return torch.frombuffer(tail, dtype=torch.uint8).to(self._row.device)
-
-    def _read_tail(self, rank: int, tail: Tensor) -> None:
-        data = tail.cpu().numpy().tobytes()
-        self._present = [mine or bool(theirs) for mine, theirs in zip(self._present, data, strict=False)]
-        self._messages[rank] = data[len(self.params) :][: self._room]
-
-    def _others(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank != self._rank]
+    def _read(self, tails: Mapping[int, bytes]) -> None:
+        self._messages = [b""] * self._world
+        self._messages[self._rank], self.message = self.message.ljust(self._room, b"\0"), b""
+        for rank, tail in tails.items():
+            self._present = [mine or bool(theirs) for mine, theirs in zip(self._present, tail, strict=False)]
+            self._messages[rank] = tail[len(self.params) :]
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         pieces = torch.split(flat, [*(param.numel() for param in self.params), len(flat) - self._numel()])
@@ -239,5 +220,85 @@ class CodedBucket(Bucket):
     def _numel(self) -> int:
         return sum(param.numel() for param in self.params)
 
+
+class _Piece:
+    """Some of a bucket's row, cut into a part per rank, on its way there and back.
+
+    A letter is a part of it, encoded, and `tail_bytes` that every rank gets alike. `values` are this rank's
+    contribution until it is sent, then the others' to its own part, then the sum.
+    """
+
+    def __init__(self, values: Tensor, residual: Tensor | None, tail_bytes: int, axis: Axis, codec: Codec) -> None:
+        self._rank, self._world, self._codec, self._tail_bytes = axis.rank, axis.size, codec, tail_bytes
+        self._parts = values.view(self._world, -1)
+        self._residuals = residual.view_as(self._parts) if residual is not None else [None] * self._world
+        self._coded_bytes = codec.num_bytes(self._parts.shape[1])
+        self._letter_bytes = aligned(self._coded_bytes + tail_bytes)
+        self._outgoing = self._new_bytes(self._world - 1, self._letter_bytes)
+        self._incoming = torch.empty_like(self._outgoing)
+        self._coded_sum, self._coded_sums = (
+            self._new_bytes(self._coded_bytes),
+            self._new_bytes(self._world, self._coded_bytes),
+        )
+        self.num_bytes = (self._world - 1) * (self._letter_bytes + self._coded_bytes)
+
+    def send(self, axis: Axis, name: str, senders: Sequence[int], tail: bytes) -> None:
+        """A letter to each other rank, if this rank is among the `senders`."""
+        self._senders, sends = senders, self._rank in senders
+        if sends:
+            for letter, rank in zip(self._outgoing, self._others(range(self._world)), strict=True):
+                self._codec.encode(self._parts[rank], letter[: self._coded_bytes], self._residuals[rank])
+                self._write_tail(letter, tail)
+        heard = self._others(senders)
+        self._pending = axis.all_to_all_start(
+            self._incoming[: len(heard)].view(-1),
+            (self._outgoing if sends else self._outgoing[:0]).view(-1),
+            [self._letter_bytes if rank in heard else 0 for rank in range(self._world)],
+            [self._letter_bytes if sends and rank != self._rank else 0 for rank in range(self._world)],
+            name,
+        )
+
+    def receive(self) -> None:
+        """The others' contributions to this rank's part, where the parts stood that they got."""
+        self._pending.wait()
+        for rank, letter in self._letters().items():
+            self._codec.decode(letter[: self._coded_bytes], self._parts[rank])
+
+    def tails(self) -> dict[int, bytes]:
+        """Of each other sender, by rank; after `receive`."""
+        place = slice(self._coded_bytes, self._coded_bytes + self._tail_bytes)
+        return {rank: letter[place].cpu().numpy().tobytes() for rank, letter in self._letters().items()}
+
+    def send_sum(self, axis: Axis, name: str) -> None:
+        contributions = {(0, place): self._parts[rank] for place, rank in enumerate(self._senders)}
+        total = finish(contributions, len(self._senders), add=lambda left, right: left.add_(right))
+        self._codec.encode(total, self._coded_sum, self._residuals[self._rank])
+        self._pending = axis.all_gather_start(self._coded_sums.view(-1), self._coded_sum, name)
+
+    def receive_sum(self) -> None:
+        """This rank's own part as well, from the bytes that all have: so replicas cannot differ."""
+        self._pending.wait()
+        for coded, part in zip(self._coded_sums, self._parts, strict=True):
+            self._codec.decode(coded, part)
+
+    def _write_tail(self, letter: Tensor, tail: bytes) -> None:
+        if self._tail_bytes:
+            letter[self._coded_bytes :][: len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+
+    def _letters(self) -> dict[int, Tensor]:
+        return dict(zip(self._others(self._senders), self._incoming, strict=False))
+
+    def _others(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self._rank]
+
     def _new_bytes(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.uint8, device=self._row.device)
+        return torch.zeros(shape, dtype=torch.uint8, device=self._parts.device)
+
+
+def _piece_sizes(numel: int, most: int, world: int) -> list[int]:
+    """Pieces that all ranks have equal parts of, together at least `numel` values."""
+    whole = max(1, most // world) * world
+    count, rest = divmod(numel, whole)
+    last = -(-rest // world) * world
+    sizes = [whole] * count + ([last] if last else [])
+    return sizes or [world]
