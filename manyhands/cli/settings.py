@@ -45,6 +45,7 @@ HELP = {
     "plane": "auto: workers of one host talk through shared memory where they can. gloo: over sockets.",
     "timeout_s": "Seconds that a collective waits for its slowest peer.",
     "bucket_bytes": "Gradients travel in pieces of about this size.",
+    "reducer": "How gradients travel: exact, in half the bytes (bf16), or in a quarter (int8, with error feedback).",
     "every_steps": "Commit a checkpoint every so many steps.",
     "every_s": "Commit a checkpoint every so many seconds.",
     "keep_last": "How many of the newest checkpoints stay.",

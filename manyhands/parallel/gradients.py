@@ -14,7 +14,9 @@ Start reading at `GradientSum`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
 
-__all__ = ["GradientSum", "Gradients", "add_lists", "take"]
+__all__ = ["Bucket", "GradientSum", "Gradients", "add_lists", "copy_gradients_", "take"]
 
 Gradients = list[Tensor | None]
 # The first bucket is small so that something travels early; the rest are as large as asked.
@@ -36,9 +38,12 @@ MAX_CARRIED_BYTES = 1024
 class GradientSum:
     """Sums per-slice gradients of `params` over `axis`; the same bits for every division of the slices over ranks."""
 
+    most_under_way: ClassVar[int] = 2**31
+    """How many buckets may be on their way to their owners before the first of them is waited for."""
+
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis, bucket_bytes: int) -> None:
         self.params, self._axis, self._bucket_bytes = list(params), axis, bucket_bytes
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._arrival: list[int] = []
         self._settled = False
@@ -63,7 +68,7 @@ class GradientSum:
                 self._shares, self._nodes = shares, [nodes_of(share, count) for share in shares]
             for bucket in self._buckets:
                 bucket.begin(self._nodes, count)
-            self._launched = 0
+            self._launched = self._gathering = 0
             self.bytes_sent = 0
 
     def can_carry(self, num_bytes: int) -> bool:
@@ -116,8 +121,7 @@ class GradientSum:
                     param.grad = grad
             return
         self._launch(everything=True)  # a rank without a slice has launched nothing yet
-        for bucket in self._buckets:
-            bucket.sum_part(self._axis, f"gradients of {self._name} (gather)")
+        self._gather(len(self._buckets))
         for bucket in self._buckets:
             bucket.give()
         self._settle_order()
@@ -138,6 +142,13 @@ class GradientSum:
             bucket.start(self._axis, f"gradients of {self._name}")
             self.bytes_sent += bucket.num_bytes
             self._launched += 1
+            self._gather(self._launched - self.most_under_way)
+
+    def _gather(self, stop: int) -> None:
+        """Finish this rank's part of the sums of the buckets before `stop`, and start collecting the others'."""
+        while self._gathering < stop:
+            self._buckets[self._gathering].sum_part(self._axis, f"gradients of {self._name} (gather)")
+            self._gathering += 1
 
     def _check_no_second_instalment(self) -> None:
         """A parameter used in two re-entrant checkpointed segments gets its gradient in two instalments."""
@@ -183,7 +194,10 @@ class GradientSum:
 
     def _close_bucket(self, members: list[int]) -> None:
         room = 0 if self._buckets else self._room
-        self._buckets.append(_Bucket([self.params[index] for index in members], members, self._axis, room))
+        self._buckets.append(self._new_bucket([self.params[index] for index in members], members, room))
+
+    def _new_bucket(self, params: Sequence[nn.Parameter], indices: Sequence[int], room: int) -> Bucket:
+        return _PlainBucket(params, indices, self._axis, room)
 
     def _settle_order(self) -> None:
         """After the first step, rebuild the buckets in the order in which rank 0's gradients arrived.
@@ -198,25 +212,79 @@ class GradientSum:
         rest = [index for index in range(len(self.params)) if index not in seen]
         agreed = torch.tensor([*seen, *rest], dtype=torch.int64)
         self._axis.broadcast_([agreed], "order of gradients")
-        self._make_buckets(agreed.tolist())
+        self._use_order(agreed.tolist())
+
+    def _use_order(self, order: Sequence[int]) -> None:
+        self._make_buckets(order)
         self._hook({bucket.indices[-1]: self._launch_if_last for bucket in self._buckets})
 
 
-class _Bucket:
-    """Some parameters' gradients in one flat tensor, a row per node that this rank holds; counts and messages last."""
+class Bucket(ABC):
+    """Some parameters, whose gradients travel together. Per step: `begin`, `fill`, `start`, `sum_part`, `give`."""
+
+    num_bytes: int
+    """What a rank sends in a step."""
 
     def __init__(self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis, room: int) -> None:
         self.params, self.indices, self.message = list(params), list(indices), b""
         self._rank, self._world, self._room = axis.rank, axis.size, room
+
+    @property
+    def full(self) -> bool:
+        return all(param.grad is not None for param in self.params)
+
+    @abstractmethod
+    def begin(self, nodes: Sequence[Sequence[Node]], count: int) -> None: ...
+
+    @abstractmethod
+    def fill(self, below: Sequence[Gradients], merges: int) -> None:
+        """Take the last slice's gradients, beside those of the nodes `below`; `merges` of them complete one another."""
+
+    @abstractmethod
+    def start(self, axis: Axis, name: str) -> None: ...
+
+    @abstractmethod
+    def sum_part(self, axis: Axis, name: str) -> None:
+        """Sum the part that this rank owns, and start collecting the others'."""
+
+    @abstractmethod
+    def give(self) -> None:
+        """Wait for the whole sum, and let each parameter's `.grad` look at its part."""
+
+    @abstractmethod
+    def messages(self) -> list[bytes]:
+        """Every rank's `message`, followed by zeros."""
+
+    def _take(self, below: Sequence[Gradients], merges: int) -> list[Gradients]:
+        """The gradients of each node that this rank holds, in slice order."""
+        grads: Gradients = [take(param) for param in self.params]
+        held: list[Gradients] = [[node[index] for index in self.indices] for node in below]
+        for _ in range(merges):
+            grads = add_lists(held.pop(), grads)
+        return [*held, grads]
+
+
+def copy_gradients_(views: list[Tensor], values: Gradients) -> bool:
+    """Each value to its view, zeros where there is none; whether all were there."""
+    present = [value for value in values if value is not None]
+    if len(present) == len(views):
+        torch._foreach_copy_(views, present)
+        return True
+    for view, value in zip(views, values, strict=True):
+        view.zero_() if value is None else view.copy_(value)
+    return False
+
+
+class _PlainBucket(Bucket):
+    """The gradients in one flat tensor, a row per node that this rank holds; counts and messages last."""
+
+    def __init__(self, params: Sequence[nn.Parameter], indices: Sequence[int], axis: Axis, room: int) -> None:
+        super().__init__(params, indices, axis, room)
         self._part = -(-(sum(param.numel() + 1 for param in params) + self._world * room) // self._world)
         self._length = self._part * self._world
         self.num_bytes = self._length * params[0].element_size()
         self._rows = params[0].new_empty(0, self._length)
         self._make_room(1)
-
-    @property
-    def full(self) -> bool:
-        return all(param.grad is not None for param in self.params)
 
     def begin(self, nodes: Sequence[Sequence[Node]], count: int) -> None:
         self._nodes, self._count = nodes, count
@@ -224,27 +292,15 @@ class _Bucket:
         self._direct = self._world == 2 and all(len(held) == 1 for held in nodes)
 
     def fill(self, below: Sequence[Gradients], merges: int) -> None:
-        """Take the last slice's gradients, fold them into their node, and copy all nodes of this rank."""
-        grads: Gradients = [take(param) for param in self.params]
-        held: list[Gradients] = [[node[index] for index in self.indices] for node in below]
-        for _ in range(merges):
-            grads = add_lists(held.pop(), grads)
-        self._make_room(len(held) + 1)
-        for number, values in enumerate([*held, grads]):
-            self._copy(number, values)
+        nodes = self._take(below, merges)
+        self._make_room(len(nodes))
+        for number, values in enumerate(nodes):
+            if copy_gradients_(self._views[number], values):
+                self._counts[number].fill_(1)
+            else:
+                self._counts[number].copy_(torch.tensor([value is not None for value in values]))
             if self._room:
                 self._carry(number)
-
-    def _copy(self, number: int, values: Gradients) -> None:
-        views, counts = self._views[number], self._counts[number]
-        present = [value for value in values if value is not None]
-        if len(present) == len(views):
-            torch._foreach_copy_(views, present)
-            counts.fill_(1)
-            return
-        for view, value in zip(views, values, strict=True):
-            view.zero_() if value is None else view.copy_(value)
-        counts.copy_(torch.tensor([value is not None for value in values]))
 
     def _carry(self, number: int) -> None:
         places = self._messages[number].zero_()
@@ -271,7 +327,6 @@ class _Bucket:
         )
 
     def sum_part(self, axis: Axis, name: str) -> None:
-        """Sum the part that this rank owns, and start collecting the others'."""
         if self._direct:
             return
         self._pending.wait()
@@ -286,7 +341,6 @@ class _Bucket:
         self._pending = axis.all_gather_start(self._rows[0], self._outgoing, name)
 
     def give(self) -> None:
-        """Wait for the whole sum, and let each parameter's `.grad` look at its part."""
         self._pending.wait()
         for param, view, count in zip(self.params, self._views[0], self._counts[0].tolist(), strict=True):
             param.grad = view if count else None

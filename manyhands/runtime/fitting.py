@@ -20,10 +20,10 @@ from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
 from manyhands.strategies.base import StepStats
 
-__all__ = ["END_FIT", "LEAVE", "Fit", "FitSettings"]
+__all__ = ["END_FIT", "LEAVE", "SAVE", "Fit", "FitSettings"]
 
-# What workers tell each other with every step; the largest wins.
-END_FIT, LEAVE = 1, 2
+# What workers tell each other with every step; the largest wins. Each includes those before it: whoever ends, saves.
+SAVE, END_FIT, LEAVE = 1, 2, 3
 
 
 class FitSettings(msgspec.Struct, kw_only=True):
@@ -73,14 +73,14 @@ class Fit:
             waited_s = time.perf_counter() - asked_at
             self._hooks.call("before_step", self._trainer, step.number)
             self._worker.session.report(step.number, "training")
-            stats = self._training.engine.train_step(step, stop=self._wish())
+            stats = self._training.engine.train_step(step, stop=self._wish(step.number))
             stats.seconds["load"] += waited_s
             self._commit(step, stats)
             if step.last_of_epoch:
                 self._end_epoch()
             if stats.stop == LEAVE:
                 self._leave()
-            self._saver.after_step()
+            self._saver.after_step(save=stats.stop == SAVE)
             if stats.stop == END_FIT:
                 return
             if step.last_of_epoch and self._stopped_early():
@@ -88,10 +88,12 @@ class Fit:
                 return
             asked_at = time.perf_counter()
 
-    def _wish(self) -> int:
+    def _wish(self, step: int) -> int:
         if self._worker.stop_requested:
             return LEAVE
-        return END_FIT if self.stop_asked else 0
+        if self.stop_asked:
+            return END_FIT
+        return SAVE if self._saver.is_due(step) else 0
 
     def _commit(self, step: Step, stats: StepStats) -> None:
         progress = self._training.progress

@@ -21,7 +21,7 @@ from manyhands.data.batches import Batches, Piece, Step
 from manyhands.errors import Preempted, UsageError
 from manyhands.events import Logged
 from manyhands.runtime import evaluating
-from manyhands.runtime.fitting import LEAVE
+from manyhands.runtime.fitting import LEAVE, SAVE
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
@@ -194,7 +194,7 @@ class Hands:
         return sum(count * part for count, part in parts) / sum(rows)
 
     def save(self) -> None:
-        """Start a checkpoint beside the training; the chief writes it."""
+        """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
         if self._saver is None:
             raise UsageError("save was called outside the loop over batches().")
         self._saver.save_soon()
@@ -243,7 +243,7 @@ class Hands:
         for step in batches:
             self._step = step
             self._worker.session.report(step.number, "training")
-            engine.begin_step(step, stop=LEAVE if self._worker.stop_requested else 0)
+            engine.begin_step(step, stop=self._wish(step.number))
             for piece in step.mine():
                 engine.phases.mark("load")
                 self._piece, self._backward_done = piece, False
@@ -253,6 +253,12 @@ class Hands:
                 self._check_slice_done()
             if not len(step.indices):
                 self._finish_step(step)
+
+    def _wish(self, step: int) -> int:
+        assert self._saver is not None
+        if self._worker.session.stop_requested:
+            return LEAVE
+        return SAVE if self._saver.is_due(step) else 0
 
     def _check_slice_done(self) -> None:
         if self._piece is not None:
@@ -279,7 +285,7 @@ class Hands:
             self._saver.save_now(required=True)
             self._worker.wait_for_chief("checkpoint before leaving")
             raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
-        self._saver.after_step()
+        self._saver.after_step(save=stats.stop == SAVE)
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

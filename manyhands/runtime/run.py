@@ -108,6 +108,7 @@ class Run:
             lambda count: [slices_of(rank, worker.world_size, count) for rank in range(worker.world_size)],
             clip_norm=spec.train.clip_norm,
             bucket_bytes=spec.comm.bucket_bytes,
+            reducer=spec.comm.reducer,
             sharing=worker.sharing,
             network=lambda: worker.network,
             tell=worker.warn,

@@ -2,6 +2,8 @@
 
 The chief copies the state beside the step and writes it on another thread. On resume the chief reads and verifies,
 and gives the result to the others, so that only its host needs the files. The format is `checkpoint`'s business.
+Workers may have state that the chief lacks, so all of them take part in a save: the chief says in the step's own
+exchange that one is due, and every worker learns it with the step's end.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saver:
-    """Saves on the chief; on the other workers, and in a trial, every call does nothing."""
+    """Saves on the chief; the other workers hand over what only they have. In a trial nothing is saved."""
 
     def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
+        self._wanted = False
         self._last_s, self._blocked_s = time.monotonic(), 0.0
         if worker.is_chief and not worker.in_trial:
             root = worker.run_dir / "checkpoints"
@@ -49,25 +52,37 @@ class Saver:
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)
             )
 
-    def after_step(self) -> None:
-        """Start a save where one is due; tell of those that have ended."""
+    def is_due(self, step: int) -> bool:
+        """Whether this worker wants a save after `step`; asked before it. Only the chief ever does."""
         if self._writer is None:
-            return
-        self._tell(self._writer.poll())
-        step, every = self._training.progress.step, self._settings.every_steps
-        due = every is not None and step % every == 0
-        every_s = self._settings.every_s
-        due = due or (every_s is not None and time.monotonic() - self._last_s >= every_s)
-        if due and not self._writer.busy:
-            self._save(wait=False)
+            return False
+        every, every_s = self._settings.every_steps, self._settings.every_s
+        if self._wanted or (every is not None and step % every == 0):
+            return True
+        return every_s is not None and time.monotonic() - self._last_s >= every_s and not self._writer.busy
+
+    def after_step(self, *, save: bool) -> None:
+        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
+        if self._writer is not None:
+            self._tell(self._writer.poll())
+        if save:
+            self._training.engine.gather_state()
+            self._wanted = False
+            self._start()
 
     def save_soon(self) -> None:
-        """Start a save now, unless one is under way."""
-        if self._writer is not None and not self._writer.busy:
-            self._save(wait=False)
+        """Start a save, unless one is under way: now, or with the next step where all workers must take part."""
+        if self._training.engine.has_residuals:
+            self._wanted = True
+        else:
+            self._start()
 
     def save_now(self, *, required: bool = False) -> None:
-        """Save and wait. With `required`, a failed save is an error; else it is told and training goes on."""
+        """Save and wait. With `required`, a failed save is an error; else it is told and training goes on.
+
+        For all workers alike, between steps.
+        """
+        self._training.engine.gather_state()
         if self._writer is None:
             return
         self._save(wait=True)
@@ -81,6 +96,10 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=600.0)
             self._tell(self._writer.poll())
+
+    def _start(self) -> None:
+        if self._writer is not None and not self._writer.busy:
+            self._save(wait=False)
 
     def _save(self, *, wait: bool) -> None:
         assert self._writer is not None

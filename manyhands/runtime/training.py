@@ -155,7 +155,12 @@ class Training:
     def identity(self) -> dict[str, Any]:
         """What must not change when a run goes on, or the result would."""
         spec = self.worker.resolved.spec
-        identity: dict[str, Any] = {"seed": spec.run.seed, "exact": spec.train.exact, "precision": spec.train.precision}
+        identity: dict[str, Any] = {
+            "seed": spec.run.seed,
+            "exact": spec.train.exact,
+            "precision": spec.train.precision,
+            "reducer": spec.comm.reducer,
+        }
         if spec.train.exact:
             identity["threads"] = self.worker.threads
         return identity
@@ -195,6 +200,7 @@ class Training:
             ) from error
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
+        saved = {"reducer": "exact", **saved}  # there was no other when the first checkpoints were written
         for name, now in self.identity().items():
             before = saved.get(name)
             if before != now:

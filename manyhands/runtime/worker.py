@@ -159,15 +159,15 @@ class Worker:
     def machine(self) -> str:
         """What was chosen for this machine, for the run's first line."""
         _ = self.axis  # only now is it known whether there is memory to share
-        launch = self.resolved.spec.launch
+        launch, reducer = self.resolved.spec.launch, self.resolved.spec.comm.reducer
         allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
         machine = f"{self.device}, {launch.memory_format} memory, {allocator}"
         if self.world_size == 1:
             return machine
         backend = "NCCL" if self.device.type == "cuda" else "Gloo"
-        return f"{machine}, workers talk " + (
-            f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
-        )
+        way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
+        exchange = f", gradients exchanged as {reducer}" if reducer != "exact" else ""
+        return f"{machine}, workers talk {way}{exchange}"
 
     @property
     def stop_requested(self) -> str | None:
@@ -266,6 +266,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         "strategy": chosen.name if strategy is not None else None,
         "workers": getattr(chosen, "workers", None),
         "threads": chosen.threads,
+        "reducer": getattr(chosen, "reducer", None),
         **arguments,
     }
     flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}

@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -139,15 +139,26 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> RunSpec:
     sections = {}
     for section in msgspec.structs.fields(RunSpec):
         mine = {key.name: values[key.name] for key in KEYS.values() if key.section == section.name}
-        try:
-            sections[section.name] = section.type(**mine)
-        except SpecError as error:
-            # The section knows what is wrong, only this place knows who asked for it.
-            named = re.match(r"\[\w+\] (\w+)", error.what)
-            origin = origins.get(f"{section.name}.{named[1]}") if named else None
-            fix = [_in_words_of(origin, suggestion) for suggestion in error.fix]
-            raise SpecError(error.what, where=origin or error.where, fix=fix) from None
-    return RunSpec(**sections)
+        sections[section.name] = _checked(section.type, mine, origins)
+    spec: RunSpec = _checked(RunSpec, sections, origins)
+    return spec
+
+
+def _checked(kind: Callable[..., Any], values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+    """`kind(**values)`. It knows what is wrong with them, only this place knows who asked for it."""
+    try:
+        return kind(**values)
+    except SpecError as error:
+        named = re.match(r"\[(\w+)\] (\w+)", error.what)
+        origin = origins.get(f"{named[1]}.{named[2]}") if named else None
+        fix = [_in_words_of(_origin_of(suggestion, origin, origins), suggestion) for suggestion in error.fix]
+        raise SpecError(error.what, where=origin or error.where, fix=fix) from None
+
+
+def _origin_of(suggestion: str, fallback: str | None, origins: Mapping[str, str]) -> str | None:
+    """Who set what the suggestion would change."""
+    key = KEYS.get(suggestion.partition(" = ")[0])
+    return origins[key.dotted] if key is not None else fallback
 
 
 def _from_file(path: str | None) -> Iterator[_Given]:
@@ -237,7 +248,7 @@ def _in_words_of(origin: str | None, suggestion: str) -> str:
         return f"{name}={value.title() if value in ('true', 'false') else value}"
     bare = value.strip('"')
     if origin.startswith("--"):
-        return origin if value == "true" else f"{origin} {bare}"
+        return {"true": origin, "false": f"--no-{origin[2:]}"}.get(value, f"{origin} {bare}")
     return f"{origin}={bare}" if origin.startswith(PREFIX) else suggestion
 
 

@@ -95,6 +95,8 @@ class CommSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How long a collective waits for its slowest peer before `PeerTimeout` names it."""
     bucket_bytes: int = 4 * 2**20
     """Gradients travel in pieces of about this size, while backward still runs."""
+    reducer: Literal["exact", "bf16", "int8"] = "exact"
+    """How fp32 gradients travel: as they are, in half the bytes, or in a quarter of them with error feedback."""
 
     def __post_init__(self) -> None:
         _at_least("comm", "timeout_s", self.timeout_s, 0.1)
@@ -120,3 +122,12 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch: LaunchSection = LaunchSection()
     comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    def __post_init__(self) -> None:
+        reducer = self.comm.reducer
+        if self.train.exact and reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {reducer}, which rounds what workers send each other; exact promises the same bits "
+                "for any number of them.",
+                fix=['reducer = "exact"', "exact = false"],
+            )

@@ -7,7 +7,6 @@ lines run, and the collectives have nothing to do. Start reading at `Replicated.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -17,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.comm.axis import Axis, Pending
+from manyhands.comm.axis import Axis
+from manyhands.comm.codecs import Bf16, Codec, Int8
 from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFailed
 from manyhands.parallel.buffers import ForeignState, StepBuffers
+from manyhands.parallel.coded_gradients import CodedGradientSum
+from manyhands.parallel.exchange import Exchange, Report
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
@@ -49,6 +51,8 @@ class Mirrored(_Settings, frozen=True, kw_only=True):
     """Replicas on one host, one per worker."""
 
     workers: int | None = None
+    reducer: str | None = None
+    """How gradients travel: "exact" (the default), "bf16" or "int8"."""
     name = "mirrored"
 
 
@@ -58,10 +62,13 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None
+    reducer: str | None = None
+    """How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8")."""
     name = "multi_worker"
 
 
 MAX_SKIPPED_IN_A_ROW = 50
+_CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Replicated:
@@ -69,7 +76,8 @@ class Replicated:
 
     Promises: after `train_step`, parameters and buffers are bitwise equal on every rank of `axis`; and, whatever the
     number of ranks, they match one process that took the same slices.
-    Costs: one reduction of the gradient bytes per step, begun while backward still runs.
+    Costs: one reduction of the gradient bytes per step, begun while backward still runs. A `reducer` other than "exact"
+    shrinks that and gives up the second promise, never the first.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Replicated:
         *,
         clip_norm: float | None,
         bucket_bytes: int,
+        reducer: str = "exact",
         foreign: ForeignState | None = None,
         sharing: Sharing | None = None,
         network: Callable[[], Axis] | None = None,
@@ -89,7 +98,11 @@ class Replicated:
         """`sharing` is given where ranks share memory; `network` is then an axis that does without."""
         self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
-        self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
+        self._codec = _CODECS[reducer]() if reducer != "exact" else None
+        self._gathered: dict[int, Tensor] = {}
+        # What a codec is for is a network; memory that is shared needs none.
+        self._sharing = sharing if self._codec is None else None
+        self._network, self._tell = network or (lambda: axis), tell
         self._skipped_in_a_row = 0
         self._summed: GradientSum | SharedGradients | None = None
         self._weights: Update | None = None
@@ -97,6 +110,12 @@ class Replicated:
 
     def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        if self.has_residuals and _wants_closure(optimizer):
+            raise TrainingFailed(
+                f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
+                "with the next.",
+                fix=['reducer="exact" or "bf16"', "another optimizer"],
+            )
         self.synchronise()
 
     @property
@@ -144,15 +163,18 @@ class Replicated:
         """Decide how gradients are summed and weights updated, as all ranks do alike."""
         if self._weights is not None:
             self._weights.close()
-        if self._summed is not None:
-            self._summed.close()
+        before = self._summed
+        if before is not None:
+            before.close()
         if self._sharing is not None and summable(trained):
             try:
                 self._share(self._sharing, trained)
                 return
             except EnvironmentProblem as problem:  # the same on every rank
                 self._tell(f"gradients travel over the network layer instead of shared memory: {problem.what}")
-        self._summed = GradientSum(trained, self._network(), self._bucket_bytes)
+        self._summed = self._new_sum(trained)
+        if isinstance(before, CodedGradientSum) and isinstance(self._summed, CodedGradientSum):
+            self._summed.succeed(before)
         self._weights = LocalUpdate(self._summed, self._optimizer)
 
     def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
@@ -167,6 +189,11 @@ class Replicated:
             gradients.close()
             raise
         self._summed = gradients
+
+    def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
+        if self._codec is None:
+            return GradientSum(trained, self._network(), self._bucket_bytes)
+        return CodedGradientSum(trained, self._network(), self._bucket_bytes, self._codec)
 
     # The step, and its parts for those who write their own loop.
 
@@ -190,8 +217,8 @@ class Replicated:
             self._layout = _lay_out(step.bounds, self.shares(step.num_slices))
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
-        self._reports: list[_Report] = []
-        self._exchange: _Exchange | None = None
+        self._reports: list[Report] = []
+        self._exchange: Exchange | None = None
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
 
@@ -212,7 +239,7 @@ class Replicated:
         """Backward of one slice, weighted so that the sum over all slices is the gradient of the batch's mean."""
         total, weight, scaled = self._weigh(piece, result)
         place = self._place[piece.index]
-        self._reports.append(_Report(total, weight, self._buffers.leave(place)))
+        self._reports.append(Report(total, weight, self._buffers.leave(place)))
         self._gradients.before_backward(place)
         if place == self._mine[-1]:
             self._exchange = self._start_exchange()  # travels while backward runs
@@ -264,12 +291,40 @@ class Replicated:
         finally:
             self._loss_fn = before
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether each rank has state of its own, so that `gather_state` needs all of them."""
+        return self._codec is not None and self._codec.feeds_back
+
+    def gather_state(self) -> None:
+        """Before `state`, on every rank: what ranks have of their own comes to rank 0."""
+        if self.has_residuals:
+            assert isinstance(self._summed, CodedGradientSum)
+            self._gathered = self._summed.gather_residuals()
+
     def state(self) -> dict[str, Any]:
-        return {"loss_scale": self._precision.scale.state()} if self._precision.scale else {}
+        state: dict[str, Any] = {}
+        if self._precision.scale:
+            state["loss_scale"] = self._precision.scale.state()
+        if isinstance(self._summed, CodedGradientSum):
+            names, order = self._trained_names(), self._summed.order
+            state["order"] = [names[index] for index in order] if order is not None else None
+            state["residuals"] = {names[index]: rows for index, rows in self._gathered.items()}
+            self._gathered = {}  # as large as the weights, times the workers
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
+        if isinstance(self._summed, CodedGradientSum) and "residuals" in state:
+            place = {name: index for index, name in enumerate(self._trained_names())}
+            order = [place[name] for name in state["order"] or () if name in place]
+            rows = {place[name]: rows for name, rows in state["residuals"].items() if name in place}
+            self._summed.restore(order if order and len(order) == len(place) else None, rows)
+
+    def _trained_names(self) -> list[str]:
+        name_of = {id(param): name for name, param in self._model.named_parameters()}
+        return [name_of[id(param)] for param in self._gradients.params]
 
     def close(self) -> None:
         self._axis.close()
@@ -307,10 +362,10 @@ class Replicated:
         factor = scale * (times / self._step.rows)
         return value.item() * times, weight, value if factor == 1.0 else value * factor
 
-    def _start_exchange(self) -> _Exchange:
+    def _start_exchange(self) -> Exchange:
         assert self._layout is not None
         shares, number = self._layout.shares, self._step.number
-        return _Exchange(self._axis, self._gradients, self._reports, shares, self._stop, self._buffers, number)
+        return Exchange(self._axis, self._gradients, self._reports, shares, self._stop, self._buffers, number)
 
     def _reduce(self) -> tuple[float, int]:
         """Sum gradients, losses and statistics over the ranks; the batch's loss, and the largest `stop`."""
@@ -342,7 +397,10 @@ class Replicated:
         stats.grad_norm = self._update.norm()
         if scale:
             stats.skipped = not math.isfinite(stats.grad_norm)
+            before = scale.value
             scale.update(overflow=stats.skipped)
+            if scale.value != before and isinstance(self._summed, CodedGradientSum):
+                self._summed.scale_residuals(scale.value / before)
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if stats.skipped else 0
             if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 self._raise_non_finite(
@@ -382,95 +440,6 @@ def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Lay
     owned = [[place[v] for v in share if v in place] for share in shares]
     ranges = [range(places[0], places[-1] + 1) if places else range(0) for places in owned]
     return _Layout(bounds, place, ranges)
-
-
-class _Report(NamedTuple):
-    """What a slice says of itself: the sum of its losses, their weight, and what it made of the batch statistics."""
-
-    total: float
-    weight: float
-    statistics: Tensor
-
-
-_NOTHING = torch.empty(0, dtype=torch.float64)
-
-
-class _Exchange:
-    """One small message per step and rank: each slice's loss, weight and statistics; whether anyone wants to stop.
-
-    It travels with the gradients where it can: a collective of its own would be a twentieth of a step of 12 ms.
-    """
-
-    def __init__(
-        self,
-        axis: Axis,
-        gradients: GradientSum | SharedGradients,
-        reports: list[_Report],
-        shares: Sequence[range],
-        stop: int,
-        buffers: StepBuffers,
-        number: int,
-    ) -> None:
-        self._axis, self._gradients, self._reports, self._shares = axis, gradients, reports, shares
-        self._stop, self._number = stop, number
-        self._changes = buffers.first_changes()
-        if axis.size == 1:
-            return
-        numbers = [float(stop), float(len(self._changes))]
-        for report in reports:
-            numbers += [report.total, report.weight]
-        slots, self._width = max(map(len, shares)), buffers.numel
-        self._num_numbers = 2 + 2 * slots
-        length = self._num_numbers + slots * self._width
-        self._carried = gradients.can_carry(8 * length)
-        if self._carried and not self._width:
-            gradients.carry(struct.pack(f"{len(numbers)}d", *numbers))
-            return
-        mine = torch.zeros(length, dtype=torch.float64)
-        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        for i, report in enumerate(reports if self._width else ()):
-            self._statistics(mine, i).copy_(report.statistics)
-        if self._carried:
-            gradients.carry(mine.numpy().tobytes())
-            return
-        self._everyone = torch.empty(axis.size, len(mine), dtype=torch.float64)
-        self._pending: Pending = axis.all_gather_start(self._everyone.view(-1), mine, f"losses of step {number}")
-
-    def finish(self) -> tuple[list[_Report], int, bytes]:
-        """All slices' reports in slice order, the largest `stop`, and the buffers that slice 0 changed."""
-        if self._axis.size == 1:
-            return self._reports, self._stop, self._changes
-        numbers = self._numbers()
-        reports = [
-            _Report(numbers[rank][2 + 2 * i], numbers[rank][3 + 2 * i], self._statistics_of(rank, i))
-            for rank, share in enumerate(self._shares)
-            for i in range(len(share))
-        ]
-        changes = self._changes
-        if any(row[1] for row in numbers):
-            sent = self._axis.all_gather_bytes(f"buffers of step {self._number}", self._changes)
-            changes = next(data for data in sent if data)
-        return reports, int(max(row[0] for row in numbers)), changes
-
-    def _numbers(self) -> list[Sequence[float]]:
-        """Each rank's message, after the gradients' own end."""
-        if self._carried:
-            layout, messages = struct.Struct(f"{self._num_numbers}d"), self._gradients.carried()
-            if self._width:
-                size = 8 * (self._num_numbers + max(map(len, self._shares)) * self._width)
-                whole = bytearray(b"".join(message[:size] for message in messages))
-                self._everyone = torch.frombuffer(whole, dtype=torch.float64).view(len(messages), -1)
-            return [layout.unpack_from(message) for message in messages]
-        self._pending.wait()
-        numbers: list[Sequence[float]] = self._everyone[:, : self._num_numbers].tolist()
-        return numbers
-
-    def _statistics_of(self, rank: int, i: int) -> Tensor:
-        return self._statistics(self._everyone[rank], i) if self._width else _NOTHING
-
-    def _statistics(self, message: Tensor, i: int) -> Tensor:
-        start = self._num_numbers + i * self._width
-        return message[start : start + self._width]
 
 
 def _as_loss(result: Any, rows: int) -> tuple[Tensor, float, float]:

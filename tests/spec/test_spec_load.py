@@ -171,6 +171,15 @@ def test_a_dumped_spec_loads_back_as_itself(config):
     assert resolve(environ={}, config_file=config(dump_toml(RunSpec()))).spec == RunSpec()
 
 
+def test_a_lossy_exchange_is_refused_where_the_same_bits_are_promised():
+    error = refused(flags={"reducer": "int8"}, arguments={"exact": True})
+    assert "rounds what workers send each other" in error.what
+    assert error.where == "--reducer"
+    assert list(error.fix) == ["--reducer exact", "exact=False"]
+    error = refused(flags={"exact": True}, environ={"MANYHANDS_REDUCER": "bf16"})
+    assert list(error.fix) == ["MANYHANDS_REDUCER=exact", "--no-exact"]
+
+
 def test_every_setting_has_a_name_of_its_own():
     names = [
         field.name for section in msgspec.structs.fields(RunSpec) for field in msgspec.structs.fields(section.type)

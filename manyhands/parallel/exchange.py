@@ -1,0 +1,106 @@
+"""What ranks tell each other besides gradients, once per step: every slice's loss, and whether anyone wants to stop."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.axis import Axis, Pending
+from manyhands.parallel.buffers import StepBuffers
+from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.shared_gradients import SharedGradients
+
+__all__ = ["Exchange", "Report"]
+
+
+class Report(NamedTuple):
+    """What a slice says of itself: the sum of its losses, their weight, and what it made of the batch statistics."""
+
+    total: float
+    weight: float
+    statistics: Tensor
+
+
+_NOTHING = torch.empty(0, dtype=torch.float64)
+
+
+class Exchange:
+    """One small message per step and rank: each slice's loss, weight and statistics; whether anyone wants to stop.
+
+    It travels with the gradients where it can: a collective of its own would be a twentieth of a step of 12 ms.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        gradients: GradientSum | SharedGradients,
+        reports: list[Report],
+        shares: Sequence[range],
+        stop: int,
+        buffers: StepBuffers,
+        number: int,
+    ) -> None:
+        self._axis, self._gradients, self._reports, self._shares = axis, gradients, reports, shares
+        self._stop, self._number = stop, number
+        self._changes = buffers.first_changes()
+        if axis.size == 1:
+            return
+        numbers = [float(stop), float(len(self._changes))]
+        for report in reports:
+            numbers += [report.total, report.weight]
+        slots, self._width = max(map(len, shares)), buffers.numel
+        self._num_numbers = 2 + 2 * slots
+        length = self._num_numbers + slots * self._width
+        self._carried = gradients.can_carry(8 * length)
+        if self._carried and not self._width:
+            gradients.carry(struct.pack(f"{len(numbers)}d", *numbers))
+            return
+        mine = torch.zeros(length, dtype=torch.float64)
+        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        for i, report in enumerate(reports if self._width else ()):
+            self._statistics(mine, i).copy_(report.statistics)
+        if self._carried:
+            gradients.carry(mine.numpy().tobytes())
+            return
+        self._everyone = torch.empty(axis.size, len(mine), dtype=torch.float64)
+        self._pending: Pending = axis.all_gather_start(self._everyone.view(-1), mine, f"losses of step {number}")
+
+    def finish(self) -> tuple[list[Report], int, bytes]:
+        """All slices' reports in slice order, the largest `stop`, and the buffers that slice 0 changed."""
+        if self._axis.size == 1:
+            return self._reports, self._stop, self._changes
+        numbers = self._numbers()
+        reports = [
+            Report(numbers[rank][2 + 2 * i], numbers[rank][3 + 2 * i], self._statistics_of(rank, i))
+            for rank, share in enumerate(self._shares)
+            for i in range(len(share))
+        ]
+        changes = self._changes
+        if any(row[1] for row in numbers):
+            sent = self._axis.all_gather_bytes(f"buffers of step {self._number}", self._changes)
+            changes = next(data for data in sent if data)
+        return reports, int(max(row[0] for row in numbers)), changes
+
+    def _numbers(self) -> list[Sequence[float]]:
+        """Each rank's message, after the gradients' own end."""
+        if self._carried:
+            layout, messages = struct.Struct(f"{self._num_numbers}d"), self._gradients.carried()
+            if self._width:
+                size = 8 * (self._num_numbers + max(map(len, self._shares)) * self._width)
+                whole = bytearray(b"".join(message[:size] for message in messages))
+                self._everyone = torch.frombuffer(whole, dtype=torch.float64).view(len(messages), -1)
+            return [layout.unpack_from(message) for message in messages]
+        self._pending.wait()
+        numbers: list[Sequence[float]] = self._everyone[:, : self._num_numbers].tolist()
+        return numbers
+
+    def _statistics_of(self, rank: int, i: int) -> Tensor:
+        return self._statistics(self._everyone[rank], i) if self._width else _NOTHING
+
+    def _statistics(self, message: Tensor, i: int) -> Tensor:
+        start = self._num_numbers + i * self._width
+        return message[start : start + self._width]
