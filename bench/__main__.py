@@ -1,4 +1,4 @@
-"""`python -m bench [overhead|ddp] [--json] [--blocks N] [--seconds S] [--write PAGE]`; without a name, both."""
+"""`python -m bench [overhead|ddp] [--json] [--blocks N] [--launches N] [--write PAGE]`; without a name, both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bench.machine import describe, machine
 
 DEFAULT_BLOCKS = 15
 DEFAULT_BLOCK_S = 0.6
+DEFAULT_LAUNCHES = {"overhead": 1, "ddp": 3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Side-by-side measurements on this machine.")
     parser.add_argument("bench", nargs="?", choices=["overhead", "ddp"], help="default: both")
     parser.add_argument("--json", action="store_true", help="everything that was measured, for programs")
-    parser.add_argument("--blocks", type=int, default=DEFAULT_BLOCKS, help="interleaved blocks per side")
+    parser.add_argument("--blocks", type=int, default=DEFAULT_BLOCKS, help="blocks per side, over all launches")
+    parser.add_argument("--launches", type=int, help="blocks are divided among so many; default: 3 for ddp, else 1")
     parser.add_argument("--seconds", type=float, default=DEFAULT_BLOCK_S, help="seconds per block, about")
     parser.add_argument("--workload", help="one only: " + ", ".join({**workloads.OVERHEAD, **workloads.DDP}))
     parser.add_argument("--workers", type=int, default=2, help="of the ddp benchmark")
@@ -53,9 +55,11 @@ def _chosen(asked: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _measure(bench: str, workload: str, asked: argparse.Namespace) -> dict[str, Any]:
     _say(f"{bench}: {workload} ...")
+    launches = asked.launches or DEFAULT_LAUNCHES[bench]
+    size = {"num_blocks": asked.blocks, "block_s": asked.seconds, "launches": launches}
     if bench == "overhead":
-        return overhead.measure(workload, num_blocks=asked.blocks, block_s=asked.seconds)
-    return ddp.measure(workload, num_blocks=asked.blocks, block_s=asked.seconds, workers=asked.workers)
+        return overhead.measure(workload, **size)
+    return ddp.measure(workload, **size, workers=asked.workers)
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from bench.child import run_script
-from bench.compare import compare
+from bench.compare import compare, divide
 from bench.interleave import OURS
 from bench.workloads import DDP
 
@@ -16,7 +16,19 @@ TITLE = "Two workers: mirrored against DistributedDataParallel on Gloo"
 ALLOWED = 0.0
 
 
-def measure(workload: str, *, num_blocks: int, block_s: float, workers: int = 2) -> dict[str, Any]:
+def measure(workload: str, *, num_blocks: int, block_s: float, launches: int, workers: int = 2) -> dict[str, Any]:
+    found = [_launch(workload, blocks, block_s, workers) for blocks in divide(num_blocks, launches)]
+    result = compare([launch["seconds"] for launch in found], OURS, "DDP", "DDP again", ALLOWED)
+    settings = {
+        "batch": DDP[workload].batch * workers,
+        "workers": workers,
+        "threads": found[0]["threads"],
+        "steps_per_block": [launch["steps"] for launch in found],
+    }
+    return {"bench": "ddp", "workload": workload, "model": DDP[workload].model, **settings, **result}
+
+
+def _launch(workload: str, num_blocks: int, block_s: float, workers: int) -> dict[str, Any]:
     def command(folder: str) -> list[str]:
         return [
             *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(workers), "--ui", "none"),
@@ -24,12 +36,4 @@ def measure(workload: str, *, num_blocks: int, block_s: float, workers: int = 2)
             *("--blocks", str(num_blocks), "--block-s", str(block_s), "--meet-at", f"{folder}/meet"),
         ]
 
-    found = run_script(command)
-    result = compare(found["seconds"], OURS, "DDP", "DDP again", ALLOWED)
-    settings = {
-        "batch": DDP[workload].batch * workers,
-        "workers": workers,
-        "threads": found["threads"],
-        "steps_per_block": found["steps"],
-    }
-    return {"bench": "ddp", "workload": workload, "model": DDP[workload].model, **settings, **result}
+    return run_script(command)

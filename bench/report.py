@@ -52,8 +52,9 @@ def _by_bench(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
 
 
 def _settings(rows: Sequence[dict[str, Any]]) -> str:
-    threads = sorted({row["threads"] for row in rows})
-    return f"{rows[0]['blocks']} blocks per side, {'/'.join(map(str, threads))} threads per process"
+    threads = "/".join(map(str, sorted({row["threads"] for row in rows})))
+    sizes = f"{rows[0]['blocks']} blocks per side in {rows[0]['launches']} launch(es)"
+    return f"{sizes}, {threads} threads per process"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
