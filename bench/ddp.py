@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from bench.child import run_script
-from bench.compare import compare, divide
-from bench.interleave import OURS
-from bench.workloads import DDP
+from bench.compare import Measured, Size, divide
+from bench.sides import MH
+from bench.workloads import WORKLOADS
 
-__all__ = ["ALLOWED", "TITLE", "measure"]
+__all__ = ["measure"]
 
-TITLE = "Two workers: mirrored against DistributedDataParallel on Gloo"
-ALLOWED = 0.0
+WORKERS = 2
 
 
-def measure(workload: str, *, num_blocks: int, block_s: float, launches: int, workers: int = 2) -> dict[str, Any]:
-    found = [_launch(workload, blocks, block_s, workers) for blocks in divide(num_blocks, launches)]
-    result = compare([launch["seconds"] for launch in found], OURS, "DDP", "DDP again", ALLOWED)
+def measure(workload: str, size: Size) -> Measured:
+    found = [_launch(workload, blocks, size.block_s) for blocks in divide(size)]
     settings = {
-        "batch": DDP[workload].batch * workers,
-        "workers": workers,
+        "model": WORKLOADS[workload].model,
+        "batch": WORKLOADS[workload].batch * WORKERS,
+        "workers": WORKERS,
         "threads": found[0]["threads"],
         "steps_per_block": [launch["steps"] for launch in found],
     }
-    return {"bench": "ddp", "workload": workload, "model": DDP[workload].model, **settings, **result}
+    return Measured([launch["seconds"] for launch in found], settings)
 
 
-def _launch(workload: str, num_blocks: int, block_s: float, workers: int) -> dict[str, Any]:
+def _launch(workload: str, num_blocks: int, block_s: float) -> dict[str, Any]:
     def command(folder: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(workers), "--ui", "none"),
+            *(*MH, "run", "-n", str(WORKERS), "--threads", "1", "--ui", "none"),
             *("--run-dir", f"{folder}/run", "-m", "bench.ddp_script", workload),
             *("--blocks", str(num_blocks), "--block-s", str(block_s), "--meet-at", f"{folder}/meet"),
         ]

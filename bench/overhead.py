@@ -6,26 +6,23 @@ import sys
 from typing import Any
 
 from bench.child import run_script
-from bench.compare import compare, divide
-from bench.interleave import OURS
-from bench.workloads import OVERHEAD
+from bench.compare import Measured, Size, divide
+from bench.workloads import WORKLOADS
 
-__all__ = ["ALLOWED", "TITLE", "measure"]
-
-TITLE = "One process: trainer against a loop by hand"
-ALLOWED = 0.02
+__all__ = ["measure"]
 
 
-def measure(workload: str, *, num_blocks: int, block_s: float, launches: int) -> dict[str, Any]:
+def measure(workload: str, size: Size) -> Measured:
     """Blocks of one workload, in child processes started as a user would start one: `python script`."""
-    found = [_launch(workload, blocks, block_s) for blocks in divide(num_blocks, launches)]
-    result = compare([launch["seconds"] for launch in found], OURS, "by hand", "by hand again", ALLOWED)
+    found = [_launch(workload, blocks, size.block_s) for blocks in divide(size)]
     settings = {
-        "batch": OVERHEAD[workload].batch,
+        "model": WORKLOADS[workload].model,
+        "batch": WORKLOADS[workload].batch,
+        "workers": 1,
         "threads": found[0]["threads"],
         "steps_per_block": [launch["steps"] for launch in found],
     }
-    return {"bench": "overhead", "workload": workload, "model": OVERHEAD[workload].model, **settings, **result}
+    return Measured([launch["seconds"] for launch in found], settings)
 
 
 def _launch(workload: str, num_blocks: int, block_s: float) -> dict[str, Any]:
