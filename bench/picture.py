@@ -11,7 +11,7 @@ from bench.table import Target
 
 __all__ = ["achieved", "draw"]
 
-LINE, TOP, LEFT, WIDTH, RIGHT = 26, 48, 400, 420, 330
+LINE, TOP, LEFT, WIDTH, RIGHT = 26, 48, 400, 420, 430
 MOST = 2.0
 """Longer bars are cut off here, and end in an arrow."""
 MET, MISSED, DOUBT = "#2a7f4f", "#b5482f", "#9a9a9a"

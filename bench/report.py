@@ -32,7 +32,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Plain text, one table per benchmark."""
     parts = []
     for bench, rows in _by_bench(results):
-        lines = [f"{BENCHES[bench]}{_settings(rows)}", _aligned([_HEADINGS, *map(_cells, rows)]), *_peers(rows)]
+        lines = [BENCHES[bench], *_settings(rows), _aligned([_HEADINGS, *map(_cells, rows)]), *_peers(rows)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -40,7 +40,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def markdown(report: dict[str, Any], picture: str) -> str:
     lines = [f"Measured {report['date']} on: {describe(report['machine'])}.", "", f"![Results]({picture})"]
     for bench, rows in _by_bench(report["results"]):
-        lines += ["", f"### {BENCHES[bench]}{_settings(rows)}", ""]
+        lines += ["", f"### {BENCHES[bench]}", "", *(f"{line}.\n" for line in _settings(rows))]
         lines += [_row(_HEADINGS), _row(["---"] * len(_HEADINGS)), *(_row(_cells(row)) for row in rows)]
         if peers := _peers(rows):
             lines += ["", *(f"- {line}" for line in peers)]
@@ -77,13 +77,19 @@ def _by_bench(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
     return [(name, rows) for name in BENCHES if (rows := [row for row in results if row["bench"] == name])]
 
 
-def _settings(rows: Sequence[dict[str, Any]]) -> str:
+def _settings(rows: Sequence[dict[str, Any]]) -> list[str]:
     measured = [row for row in rows if "value" in row]
     if not measured:
-        return ""
+        return []
     threads = "/".join(map(str, sorted({row["threads"] for row in measured})))
     some = measured[0]
-    return f" ({some['blocks']} blocks per side in {some['launches']} launches, {threads} threads per process)"
+    blocks = _counted(some["blocks"], "block", "blocks")
+    launches = _counted(some["launches"], "launch", "launches")
+    return [f"{blocks} per side in {launches}, threads per process: {threads}"]
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> list[str]:
