@@ -38,8 +38,17 @@ lint: $(INSTALLED)
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
 
-bench: $(INSTALLED)
+# Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
+BENCH_PEERS := accelerate lightning tensorflow
+PEERS_INSTALLED := $(BENCH_PEERS:%=.bench-venvs/%/installed)
+
+.bench-venvs/%/installed: bench/peers/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+bench: $(INSTALLED) $(PEERS_INSTALLED)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench-venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

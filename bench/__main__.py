@@ -1,61 +1,106 @@
-"""`python -m bench [overhead|ddp] [--json] [--blocks N] [--seconds S] [--write PAGE]`; without a name, both."""
+"""`python -m bench [NAME ...]`: side-by-side measurements on this machine; without a name, all that can run here.
+
+A name is a row's or a benchmark's; `--list` has them. What cannot run is printed with the reason, and counts as neither
+met nor missed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import ddp, overhead, report, workloads
+from bench import accuracy, collectives, ddp, hosts, memory, others, overhead, picture, report
 from bench.child import ScriptFailed
+from bench.compare import Measured, Size, judge
 from bench.machine import describe, machine
+from bench.table import Row, chosen
 
 DEFAULT_BLOCKS = 15
 DEFAULT_BLOCK_S = 0.6
 
 
+class Bench(NamedTuple):
+    measure: Callable[[str, Size], Measured]
+    why_not: Callable[[str], str | None] = lambda workload: None
+    launches: int = 3
+
+
+MEASURES = {
+    "overhead": Bench(overhead.measure, launches=1),
+    "collectives": Bench(collectives.measure, collectives.why_not),
+    "ddp": Bench(ddp.measure),
+    "peers": Bench(others.measure, others.why_not),
+    "hosts": Bench(hosts.measure, hosts.why_not),
+    "accuracy": Bench(accuracy.measure, accuracy.why_not, launches=1),
+    "memory": Bench(memory.measure, memory.why_not, launches=1),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parser().parse_args(argv)
+    parser = _parser()
+    asked = parser.parse_args(argv)
+    try:
+        rows = chosen(asked.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if asked.list:
+        print(report.listing(rows))
+        return 0
     facts = machine()
     _say(describe(facts))
-    try:
-        results = [_measure(bench, workload, asked) for bench, workload in _chosen(asked)]
-    except ScriptFailed as error:
-        _say(f"A benchmark's script failed: {error}")
-        return 1
+    results = _results(rows, asked)
     found = {"date": date.today().isoformat(), "machine": facts, "results": results}
     print(json.dumps(found, indent=2) if asked.json else report.table(results))
     if asked.write:
-        report.write_into(Path(asked.write), report.markdown(found))
-    return 0
+        page = Path(asked.write)
+        page.with_suffix(".svg").write_text(picture.draw(results))
+        report.write_into(page, report.markdown(found, page.with_suffix(".svg").name))
+    return 1 if any("failed" in result for result in results) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Side-by-side measurements on this machine.")
-    parser.add_argument("bench", nargs="?", choices=["overhead", "ddp"], help="default: both")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows or benchmarks; default: all")
+    parser.add_argument("--list", action="store_true", help="the rows, their peers and targets; nothing is measured")
     parser.add_argument("--json", action="store_true", help="everything that was measured, for programs")
-    parser.add_argument("--blocks", type=int, default=DEFAULT_BLOCKS, help="interleaved blocks per side")
+    parser.add_argument("--blocks", type=int, default=DEFAULT_BLOCKS, help="blocks per side, over all launches")
+    parser.add_argument("--launches", type=int, help="divide the blocks among so many; default: 3, of one process 1")
     parser.add_argument("--seconds", type=float, default=DEFAULT_BLOCK_S, help="seconds per block, about")
-    parser.add_argument("--workload", help="one only: " + ", ".join({**workloads.OVERHEAD, **workloads.DDP}))
-    parser.add_argument("--workers", type=int, default=2, help="of the ddp benchmark")
-    parser.add_argument("--write", metavar="PAGE", help="also replace the results section of this Markdown page")
+    parser.add_argument("--write", metavar="PAGE", help="also write the page's results section, and PAGE.svg beside it")
     return parser
 
 
-def _chosen(asked: argparse.Namespace) -> list[tuple[str, str]]:
-    every = [("overhead", name) for name in workloads.OVERHEAD] + [("ddp", name) for name in workloads.DDP]
-    return [(bench, name) for bench, name in every if asked.bench in (None, bench) and asked.workload in (None, name)]
+def _results(rows: Sequence[Row], asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every row's result, in order. Rows of one measurement are measured once; a failure is a result, too."""
+    found: dict[tuple[str, str], Measured | dict[str, str]] = {}
+    results = []
+    for row in rows:
+        measurement = row.bench, row.workload
+        if measurement not in found:
+            found[measurement] = _measure(*measurement, asked)
+        outcome = found[measurement]
+        results.append(judge(row, outcome) if isinstance(outcome, Measured) else report.unmeasured(row, outcome))
+    return results
 
 
-def _measure(bench: str, workload: str, asked: argparse.Namespace) -> dict[str, Any]:
+def _measure(bench: str, workload: str, asked: argparse.Namespace) -> Measured | dict[str, str]:
+    chosen_bench = MEASURES[bench]
+    if reason := chosen_bench.why_not(workload):
+        _say(f"{bench}: {workload}: skipped: {reason}")
+        return {"skipped": reason}
     _say(f"{bench}: {workload} ...")
-    if bench == "overhead":
-        return overhead.measure(workload, num_blocks=asked.blocks, block_s=asked.seconds)
-    return ddp.measure(workload, num_blocks=asked.blocks, block_s=asked.seconds, workers=asked.workers)
+    try:
+        return chosen_bench.measure(
+            workload, Size(asked.blocks, asked.seconds, asked.launches or chosen_bench.launches)
+        )
+    except ScriptFailed as error:
+        _say(f"{bench}: {workload}: failed: {error}")
+        return {"failed": str(error).splitlines()[0]}
 
 
 def _say(line: str) -> None:

@@ -1,47 +1,101 @@
-"""From seconds per step to a verdict: medians, the ratio of two sides, and how far it can be trusted.
+"""From measured blocks to a ratio of two sides, and how far it can be trusted.
 
 Every block of ours has a block of the peer and one of the peer's twin beside it. The ratio is taken within such a
 round, so that a slow minute of the machine cancels out; its median and a bootstrap interval are reported. The twin's
 ratio to the peer is the A/A control: what the method says where there is no difference.
+
+Where memory happens to lie favours a side for a whole launch, which no number of blocks in it averages out. So blocks
+come from several launches, and the interval resamples launches first, then the blocks within each.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
 
-__all__ = ["compare"]
+from bench.table import Row, verdict
+
+__all__ = ["Launch", "Measured", "Size", "divide", "judge"]
 
 RESAMPLES = 2000
+SCALES = {"ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0}
+
+Launch = Mapping[str, Sequence[float]]
+"""Per side, what each block gave: seconds per step, bytes, or a share."""
+Average = Callable[[Sequence[float]], float]
 
 
-def compare(seconds: Mapping[str, Sequence[float]], ours: str, peer: str, twin: str, allowed: float) -> dict[str, Any]:
-    """What the blocks say. `allowed` is how much slower than the peer is still within the target: 0.02 is 2 %."""
-    rounds = list(zip(seconds[ours], seconds[peer], seconds[twin], strict=True))
-    ratios = [mine / ((theirs + again) / 2) for mine, theirs, again in rounds]
-    control = _summary([again / theirs for _, theirs, again in rounds])
-    found = _summary(ratios)
-    limit = 1.0 + allowed + abs(control["median"] - 1.0)
+class Size(NamedTuple):
+    """How much to measure."""
+
+    num_blocks: int
+    """Per side, over all launches."""
+    block_s: float
+    launches: int
+
+
+class Measured(NamedTuple):
+    """What a benchmark found, before anybody judges it."""
+
+    launches: Sequence[Launch]
+    settings: Mapping[str, Any]
+
+
+def divide(size: Size) -> list[int]:
+    """Blocks per launch; no launch without any."""
+    launches = max(1, min(size.launches, size.num_blocks))
+    return [size.num_blocks * (i + 1) // launches - size.num_blocks * i // launches for i in range(launches)]
+
+
+def judge(row: Row, measured: Measured) -> dict[str, Any]:
+    """A row's result: medians of its sides, the value that its target is about, and the verdict."""
+    launches, sides = measured.launches, [side for side in (row.ours, row.peer, row.twin) if side is not None]
+    rounds = [list(zip(*(launch[side] for side in sides), strict=True)) for launch in launches]
+    # A twin halves the peer's noise: the peer of a round is the mean of both.
+    value = [[_value(row.target.of, mine, fmean(theirs)) for mine, *theirs in launch] for launch in rounds]
+    # Accuracies come in steps of one picture, of which a median would be one, too.
+    found = _summary(value, fmean if row.target.of == "points" else median)
+    control = _summary([[again / theirs for _, theirs, again in launch] for launch in rounds]) if row.twin else None
+    scale = SCALES[row.unit]
     return {
-        "blocks": len(rounds),
-        "ms_per_step": {name: _milliseconds(values) for name, values in seconds.items()},
-        "ratio": found,
+        "row": row.name,
+        "bench": row.bench,
+        "what": row.what,
+        "against": row.peer,
+        **measured.settings,
+        "launches": len(rounds),
+        "blocks": sum(map(len, rounds)),
+        "unit": row.unit,
+        "sides": {side: _spread([scale * x for launch in launches for x in launch[side]]) for side in sides},
+        "value": found,
         "control": control,
-        "limit": limit,
-        "met": found["median"] <= limit,
+        **verdict(row.target, found, control),
     }
 
 
-def _milliseconds(values: Sequence[float]) -> dict[str, float]:
+def _value(of: str, ours: float, peer: float) -> float:
+    match of:
+        case "speed":
+            return peer / ours
+        case "points":
+            return 100.0 * (peer - ours)
+    return ours / peer
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
     low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return {"median": 1e3 * median(values), "lower_quartile": 1e3 * low, "upper_quartile": 1e3 * high}
+    return {"median": median(values), "lower_quartile": low, "upper_quartile": high}
 
 
-def _summary(ratios: Sequence[float]) -> dict[str, float]:
-    """The median and an interval that holds it in 95 of 100 resamplings."""
+def _summary(launches: Sequence[Sequence[float]], average: Average = median) -> dict[str, float]:
+    """The middle of all rounds, and an interval that holds it in 95 of 100 resamplings of launches and rounds."""
     draw = random.Random(0)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    again = sorted(average(_resampled(launches, draw)) for _ in range(RESAMPLES))
     cut = RESAMPLES // 40
-    return {"median": median(ratios), "low": medians[cut], "high": medians[-cut - 1]}
+    return {"middle": average([x for launch in launches for x in launch]), "low": again[cut], "high": again[-cut - 1]}
+
+
+def _resampled(launches: Sequence[Sequence[float]], draw: random.Random) -> list[float]:
+    return [x for launch in draw.choices(launches, k=len(launches)) for x in draw.choices(launch, k=len(launch))]

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from bench.child import run_script
-from bench.compare import compare
-from bench.interleave import OURS
-from bench.workloads import DDP
+from bench.compare import Measured, Size, divide
+from bench.sides import MH
+from bench.workloads import WORKLOADS
 
-__all__ = ["ALLOWED", "TITLE", "measure"]
+__all__ = ["measure"]
 
-TITLE = "Two workers: mirrored against DistributedDataParallel on Gloo"
-ALLOWED = 0.0
+WORKERS = 2
 
 
-def measure(workload: str, *, num_blocks: int, block_s: float, workers: int = 2) -> dict[str, Any]:
+def measure(workload: str, size: Size) -> Measured:
+    found = [_launch(workload, blocks, size.block_s) for blocks in divide(size)]
+    settings = {
+        "model": WORKLOADS[workload].model,
+        "batch": WORKLOADS[workload].batch * WORKERS,
+        "workers": WORKERS,
+        "threads": found[0]["threads"],
+        "steps_per_block": [launch["steps"] for launch in found],
+    }
+    return Measured([launch["seconds"] for launch in found], settings)
+
+
+def _launch(workload: str, num_blocks: int, block_s: float) -> dict[str, Any]:
     def command(folder: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(workers), "--ui", "none"),
+            *(*MH, "run", "-n", str(WORKERS), "--threads", "1", "--ui", "none"),
             *("--run-dir", f"{folder}/run", "-m", "bench.ddp_script", workload),
             *("--blocks", str(num_blocks), "--block-s", str(block_s), "--meet-at", f"{folder}/meet"),
         ]
 
-    found = run_script(command)
-    result = compare(found["seconds"], OURS, "DDP", "DDP again", ALLOWED)
-    settings = {
-        "batch": DDP[workload].batch * workers,
-        "workers": workers,
-        "threads": found["threads"],
-        "steps_per_block": found["steps"],
-    }
-    return {"bench": "ddp", "workload": workload, "model": DDP[workload].model, **settings, **result}
+    return run_script(command)

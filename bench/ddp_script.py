@@ -1,6 +1,6 @@
 """The script that `ddp` measures, one process per worker: the trainer, and DistributedDataParallel between its steps.
 
-DDP has a process group of its own over Gloo in the same processes, and the settings that suit it best here.
+DDP has a process group of its own over Gloo in the same processes; its settings are in `torch_side.wrapped`.
 """
 
 from __future__ import annotations
@@ -12,39 +12,38 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from bench.interleave import Interleave, Peer
-from bench.models import HandLoop, loss, make_data, make_model, make_optimizer
-from bench.workloads import DDP
+from bench.models import loss, make_data, make_model, optimizer_of
+from bench.torch_side import hand_loop, wrapped
+from bench.workloads import WORKLOADS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=DDP)
+    parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--block-s", type=float, required=True)
     parser.add_argument("--meet-at", required=True, help="a file that DDP's process group may make")
     given = parser.parse_args()
-    name, batch = given.workload, DDP[given.workload].batch
+    name, batch = given.workload, WORKLOADS[given.workload].batch
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(given.meet_at, world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     data = make_data(name)
-    peers = {side: _peer(name, data, batch, rank) for side in ("DDP", "DDP again")}
+    peers = {side: _peer(name, data, rank) for side in ("DDP", "DDP again")}
     hook = Interleave(peers, num_blocks=given.blocks, block_s=given.block_s, agree=_agree, meet=dist.barrier)
-    trainer = mh.Trainer(lambda: make_model(name), loss, make_optimizer, "mirrored", hooks=[hook])
+    trainer = mh.Trainer(lambda: make_model(name), loss, optimizer_of(name), "mirrored", hooks=[hook])
     trainer.fit(data, steps=10**9, batch_size=batch * world_size)
     if trainer.is_chief:
         print(json.dumps({"seconds": hook.seconds, "steps": hook.steps_per_block, "threads": torch.get_num_threads()}))
     dist.destroy_process_group()
 
 
-def _peer(workload: str, data: tuple[Tensor, Tensor], batch: int, rank: int) -> Peer:
+def _peer(workload: str, data: tuple[Tensor, Tensor], rank: int) -> Peer:
     torch.manual_seed(rank)  # DDP gives every rank rank 0's weights; only the order of the data is to differ
-    model = DistributedDataParallel(make_model(workload), gradient_as_bucket_view=True)
-    return HandLoop(model, data, batch).run
+    return hand_loop(workload, wrapped(make_model(workload)), data).run
 
 
 def _agree(steps: int) -> int:

@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
-__all__ = ["OURS", "Interleave", "Peer"]
+from bench.baton import WARM_UP_STEPS, steps_per_block
+from bench.table import OURS
+from bench.turns import SETTLING_STEPS
 
-OURS = "manyhands"
-WARM_UP_STEPS = 12
-# Steps at the start of every block that do not count: caches hold the other side's weights, and our data has been
-# read ahead while the others ran.
-SETTLING_STEPS = 4
-MIN_STEPS, MAX_STEPS = 4, 2000
+__all__ = ["Interleave", "Peer"]
 
 Peer = Callable[[int], None]
 """Runs so many steps."""
@@ -64,7 +61,7 @@ class Interleave:
             self._started = perf_counter()
         if self._step == WARM_UP_STEPS:
             step_s = (perf_counter() - self._started) / (WARM_UP_STEPS - WARM_UP_STEPS // 2)
-            self.steps_per_block = self._agree(max(MIN_STEPS, min(MAX_STEPS, round(self._block_s / step_s))))
+            self.steps_per_block = self._agree(steps_per_block(step_s, self._block_s))
             for peer in self._peers.values():
                 peer(WARM_UP_STEPS)
             self._meet()

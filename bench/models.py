@@ -5,16 +5,19 @@ Data is random and small enough to stay in memory: speed does not depend on its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["HandLoop", "loss", "make_data", "make_model", "make_optimizer"]
+from bench.workloads import WORKLOADS
+
+__all__ = ["HandLoop", "loss", "make_data", "make_model", "optimizer_of"]
 
 NUM_ROWS = 4096
+SEQUENCE, VOCABULARY, WIDTH = 128, 1024, 384
 
 
 def make_model(workload: str) -> nn.Module:
@@ -25,16 +28,31 @@ def make_model(workload: str) -> nn.Module:
             return _mlp(784, 512, 512, 10)
         case "mlp-10m":
             return _mlp(784, 2048, 2048, 2048, 10)
+        case "mlp-100m":
+            return _mlp(784, 5600, 5600, 5600, 5600, 10)
         case "small-tensors":
             return _many_small()
+        case "2000-tensors":
+            return Bottlenecks(1000)
+        case "transformer":
+            return Transformer(num_layers=5)
     raise ValueError(workload)
 
 
 def make_data(workload: str) -> tuple[Tensor, Tensor]:
-    row = {"cnn": (1, 28, 28), "small-tensors": (64,)}.get(workload, (784,))
     generator = torch.Generator().manual_seed(0)
+    if workload == "transformer":
+        tokens = torch.randint(0, VOCABULARY, (NUM_ROWS, SEQUENCE + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    row = {"cnn": (1, 28, 28), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
     x = torch.randn(NUM_ROWS, *row, generator=generator)
     return x, torch.randint(0, 10, (NUM_ROWS,), generator=generator)
+
+
+def optimizer_of(workload: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    if WORKLOADS[workload].optimizer == "AdamW":
+        return lambda params: torch.optim.AdamW(params, lr=1e-4)
+    return lambda params: torch.optim.SGD(params, lr=0.001, momentum=0.9)
 
 
 def _cnn() -> nn.Module:
@@ -56,22 +74,62 @@ def _many_small() -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(64, 10))
 
 
+class Bottlenecks(nn.Module):
+    """Residual blocks 64 -> 4, 8, 16, 32 or 64 -> 64: two tensors each, of 1, 2, 4, 8 or 16 KB."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        widths = [4 << i % 5 for i in range(num_blocks)]
+        self.down = nn.ModuleList(nn.Linear(64, width, bias=False) for width in widths)
+        self.up = nn.ModuleList(nn.Linear(width, 64, bias=False) for width in widths)
+        for param in self.up.parameters():
+            param.data.mul_(0.05)  # a thousand of them must not blow up what passes through
+
+    def forward(self, x: Tensor) -> Tensor:
+        for down, up in zip(self.down, self.up, strict=True):
+            x = x + up(functional.relu(down(x)))
+        return x[:, :10]
+
+
+class Transformer(nn.Module):
+    """Predicts the next token; every token sees those before it."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(SEQUENCE, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(SEQUENCE), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layers(self.tokens(x) + self.places, mask=self.mask, is_causal=True))
+        return y
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
-    return functional.cross_entropy(model(x), y)
-
-
-def make_optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.001, momentum=0.9)
+    scores = model(x)
+    return functional.cross_entropy(scores.flatten(0, -2), y.flatten())
 
 
 class HandLoop:
-    """A training loop by hand: tensors are indexed directly, and the loss is read every step, as for a progress bar."""
+    """A training loop by hand: tensors are indexed directly, and the loss is read every step, as for a progress bar.
 
-    def __init__(self, model: nn.Module, data: tuple[Tensor, Tensor], batch: int) -> None:
-        self._model, self._batch = model.train(), batch
+    `model` and `optimizer` may be wrapped by a library, which then says how to go backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: tuple[Tensor, Tensor],
+        batch: int,
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> None:
+        self._model, self._optimizer, self._batch, self._backward = model.train(), optimizer, batch, backward
         self._x, self._y = data
-        self._optimizer = make_optimizer(model.parameters())
         self._order = torch.randperm(len(self._x))
         self._start = 0
         self.running_loss = 0.0
@@ -79,10 +137,9 @@ class HandLoop:
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             rows = self._next_rows()
-            x, y = self._x[rows], self._y[rows]
             self._optimizer.zero_grad(set_to_none=True)
-            value = functional.cross_entropy(self._model(x), y)
-            value.backward()  # type: ignore[no-untyped-call]
+            value = loss(self._model, (self._x[rows], self._y[rows]))
+            self._backward(value)
             self._optimizer.step()
             self.running_loss += value.item()
 

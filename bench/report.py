@@ -1,4 +1,4 @@
-"""Results as a table for people, as JSON for programs, and as the results section of a Markdown page."""
+"""Results as a table for people, and as the results section of a Markdown page. For programs they are JSON already."""
 
 from __future__ import annotations
 
@@ -6,34 +6,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ddp, overhead
 from bench.machine import describe
+from bench.table import BENCHES, Row, Target
 
-__all__ = ["BEGIN", "END", "markdown", "table", "write_into"]
+__all__ = ["BEGIN", "END", "listing", "markdown", "outcome", "table", "unmeasured", "wish", "write_into"]
 
 BEGIN = "<!-- results: begin (written by `python -m bench --write`; changes by hand are lost) -->"
 END = "<!-- results: end -->"
 
-_TITLES = {"overhead": overhead.TITLE, "ddp": ddp.TITLE}
-_HEADINGS = ("workload", "ours ms", "peer ms", "peer again ms", "ours / peer", "A/A", "limit", "met")
+_HEADINGS = ("what", "against", "ours", "peer", "peer again", "result", "A/A", "target", "met")
+_WORDS = {"speed": "times as fast", "time": "times its time", "memory": "times its memory", "points": "points lost"}
+
+
+def listing(rows: Sequence[Row]) -> str:
+    return _aligned([(row.name, row.bench, row.what, f"against {row.peer}", wish(row.target)) for row in rows])
+
+
+def unmeasured(row: Row, reason: dict[str, str]) -> dict[str, Any]:
+    """The result of a row that could not be measured here."""
+    of = {"of": row.target.of, "target": row.target.limit}
+    return {"row": row.name, "bench": row.bench, "what": row.what, "against": row.peer, **of, **reason}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Plain text, one table per benchmark."""
     parts = []
     for bench, rows in _by_bench(results):
-        cells = [_HEADINGS, *map(_cells, rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADINGS))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        parts.append("\n".join([f"{_TITLES[bench]} ({_settings(rows)})", *lines]))
+        lines = [BENCHES[bench], *_settings(rows), _aligned([_HEADINGS, *map(_cells, rows)]), *_peers(rows)]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    lines = [f"Measured {report['date']} on: {describe(report['machine'])}."]
+def markdown(report: dict[str, Any], picture: str) -> str:
+    lines = [f"Measured {report['date']} on: {describe(report['machine'])}.", "", f"![Results]({picture})"]
     for bench, rows in _by_bench(report["results"]):
-        lines += ["", f"### {_TITLES[bench]}", "", f"{_settings(rows)}.", ""]
+        lines += ["", f"### {BENCHES[bench]}", "", *(f"{line}.\n" for line in _settings(rows))]
         lines += [_row(_HEADINGS), _row(["---"] * len(_HEADINGS)), *(_row(_cells(row)) for row in rows)]
+        if peers := _peers(rows):
+            lines += ["", *(f"- {line}" for line in peers)]
     return "\n".join(lines)
 
 
@@ -47,24 +57,78 @@ def write_into(path: Path, text: str) -> None:
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
+def wish(target: Target) -> str:
+    return f"{'at least' if target.at_least else 'at most'} {target.limit:g} {_WORDS[target.of]}"
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """Met or missed, by how much, and whether the interval leaves a doubt."""
+    if "value" not in result:
+        return "skipped" if "skipped" in result else "failed"
+    doubt = "" if result["clear"] else ", within the noise"
+    if result["met"]:
+        return f"yes{doubt}"
+    missed = result["missed_by"]
+    by = f"{missed:.2f} points" if result["of"] == "points" else f"{missed:.0%}" if missed >= 0.1 else f"{missed:.1%}"
+    return f"no, by {by}{doubt}"
+
+
 def _by_bench(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return [(name, rows) for name in _TITLES if (rows := [row for row in results if row["bench"] == name])]
+    return [(name, rows) for name in BENCHES if (rows := [row for row in results if row["bench"] == name])]
 
 
-def _settings(rows: Sequence[dict[str, Any]]) -> str:
-    threads = sorted({row["threads"] for row in rows})
-    return f"{rows[0]['blocks']} blocks per side, {'/'.join(map(str, threads))} threads per process"
+def _settings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    measured = [row for row in rows if "value" in row]
+    if not measured:
+        return []
+    threads = "/".join(map(str, sorted({row["threads"] for row in measured})))
+    some = measured[0]
+    blocks = _counted(some["blocks"], "block", "blocks")
+    launches = _counted(some["launches"], "launch", "launches")
+    return [f"{blocks} per side in {launches}, threads per process: {threads}"]
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _peers(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How the sides that run on their own were set up, by their own word."""
+    told = {side: facts for row in rows for side, facts in row.get("of_sides", {}).items() if "again" not in side}
+    return [f"{side}: {_told(facts)}" for side, facts in told.items()]
+
+
+def _told(facts: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return f"{versions}; {facts['how']}" if "how" in facts else versions
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    sides = [f"{side['median']:.3f}" for side in row["ms_per_step"].values()]
-    ratio, control = row["ratio"], row["control"]
-    name = f"{row['workload']}, batch {row['batch']}"
-    return [name, *sides, _interval(ratio), _interval(control), f"{row['limit']:.3f}", "yes" if row["met"] else "no"]
+    target = wish(Target(row["of"], row["target"]))
+    if "value" not in row:
+        reason = row.get("skipped") or row["failed"]
+        return [row["what"], row["against"], *["-"] * 5, target, f"{outcome(row)}: {reason}"]
+    sides = [_measure(side["median"], row["unit"]) for side in row["sides"].values()]
+    sides += ["-"] * (3 - len(sides))
+    control = _interval(row["control"]) if row["control"] else "-"
+    return [_title(row), row["against"], *sides, _interval(row["value"]), control, target, outcome(row)]
+
+
+def _title(row: dict[str, Any]) -> str:
+    return f"{row['what']}, batch {row['batch']}" if "batch" in row else row["what"]
+
+
+def _measure(value: float, unit: str) -> str:
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def _interval(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['low']:.3f} to {value['high']:.3f})"
+    return f"{value['middle']:.3f} ({value['low']:.3f} to {value['high']:.3f})"
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DDP", "OVERHEAD", "Workload"]
+__all__ = ["WORKLOADS", "Workload"]
 
 
 class Workload(NamedTuple):
@@ -12,12 +12,16 @@ class Workload(NamedTuple):
     model: str
     batch: int
     """Rows per worker and step."""
+    optimizer: str = "SGD with momentum"
 
 
-CNN = Workload("cnn", "conv 32, conv 64, fc 128 on 28x28; 1.2 M parameters", 64)
-MLP = Workload("mlp", "784-512-512-10; 0.7 M parameters", 128)
-LARGE = Workload("mlp-10m", "784-2048-2048-2048-10; 10 M parameters", 128)
-SMALL_TENSORS = Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64)
-
-OVERHEAD = {workload.name: workload for workload in (CNN, MLP)}
-DDP = {workload.name: workload for workload in (LARGE, CNN, SMALL_TENSORS)}
+_ALL = (
+    Workload("cnn", "conv 32, conv 64, fc 128 on 28x28; 1.2 M parameters", 64),
+    Workload("mlp", "784-512-512-10; 0.7 M parameters", 128),
+    Workload("mlp-10m", "784-2048-2048-2048-10; 10 M parameters", 128),
+    Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64),
+    Workload("2000-tensors", "1,000 x (64 to 4..64 and back); 2,000 tensors of 1 to 16 KB", 16),
+    Workload("transformer", "5 layers of width 384, sequence 128; 9.7 M parameters", 2, "AdamW"),
+    Workload("mlp-100m", "784-5600-5600-5600-5600-10; 98.5 M parameters", 8, "AdamW"),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -1,4 +1,4 @@
-"""Each benchmark runs and says what it measured. How fast anything is, is no test's business."""
+"""The benchmarks run and say what they measured. How fast anything is, is no test's business."""
 
 from __future__ import annotations
 
@@ -10,38 +10,35 @@ from pathlib import Path
 import pytest
 
 from bench import report
-from bench.compare import compare
+from bench.__main__ import main
+from bench.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bench", "workload"), [("overhead", "mlp"), ("ddp", "small-tensors")])
-def test_a_benchmark_writes_its_blocks_as_json_and_names_the_machine(bench: str, workload: str) -> None:
-    few = ["--workload", workload, "--blocks", "2", "--seconds", "0.01", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", bench, *few], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+def test_rows_that_are_asked_for_are_measured_and_name_the_machine() -> None:
+    few = ["--blocks", "2", "--launches", "1", "--seconds", "0.01", "--json"]
+    command = [sys.executable, "-m", "bench", "latency-gloo", "ddp-small-tensors", *few]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["machine"].keys() >= {"cpu", "cores", "torch", "python"}
-    (result,) = found["results"]
-    assert (result["bench"], result["workload"], result["blocks"]) == (bench, workload, 2)
-    assert len(result["ms_per_step"]) == 3
-    assert all(side["median"] > 0 for side in result["ms_per_step"].values())
-    assert result["ratio"]["low"] <= result["ratio"]["median"] <= result["ratio"]["high"]
-    assert workload in report.table(found["results"])
-    assert workload in report.markdown(found)
+    assert [result["row"] for result in found["results"]] == ["latency-gloo", "ddp-small-tensors"]
+    for result in found["results"]:
+        assert (result["blocks"], result["threads"], result["workers"]) == (2, 1, 2)
+        assert all(side["median"] > 0 for side in result["sides"].values())
+        assert result["value"]["low"] <= result["value"]["middle"] <= result["value"]["high"]
+        assert result["what"] in report.table(found["results"])
+        assert result["what"] in report.markdown(found, "picture.svg")
 
 
-def test_the_ratio_is_taken_within_a_round_and_the_control_widens_the_limit() -> None:
-    slow_minute = [1.0, 1.0, 10.0]
-    seconds = {"ours": [1.1 * s for s in slow_minute], "peer": slow_minute, "twin": [1.04 * s for s in slow_minute]}
-    found = compare(seconds, "ours", "peer", "twin", allowed=0.02)
-    assert found["ratio"]["median"] == pytest.approx(1.1 / 1.02)
-    assert found["control"]["median"] == pytest.approx(1.04)
-    assert found["limit"] == pytest.approx(1.06)
-    assert not found["met"]
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dpp"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "dpp" in said and "ddp-mlp-10m" in said
 
 
 def test_results_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
@@ -51,6 +48,9 @@ def test_results_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
     assert page.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
 
 
-def test_the_page_of_results_has_a_place_for_them() -> None:
+def test_the_page_of_results_has_a_place_for_them_and_names_every_row() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert page.index(report.BEGIN) < page.index(report.END)
+    promised = page[: page.index(report.BEGIN)]
+    assert [row.name for row in ROWS if f"| {row.name} |" not in promised] == []
+    assert [row.name for row in ROWS if f"| {report.wish(row.target)} |" not in promised] == []

@@ -1,0 +1,69 @@
+"""What lossy sums cost in accuracy: the handwritten digits on two hosts, exact and lossy, once per seed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+
+from bench.baton import Process
+from bench.child import ROOT, ScriptFailed
+from bench.compare import Measured, Size
+from bench.hosts import REDUCER, Hosts, run_on, two_hosts, why_not
+
+__all__ = ["measure", "why_not"]
+
+REDUCERS: dict[str, Sequence[str]] = {"exact": (), "bf16": (REDUCER, "bf16"), "int8": (REDUCER, "int8")}
+NUM_SEEDS, EPOCHS = 5, 15
+TIMEOUT_S = 300.0
+
+
+def measure(_workload: str, size: Size) -> Measured:
+    """360 pictures are held out, so that half a point is two of them: only the mean over seeds can say anything."""
+    seeds = range(min(NUM_SEEDS, size.num_blocks))
+    with two_hosts() as hosts:
+        found = {name: [_accuracy(hosts, options, seed) for seed in seeds] for name, options in REDUCERS.items()}
+    return Measured([found], {"workers": 2, "threads": 1, "epochs": EPOCHS, "seeds": len(seeds)})
+
+
+def _accuracy(hosts: Hosts, options: Sequence[str], seed: int) -> float:
+    script = ("-m", "manyhands.recipes.digits", "--epochs", str(EPOCHS))
+    with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
+        options = (*options, "--strategy", "multi_worker", "--seed", str(seed))
+        output = _run(run_on(hosts, folder, options, script))
+    right = re.search(r"([\d.]+)% right", output)
+    if right is None:
+        raise ScriptFailed(output)
+    return float(right.group(1)) / 100.0
+
+
+def _run(processes: Sequence[Process]) -> str:
+    """What the first process wrote; all of them end with it."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for process in processes:
+            while process.after is not None and not process.after.exists() and started[0].poll() is None:
+                time.sleep(0.05)
+            both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if not started else {}
+            started.append(_start(process, **both))
+        output, _ = started[0].communicate(timeout=TIMEOUT_S)
+        if started[0].returncode:
+            raise ScriptFailed(f"exit code {started[0].returncode}\n{output[-4000:]}")
+        for other in started[1:]:
+            other.wait(30.0)
+        return output
+    except subprocess.TimeoutExpired as error:
+        raise ScriptFailed(f"no end after {TIMEOUT_S:g} s") from error
+    finally:
+        for process_ in started:
+            process_.kill()
+            process_.wait()
+
+
+def _start(
+    process: Process, stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
+    environment = {**process.environment, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(process.command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, text=True)

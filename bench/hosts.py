@@ -1,0 +1,112 @@
+"""Two hosts: network namespaces of this machine, joined by a link that is held to 1 Gbit/s. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.baton import Process, Side, interleave
+from bench.child import ROOT
+from bench.compare import Measured, Size, divide
+from bench.sides import MH, plain_environment
+from bench.workloads import WORKLOADS
+
+__all__ = ["ADDRESSES", "REDUCER", "Hosts", "measure", "run_on", "two_hosts", "why_not"]
+
+ADDRESSES = ("10.231.8.1", "10.231.8.2")
+RATE = "1gbit"
+REDUCER = "--reducer"
+"""The flag of `mh run` that says how gradients travel between hosts."""
+LOSSY = ("bf16", "int8")
+MODEL = "mlp-10m"
+
+
+class Hosts(NamedTuple):
+    prefixes: tuple[list[str], list[str]]
+    """What a command starts with to run there."""
+    links: tuple[str, str]
+
+
+def why_not(_workload: str = "") -> str | None:
+    if os.geteuid() != 0:
+        return "hosts in network namespaces need root"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "hosts in network namespaces need ip and tc (Debian package iproute2)"
+    told = subprocess.run([*MH, "run", "--help"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return None if REDUCER in told.stdout else f"`mh run` has no {REDUCER}"
+
+
+def measure(_workload: str, size: Size) -> Measured:
+    batch = WORKLOADS[MODEL].batch
+    with two_hosts() as hosts:
+        sides = [_trainer(hosts, reducer) for reducer in LOSSY]
+        sides += [_ddp(hosts, name, port) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
+        found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
+    told = found[-1][1]
+    settings = {"model": WORKLOADS[MODEL].model, "batch": 2 * batch, "workers": 2, "threads": 1, "link": RATE}
+    return Measured([seconds for seconds, _ in found], {**settings, **told})
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    names = (f"mhb{os.getpid()}a", f"mhb{os.getpid()}b")
+    links = (f"mhb{os.getpid() % 1000000}va", f"mhb{os.getpid() % 1000000}vb")
+    try:
+        for name in names:
+            _do("ip", "netns", "add", name)
+        _do("ip", "link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for name, link, address in zip(names, links, ADDRESSES, strict=True):
+            _do("ip", "link", "set", link, "netns", name)
+            _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", link)
+            _do("ip", "-n", name, "link", "set", link, "up")
+            _do("ip", "-n", name, "link", "set", "lo", "up")
+            # Each end holds back what it sends; 256 KB pass at once, so that the kernel's large packets stay whole.
+            limit = ("rate", RATE, "burst", "256kb", "latency", "50ms")
+            _do("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit)
+        prefixes = [["ip", "netns", "exec", name] for name in names]
+        yield Hosts((prefixes[0], prefixes[1]), links)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", links[0]], capture_output=True, check=False)
+
+
+def run_on(hosts: Hosts, folder: str, options: Sequence[str], script: Sequence[str]) -> list[Process]:
+    """`mh run` on the first host with one worker, and `mh agent` with another on the second."""
+    join = f"{folder}/join"
+    lead = ("run", "-n", "1", "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
+    meet = ("--hosts-wanted", "2", "--listen", ADDRESSES[0], "--join-file", join, "--insecure-data-plane")
+    environment = plain_environment(allocator=False)
+    return [
+        Process([*hosts.prefixes[0], *MH, *lead, *meet, *options, *script], environment),
+        Process(
+            [*hosts.prefixes[1], *MH, "agent", "--join", join, "--threads", "1", "--ui", "none"],
+            environment,
+            after=Path(join),
+        ),
+    ]
+
+
+def _trainer(hosts: Hosts, reducer: str) -> Side:
+    script = ("-m", "bench.trainer_side", MODEL, "multi_worker", "2")
+    return Side(reducer, 2, lambda folder: run_on(hosts, folder, (REDUCER, reducer), script))
+
+
+def _ddp(hosts: Hosts, name: str, port: int) -> Side:
+    command = (MH[0], "-m", "bench.torch_side", "ddp", MODEL)
+    meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    each = zip(hosts.prefixes, hosts.links, strict=True)
+    processes = [
+        Process([*prefix, *command], {**plain_environment(), **meet, "RANK": str(rank), "GLOO_SOCKET_IFNAME": link})
+        for rank, (prefix, link) in enumerate(each)
+    ]
+    return Side(name, 2, lambda _: processes)
+
+
+def _do(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)

@@ -1,0 +1,103 @@
+"""Host memory of four workers: `mh run -n 4` against DistributedDataParallel in four processes, one after the other.
+
+What counts is every process of a side, launcher included: the proportional set size, in which memory that several
+processes map counts once, and shared memory that is allocated although nobody touched it yet. The sides do not run at
+the same time: they would halve each other's share of torch's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from bench.baton import Side, taking_turns
+from bench.child import ScriptFailed
+from bench.compare import Measured, Size
+from bench.sides import torch_side, trainer
+from bench.workloads import WORKLOADS
+
+__all__ = ["bytes_of", "measure", "why_not"]
+
+WORKERS = 4
+STEPS = 6
+NEEDED_BYTES = 14e9
+# A side that leaves less than this to the rest of the machine is ended, before the kernel ends somebody else.
+LEFT_BYTES = 3e9
+
+
+def why_not(_workload: str) -> str | None:
+    if not Path("/proc/self/smaps_rollup").exists():
+        return "no proportional set sizes here: Linux has them"
+    free = psutil.virtual_memory().available
+    if free < NEEDED_BYTES:
+        return f"DDP may need {NEEDED_BYTES / 1e9:g} GB; {free / 1e9:.1f} GB are free"
+    return None
+
+
+def measure(workload: str, size: Size) -> Measured:
+    """`size.launches` pairs of runs; the peak over the steps of each."""
+    sides = [trainer(workload, WORKERS), torch_side("DDP", "ddp", workload, WORKERS)]
+    found = [{side.name: [_peak(side)] for side in sides} for _ in range(size.launches)]
+    settings = {"model": WORKLOADS[workload].model, "batch": WORKLOADS[workload].batch * WORKERS, "workers": WORKERS}
+    return Measured(found, {**settings, "threads": 1, "steps": STEPS})
+
+
+def _peak(side: Side) -> float:
+    seen: list[int] = []
+
+    def look(pids: list[int]) -> None:
+        seen.append(bytes_of(_trees(pids)))
+        if psutil.virtual_memory().available < LEFT_BYTES:
+            raise ScriptFailed(f"{side.name} was ended at {seen[-1] / 1e9:.1f} GB: the machine has no more to give")
+
+    with taking_turns([side], look) as baton:
+        seen.clear()  # what starting takes is not asked here
+        baton.run(side.name, STEPS)
+    return float(max(seen))
+
+
+def bytes_of(pids: Iterable[int]) -> int:
+    """What processes take of the host's memory together."""
+    pids = list(pids)
+    rollups = [text for pid in pids if (text := _rollup(pid)) is not None]
+    own = sum(_kilobytes(text, "Pss_Anon") + _kilobytes(text, "Pss_File") for text in rollups)
+    mapped = sum(_kilobytes(text, "Pss_Shmem") for text in rollups)
+    return 1024 * own + max(1024 * mapped, _allocated_memfds(pids))
+
+
+def _rollup(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None  # ended meanwhile
+
+
+def _kilobytes(rollup: str, name: str) -> int:
+    found = re.search(rf"^{name}: +(\d+) kB", rollup, re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+def _allocated_memfds(pids: Iterable[int]) -> int:
+    """Memory without a name is allocated in full when it is made, and counts as mapped only where it was touched."""
+    sizes = {}
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if os.readlink(link).startswith("/memfd:"):
+                        status = link.stat()
+                        sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
+
+
+def _trees(pids: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return found

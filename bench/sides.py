@@ -1,0 +1,88 @@
+"""Who takes turns, as commands: our workers, DDP's ranks, loops by hand, and libraries in their own environments.
+
+All get one thread per rank, and glibc settings as `mh run` gives them unless a side is said to run as shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.baton import Process, Side
+from bench.child import ROOT
+from bench.table import OURS
+from manyhands.runtime.launch import ALLOCATOR
+
+__all__ = ["MH", "library", "library_python", "plain_environment", "ranks", "torch_side", "trainer"]
+
+MH = (sys.executable, "-m", "manyhands.cli.main")
+VENVS = ROOT / ".bench-venvs"
+
+
+def plain_environment(*, allocator: bool = True) -> dict[str, str]:
+    """This process's, without what would set up a peer behind its back."""
+    ours = ("MALLOC_", "MANYHANDS_", "OMP_", "MKL_", "TF_", "PYTHONPATH")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
+    return kept | {"OMP_NUM_THREADS": "1"} | (ALLOCATOR if allocator else {})
+
+
+def trainer(workload: str, workers: int, *, name: str = OURS) -> Side:
+    """`mh run` as a user types it; it sets threads and allocator itself."""
+
+    def processes(folder: str) -> list[Process]:
+        run = ("run", "-n", str(workers), "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
+        script = ("-m", "bench.trainer_side", workload, "mirrored", str(workers))
+        return [Process([*MH, *run, *script], plain_environment(allocator=False))]
+
+    return Side(name, workers, processes)
+
+
+def torch_side(name: str, kind: str, workload: str, workers: int, *, allocator: bool = True) -> Side:
+    """`kind` is "ddp" or "alone", see `torch_side`."""
+    command = (sys.executable, "-m", "bench.torch_side", kind, workload)
+    environment = plain_environment(allocator=allocator)
+    return Side(name, workers, lambda _: ranks(command, environment, workers))
+
+
+def library(name: str, peer: str, workload: str, workers: int) -> Side:
+    """`peer` in its own environment, if that was made."""
+    command = (str(library_python(peer)), "-m", f"bench.peers.{peer}_side", workload)
+
+    def processes(folder: str) -> list[Process]:
+        if peer == "tensorflow":
+            return [Process(command, plain_environment() | variables) for variables in _tensorflow_variables(workers)]
+        return ranks(command, plain_environment(), workers)
+
+    return Side(name, workers, processes)
+
+
+def library_python(peer: str) -> Path:
+    return VENVS / peer / "bin" / "python"
+
+
+def ranks(command: Sequence[str], environment: Mapping[str, str], workers: int) -> list[Process]:
+    """One process per rank on this machine, told of each other as by torchrun."""
+    port = str(_free_ports(1)[0])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(workers)}
+    meet |= {"LOCAL_WORLD_SIZE": str(workers), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    return [
+        Process(command, {**environment, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(workers)
+    ]
+
+
+def _tensorflow_variables(workers: int) -> list[dict[str, str]]:
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(workers)]}
+    config = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(workers)]
+    return [{"TF_CONFIG": json.dumps(task), "RANK": str(rank)} for rank, task in enumerate(config)]
+
+
+def _free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports

@@ -1,0 +1,118 @@
+"""What is promised about speed and memory, row by row: against whom, and how much. Verdicts are computed here.
+
+A row names a measurement (`bench` and `workload`), two of its sides and a target. Rows that name the same measurement
+are measured together. No torch, no processes: only values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["BENCHES", "OURS", "ROWS", "Row", "Target", "chosen", "verdict"]
+
+OURS = "manyhands"
+
+BENCHES = {
+    "overhead": "One process: trainer against a loop by hand",
+    "collectives": "Two ranks: sums in shared memory against Gloo",
+    "ddp": "Two workers: mirrored against DistributedDataParallel on Gloo, in the same processes",
+    "peers": "Two workers: mirrored against others in processes of their own",
+    "hosts": "Two hosts on a link of 1 Gbit/s: lossy sums against DistributedDataParallel on Gloo",
+    "accuracy": "Two hosts: what lossy sums cost in accuracy on handwritten digits",
+    "memory": "Host memory: mirrored against DistributedDataParallel",
+}
+
+
+class Target(NamedTuple):
+    """`speed` is peer / ours, `time` and `memory` are ours / peer, `points` what ours loses in percent."""
+
+    of: Literal["speed", "time", "memory", "points"]
+    limit: float
+    noise_counts: bool = False
+    """The A/A ratio's distance from 1 widens the limit: for targets so near to 1 that they are no larger than it."""
+
+    @property
+    def at_least(self) -> bool:
+        return self.of == "speed"
+
+
+class Row(NamedTuple):
+    name: str
+    bench: str
+    workload: str
+    what: str
+    peer: str
+    target: Target
+    ours: str = OURS
+    unit: Literal["ms", "us", "MB", "%"] = "ms"
+
+    @property
+    def twin(self) -> str | None:
+        """The peer once more, for the A/A control."""
+        return None if self.target.of in ("memory", "points") else f"{self.peer} again"
+
+
+def _faster(times: float, *, noise_counts: bool = False) -> Target:
+    return Target("speed", times, noise_counts)
+
+
+_MLP = "step, MLP of 10 M"
+_TINY = "all-reduce 1 KB"
+
+ROWS = (
+    Row("overhead-cnn", "overhead", "cnn", "step, CNN", "by hand", Target("time", 1.02, noise_counts=True)),
+    Row("overhead-mlp", "overhead", "mlp", "step, MLP of 0.7 M", "by hand", Target("time", 1.02, noise_counts=True)),
+    Row("shared-gloo", "collectives", "shared", "all-reduce 100 MB in shared memory", "Gloo", _faster(4)),
+    Row("shared-copy", "collectives", "shared", "all-reduce 100 MB in shared memory", "one copy", Target("time", 1.6)),
+    Row("ordinary-gloo", "collectives", "ordinary", "all-reduce 100 MB of ordinary tensors", "Gloo", _faster(1.6)),
+    Row("latency-gloo", "collectives", "latency", _TINY, "Gloo", _faster(20), unit="us"),
+    Row("ddp-mlp-10m", "ddp", "mlp-10m", _MLP, "DDP", _faster(1.3)),
+    Row("ddp-2000-tensors", "ddp", "2000-tensors", "step, 2,000 small tensors", "DDP", _faster(1.5)),
+    Row("ddp-cnn", "ddp", "cnn", "step, CNN", "DDP", _faster(1, noise_counts=True)),
+    Row("ddp-transformer", "ddp", "transformer", "step, transformer of 10 M", "DDP", _faster(1.2)),
+    Row("ddp-small-tensors", "ddp", "small-tensors", "step, 202 small tensors", "DDP", _faster(1, noise_counts=True)),
+    Row("ddp-as-shipped", "peers", "ddp", _MLP, "DDP as shipped", _faster(1.45)),
+    Row("two-loops", "peers", "loops", _MLP, "two loops by hand", _faster(0.95)),
+    Row("tensorflow", "peers", "tensorflow", _MLP, "TensorFlow", _faster(1)),
+    Row("accelerate", "peers", "accelerate", _MLP, "Accelerate", _faster(1)),
+    Row("lightning", "peers", "lightning", _MLP, "Lightning", _faster(1)),
+    Row("hosts-bf16", "hosts", "mlp-10m", f"{_MLP}, bf16", "DDP", _faster(1.6), ours="bf16"),
+    Row("hosts-int8", "hosts", "mlp-10m", f"{_MLP}, int8", "DDP", _faster(2.2), ours="int8"),
+    Row("accuracy-bf16", "accuracy", "digits", "accuracy, bf16", "exact", Target("points", 0.5), "bf16", "%"),
+    Row("accuracy-int8", "accuracy", "digits", "accuracy, int8", "exact", Target("points", 0.5), "int8", "%"),
+    Row("memory", "memory", "mlp-100m", "4 workers, 100 M, AdamW", "DDP", Target("memory", 0.5), unit="MB"),
+)
+
+
+def chosen(names: list[str]) -> list[Row]:
+    """The rows that are meant by names of rows or benchmarks; without any, all."""
+    known = {row.name for row in ROWS} | BENCHES.keys()
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"there is no {', '.join(unknown)}; there are {', '.join([*BENCHES, *(r.name for r in ROWS)])}"
+        )
+    return [row for row in ROWS if not names or row.name in names or row.bench in names]
+
+
+def verdict(target: Target, value: Mapping[str, float], control: Mapping[str, float] | None) -> dict[str, Any]:
+    """Whether the value reaches the target, by how much it misses, and whether the interval leaves any doubt.
+
+    `missed_by` is a fraction of the limit; of `points`, points.
+    """
+    slack = abs(control["middle"] - 1.0) if target.noise_counts and control else 0.0
+    limit = target.limit - slack if target.at_least else target.limit + slack
+    met = _reaches(target, value["middle"], limit)
+    short = limit - value["middle"] if target.at_least else value["middle"] - limit
+    return {
+        "of": target.of,
+        "target": target.limit,
+        "limit": limit,
+        "met": met,
+        "clear": len({_reaches(target, value[end], limit) for end in ("low", "middle", "high")}) == 1,
+        "missed_by": None if met else short if target.of == "points" else short / limit,
+    }
+
+
+def _reaches(target: Target, value: float, limit: float) -> bool:
+    return value >= limit if target.at_least else value <= limit
