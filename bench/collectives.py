@@ -11,25 +11,20 @@ from typing import Any
 from bench.child import ROOT, ScriptFailed
 from bench.compare import Measured, Size, divide
 from bench.sides import plain_environment
-from manyhands.comm.shared_memory import Plane, Segment
+from manyhands.comm.segments import HostMemory
+from manyhands.comm.shared_memory import Plane
 from manyhands.native import library
 from manyhands.native import why_not as why_no_library
 
-__all__ = ["NUM_BYTES", "SHARED_CALL", "WORLD", "measure", "why_not"]
+__all__ = ["NUM_BYTES", "WORLD", "measure", "why_not"]
 
 WORLD = 2
 NUM_BYTES = {"shared": 100_000_000, "ordinary": 100_000_000, "latency": 1024}
-SHARED_CALL = "sum_shared"
-"""`Plane`'s method that sums what lies in shared memory into one shared copy."""
 TIMEOUT_S = 900.0
 
 
 def why_not(workload: str) -> str | None:
-    if library is None:
-        return f"no shared-memory collectives: {why_no_library()}"
-    if workload == "shared" and not hasattr(Plane, SHARED_CALL):
-        return f"there is no Plane.{SHARED_CALL} yet"
-    return None
+    return f"no shared-memory collectives: {why_no_library()}" if library is None else None
 
 
 def measure(workload: str, size: Size) -> Measured:
@@ -42,24 +37,23 @@ def measure(workload: str, size: Size) -> Measured:
 def _launch(workload: str, num_blocks: int, block_s: float) -> dict[str, Any]:
     """Two ranks, each with one thread; all sides in the same processes, so with the same allocator settings."""
     # Room for every rank's tensor and the sum.
-    segments = [Segment.create(Plane.num_bytes(WORLD)), Segment.create((WORLD + 1) * NUM_BYTES[workload])]
+    sizes = {"plane": Plane.num_bytes(WORLD), "data": (WORLD + 1) * NUM_BYTES[workload]}
+    memory = HostMemory()
     try:
         with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
             words = [workload, str(num_blocks), str(block_s), f"{folder}/meet"]
-            words += [f"{segment.fd}:{segment.num_bytes}" for segment in segments]
-            fds = [segment.fd for segment in segments]
-            return _outcome([_start(rank, words, fds) for rank in range(WORLD)])
+            words += [f"{memory.fd}:{size}:{memory.allot(name, size)}" for name, size in sizes.items()]
+            return _outcome([_start(rank, words, memory.fd) for rank in range(WORLD)])
     finally:
-        for segment in segments:
-            segment.close()
+        memory.close()
 
 
-def _start(rank: int, words: list[str], fds: list[int]) -> subprocess.Popen[str]:
+def _start(rank: int, words: list[str], memory: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "bench.collectives_script", str(rank), *words],
         cwd=ROOT,
         env=plain_environment() | {"PYTHONPATH": str(ROOT)},
-        pass_fds=fds,
+        pass_fds=[memory],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """One rank of `collectives`: blocks of every side's calls, in turn, between meetings over Gloo.
 
-`python -m bench.collectives_script RANK WORKLOAD BLOCKS SECONDS MEET-AT PLANE-FD:BYTES DATA-FD:BYTES`
+`python -m bench.collectives_script RANK WORKLOAD BLOCKS SECONDS MEET-AT PLANE DATA`, the last two FD:BYTES:OFFSET.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.baton import rotated, steps_per_block
-from bench.collectives import NUM_BYTES, SHARED_CALL, WORLD
+from bench.collectives import NUM_BYTES, WORLD
 from bench.table import OURS
-from manyhands.comm.shared_memory import Plane, Segment
+from manyhands.comm.segments import Segment
+from manyhands.comm.shared_memory import Plane
 from manyhands.parallel.tree import program
 
 Call = Callable[[], object]
@@ -60,13 +61,18 @@ def _sides(workload: str, plane: Plane, data: Segment) -> dict[str, Call]:
 
 
 def _shared_sum(plane: Plane, data: Segment, num_bytes: int) -> Call:
-    """The one place that knows how gradients which lie in shared memory become one shared sum."""
+    """As in a training step: each rank sums its half of all gradients into the one result, and all meet."""
     gradients = [_shared_tensor(data, i * num_bytes, num_bytes) for i in range(WORLD)]
     result = _shared_tensor(data, WORLD * num_bytes, num_bytes)
     for tensor in (gradients[plane.rank], result):
         tensor.fill_(0.0)
-    sum_shared = getattr(plane, SHARED_CALL)
-    return lambda: sum_shared(result, gradients, SUM, "sum")
+    mine = [tensor.chunk(WORLD)[plane.rank] for tensor in (result, *gradients)]
+
+    def call() -> None:
+        plane.sum_shared(mine[0], mine[1:], SUM)
+        plane.meet("sum")
+
+    return call
 
 
 def _tensor(num_bytes: int) -> Tensor:
