@@ -23,6 +23,7 @@ from bench.workloads import WORKLOADS
 
 __all__ = ["bytes_of", "measure", "why_not"]
 
+MODEL = "mlp-100m"
 WORKERS = 4
 STEPS = 6
 NEEDED_BYTES = 14e9
@@ -30,7 +31,7 @@ NEEDED_BYTES = 14e9
 LEFT_BYTES = 3e9
 
 
-def why_not(_workload: str) -> str | None:
+def why_not(_allocator: str) -> str | None:
     if not Path("/proc/self/smaps_rollup").exists():
         return "no proportional set sizes here: Linux has them"
     free = psutil.virtual_memory().available
@@ -39,11 +40,12 @@ def why_not(_workload: str) -> str | None:
     return None
 
 
-def measure(workload: str, size: Size) -> Measured:
-    """`size.launches` pairs of runs; the peak over the steps of each."""
-    sides = [trainer(workload, WORKERS), torch_side("DDP", "ddp", workload, WORKERS)]
+def measure(allocator: str, size: Size) -> Measured:
+    """`size.launches` pairs of runs; the peak over the steps of each. Both sides have the same allocator settings."""
+    ours = trainer(MODEL, WORKERS, flags=("--allocator", allocator))
+    sides = [ours, torch_side("DDP", "ddp", MODEL, WORKERS, allocator=allocator == "keep")]
     found = [{side.name: [_peak(side)] for side in sides} for _ in range(size.launches)]
-    settings = {"model": WORKLOADS[workload].model, "batch": WORKLOADS[workload].batch * WORKERS, "workers": WORKERS}
+    settings = {"model": WORKLOADS[MODEL].model, "batch": WORKLOADS[MODEL].batch * WORKERS, "workers": WORKERS}
     return Measured(found, {**settings, "threads": 1, "steps": STEPS})
 
 

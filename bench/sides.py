@@ -30,11 +30,11 @@ def plain_environment(*, allocator: bool = True) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | (ALLOCATOR if allocator else {})
 
 
-def trainer(workload: str, workers: int, *, name: str = OURS) -> Side:
+def trainer(workload: str, workers: int, *, name: str = OURS, flags: tuple[str, ...] = ()) -> Side:
     """`mh run` as a user types it; it sets threads and allocator itself."""
 
     def processes(folder: str) -> list[Process]:
-        run = ("run", "-n", str(workers), "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
+        run = ("run", "-n", str(workers), "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run", *flags)
         script = ("-m", "bench.trainer_side", workload, "mirrored", str(workers))
         return [Process([*MH, *run, *script], plain_environment(allocator=False))]
 

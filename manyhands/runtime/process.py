@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -9,7 +10,7 @@ import torch
 
 from manyhands.runtime.after_import import after_import
 
-__all__ = ["choose_device", "choose_threads", "keep_freed_memory", "make_deterministic"]
+__all__ = ["choose_device", "choose_threads", "give_freed_memory_back", "keep_freed_memory", "make_deterministic"]
 
 # glibc's parameter numbers for mallopt.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -27,6 +28,12 @@ def keep_freed_memory() -> bool:
         return bool(libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES) and libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
     except (OSError, AttributeError):
         return False
+
+
+def give_freed_memory_back() -> None:
+    """Once, after something large is done with: a model's own weights, when shared ones have taken their place."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def choose_threads(asked: int | None, local_workers: int, *, exact: bool) -> int:

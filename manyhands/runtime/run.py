@@ -22,7 +22,7 @@ from manyhands.data.source import InputContext, Source, as_source
 from manyhands.errors import CheckpointMismatch, DataError
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.precision import Precision, fp16_slowdown
-from manyhands.runtime import evaluating
+from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, foreign_state, randomness_in
@@ -116,6 +116,8 @@ class Run:
         )
         model.train()
         engine.setup(model, optimizer)
+        if engine.shares_weights:
+            process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
         return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices)
 

@@ -113,7 +113,7 @@ class Saver:
         snapshot = Snapshot(
             step=progress.step,
             epoch=progress.epoch,
-            tensors=self._writer.snapshot(tensors),
+            tensors=self._writer.snapshot(tensors, waiting=wait),
             state=state,
             world_size=self._worker.world_size,
             slices=training.slices,

@@ -146,18 +146,17 @@ class Replicated:
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
-        trained = [param for param in self._model.parameters() if param.requires_grad]
-        shared = set(map(id, trained)) if self.shares_weights and _same(trained, self._gradients.params) else set()
-        own = [param for param in self._model.parameters() if id(param) not in shared]
-        self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
         for param in self._model.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout: _Layout | None = None
-        self._buffers = StepBuffers(self._model, self._foreign)
-        if shared:
-            self._axis.barrier("weights of rank 0")
-        else:
+        trained = [param for param in self._model.parameters() if param.requires_grad]
+        if not self.shares_weights or not _same(trained, self._gradients.params):
             self._divide(trained)
+        shared = set(map(id, trained)) if self.shares_weights else set()
+        own = [param for param in self._model.parameters() if id(param) not in shared]
+        self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
+        self._axis.barrier("weights of rank 0")
+        self._buffers = StepBuffers(self._model, self._foreign)
 
     def _divide(self, trained: list[nn.Parameter]) -> None:
         """Decide how gradients are summed and weights updated, as all ranks do alike."""
