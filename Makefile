@@ -11,6 +11,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
+	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lint   ruff and mypy --strict alone (part of make test)"
 
@@ -37,6 +38,10 @@ lint: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# For whoever has a CUDA device; without one every test of it skips and says so.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -n 0 -m gpu -rs
 
 # Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
 BENCH_PEERS := accelerate lightning tensorflow

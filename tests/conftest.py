@@ -59,15 +59,16 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class OnePool(LoadScopeScheduling):
-    """Tests go to whichever worker is free; those of files that use a pool of ranks to one and the same."""
+    """Tests go to whichever worker is free; those that share processes which are slow to start, to one and the same."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if _uses_ranks(nodeid.split("::")[0]) else nodeid
+        return _shared_by(nodeid.split("::")[0]) or nodeid
 
 
 @functools.cache
-def _uses_ranks(file: str) -> bool:
-    return "ranks: RankPool" in Path(file).read_text()
+def _shared_by(file: str) -> str | None:
+    text = Path(file).read_text()
+    return "ranks" if "ranks: RankPool" in text else file if "warm: Ranks" in text else None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:

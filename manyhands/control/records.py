@@ -21,6 +21,8 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     traceback: str
     exit_code: int
     step: int | None = None
+    first_step: int | None = None
+    """Where it began; known here because what it reported may arrive later than this."""
     phase: str = ""
 
 

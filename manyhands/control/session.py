@@ -62,12 +62,12 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _was_opened = False
 
 
-def latest_position() -> tuple[int | None, str]:
-    """Where this process last said it was, for its failure record."""
+def latest_position() -> tuple[int | None, int | None, str]:
+    """The step at which this process began, and the step and phase where it last was, for its failure record."""
     for session in _open_sessions:
         if session.position is not None:
-            return session.position
-    return None, ""
+            return session.first_step, *session.position
+    return None, None, ""
 
 
 def was_opened() -> bool:
@@ -84,6 +84,7 @@ class Session:
         self.run = ""
         self.stop_requested: str | None = None
         self.position: tuple[int, str] | None = None
+        self.first_step: int | None = None
         self._pid = os.getpid()
         self._tickets = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
@@ -160,6 +161,7 @@ class Session:
         """Where this worker is. Sent at most ten times a second; the latest always gets there."""
         first, self.position = self.position is None, (step, phase)
         if first:
+            self.first_step = step
             self._post(Report(**self._header(), step=step, phase=phase))
         elif not self._report_due:
             self._report_due = True

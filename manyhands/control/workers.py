@@ -119,6 +119,7 @@ class Worker:
             record: Record | None = decode(line)
             if isinstance(record, Raised) and self.raised is None:
                 self.raised, self.failed_at = record, time.monotonic()
+                self.first_step = record.first_step if self.first_step is None else self.first_step
             elif isinstance(record, Returned):
                 self.returned = record
             elif isinstance(record, WantsStore):

@@ -146,7 +146,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _raised(error: BaseException) -> Raised:
-    step, phase = _position()
+    first_step, step, phase = _position()
     text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
@@ -156,14 +156,15 @@ def _raised(error: BaseException) -> Raised:
         traceback=text[-TRACEBACK_CHARS:],
         exit_code=_exit_code(error),
         step=step,
+        first_step=first_step,
         phase=phase,
     )
 
 
-def _position() -> tuple[int | None, str]:
-    """Where the worker last said it was; nothing is imported that the user's code did not."""
+def _position() -> tuple[int | None, int | None, str]:
+    """Where the worker began and last said it was; nothing is imported that the user's code did not."""
     session = sys.modules.get("manyhands.control.session")
-    return session.latest_position() if session is not None else (None, "")
+    return session.latest_position() if session is not None else (None, None, "")
 
 
 def _show(error: BaseException) -> None:

@@ -256,7 +256,7 @@ class Hands:
 
     def _wish(self, step: int) -> int:
         assert self._saver is not None
-        if self._worker.session.stop_requested:
+        if self._worker.stop_requested:
             return LEAVE
         return SAVE if self._saver.is_due(step) else 0
 

@@ -48,6 +48,8 @@ _STRATEGIES: dict[str, type[Single] | type[Mirrored] | type[MultiWorker]] = {
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
 CHIEF_TIMEOUT_S = 3600.0
+# From the first worker that is ready to the last: scripts may differ in what they do before they train.
+GATHER_TIMEOUT_S = 120.0
 
 _seated: ContextVar[Any] = ContextVar("manyhands_session", default=None)
 
@@ -113,12 +115,12 @@ class Worker:
 
     def _connect_plane(self, purpose: str) -> Axis | None:
         """Where workers can share memory; `why_no_plane` says it where they cannot, the same on each."""
-        seat, comm = self.session.seat, self.resolved.spec.comm
-        if seat.world_size == 1 or self.why_no_plane:
+        session, seat, comm = self.session, self.session.seat, self.resolved.spec.comm
+        if isinstance(session, Solo) or seat.world_size == 1 or self.why_no_plane:
             return None
         try:
-            return connect_plane(
-                lambda num_bytes: self.session.shared_memory(f"plane {purpose}", num_bytes, seat.world_size),
+            axis = connect_plane(
+                lambda num_bytes: session.shared_memory(f"plane {purpose}", num_bytes, seat.world_size),
                 seat.rank,
                 seat.world_size,
                 timeout_s=comm.timeout_s,
@@ -127,6 +129,11 @@ class Worker:
         except EnvironmentProblem as problem:
             self.why_no_plane = problem.what
             return None
+        # A collective's deadline is meant for steps; how long each worker takes to get here is another matter.
+        here = [f"{purpose}/here/{rank}" for rank in range(seat.world_size)]
+        session.set(here[seat.rank], b"1")
+        session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
+        return axis
 
     def _connect(self, prefix: str, device: torch.device) -> Axis:
         seat, store = self.session.seat, None

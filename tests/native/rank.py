@@ -1,8 +1,15 @@
-"""One rank of a plane, told what to do by lines of JSON: `python rank.py FD BYTES`. Tensors travel as bytes in hex."""
+"""Ranks of a plane, told what to do by lines of JSON: `python rank.py MEMORY BYTES CONTROL`. Tensors travel as hex.
+
+This process imports torch once and forks a rank for every socket that it is sent through the socket CONTROL, so that a
+rank is there in milliseconds. It has no threads when it forks.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import sys
 
 import torch
@@ -43,23 +50,46 @@ def answer(plane: Plane, told: dict) -> str:
     return hex_of(part)
 
 
-def main() -> None:
-    segment = Segment(int(sys.argv[1]), int(sys.argv[2]))
+def serve(segment: Segment, line: socket.socket) -> None:
     plane: Plane | None = None
-    print("up", flush=True)
-    for line in sys.stdin:
-        told = json.loads(line)
+    stream = line.makefile("rw")
+
+    def say(said: dict) -> None:
+        stream.write(json.dumps(said) + "\n")
+        stream.flush()
+
+    for text in stream:
+        told = json.loads(text)
         if told["op"] == "open":
-            plane = Plane(
-                segment, told["rank"], told["world"], area_bytes=told["area_bytes"], timeout_s=told["timeout_s"]
-            )
-            print(json.dumps({"data": ""}), flush=True)
+            options = {name: told[name] for name in ("area_bytes", "timeout_s")}
+            plane = Plane(segment, told["rank"], told["world"], **options)
+            say({"data": ""})
             continue
         assert plane is not None
         try:
-            print(json.dumps({"data": answer(plane, told)}), flush=True)
+            say({"data": answer(plane, told)})
         except PeerLost as error:
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    memory, num_bytes, control_fd = map(int, sys.argv[1:])
+    segment = Segment(memory, num_bytes)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    with socket.socket(fileno=control_fd) as control:
+        while True:
+            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not fds:
+                return
+            pid = os.fork()
+            with socket.socket(fileno=fds[0]) as line:
+                if pid == 0:
+                    control.close()
+                    try:
+                        serve(segment, line)
+                    finally:
+                        os._exit(0)
+            control.send(pid.to_bytes(4, "little"))
 
 
 main()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,32 +34,38 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_n
 
 
 class Ranks:
-    """Processes that map one segment."""
+    """Processes that map one segment, forked by one that has torch already."""
 
     def __init__(self, count: int) -> None:
         self.memory = HostMemory()
         self.segment = Segment(self.memory.fd, SEGMENT_BYTES, self.memory.allot("plane", SEGMENT_BYTES))
-        self.processes = [self._start() for _ in range(count)]
+        self._control, theirs = socket.socketpair()
+        words = [sys.executable, str(Path(__file__).with_name("rank.py"))]
+        fds = [self.memory.fd, theirs.fileno()]
+        self._source = subprocess.Popen([*words, str(fds[0]), str(SEGMENT_BYTES), str(fds[1])], pass_fds=fds)
+        theirs.close()
+        self.pids: list[int] = []
+        self._lines: list[Any] = []
         for rank in range(count):
-            self._wait_for(rank)
+            self.start(rank)
 
-    def _start(self) -> subprocess.Popen[str]:
-        words = [sys.executable, str(Path(__file__).with_name("rank.py")), str(self.memory.fd), str(SEGMENT_BYTES)]
-        return subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[self.memory.fd]
-        )
+    def start(self, rank: int) -> None:
+        here, there = socket.socketpair()
+        with there:
+            socket.send_fds(self._control, [b"1"], [there.fileno()])
+            pid = int.from_bytes(self._control.recv(4), "little")
+        self.pids[rank:] = [pid, *self.pids[rank + 1 :]]
+        with here:
+            self._lines[rank:] = [here.makefile("rw"), *self._lines[rank + 1 :]]
 
-    def _wait_for(self, rank: int) -> None:
-        stdout = self.processes[rank].stdout
-        assert stdout is not None and stdout.readline() == "up\n"
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
 
     def kill(self, rank: int) -> None:
-        self.processes[rank].kill()
-        self.processes[rank].communicate()
-
-    def start_again(self, rank: int) -> None:
-        self.processes[rank] = self._start()
-        self._wait_for(rank)
+        self.signal(rank, signal.SIGKILL)
+        while self._lines[rank].readline():  # what it had said; then the end, as it is gone
+            pass
+        self._lines[rank].close()
 
     def open(self, world: int, area_bytes: int, timeout_s: float = 10.0) -> None:
         """A fresh plane of the first `world` processes."""
@@ -72,10 +79,8 @@ class Ranks:
         return [self.hear(rank) for rank in range(len(told))]
 
     def tell(self, rank: int, told: dict[str, Any]) -> None:
-        stdin = self.processes[rank].stdin
-        assert stdin is not None
-        stdin.write(json.dumps(told) + "\n")
-        stdin.flush()
+        self._lines[rank].write(json.dumps(told) + "\n")
+        self._lines[rank].flush()
 
     def tell_and_see_it_arrive(self, rank: int, told: dict[str, Any]) -> None:
         """A rank that comes to a meeting writes so at the start of the segment."""
@@ -87,15 +92,14 @@ class Ranks:
             time.sleep(0.001)
 
     def hear(self, rank: int) -> dict[str, Any]:
-        stdout = self.processes[rank].stdout
-        assert stdout is not None
-        found: dict[str, Any] = json.loads(stdout.readline())
+        found: dict[str, Any] = json.loads(self._lines[rank].readline())
         return found
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
+        for line in self._lines:
+            line.close()  # a rank whose line ends, ends
+        self._control.close()
+        self._source.wait(timeout=10)
         self.segment.close()
         self.memory.close()
 
@@ -205,12 +209,11 @@ def call_of(op: str, count: int = 9) -> dict[str, Any]:
 def test_a_rank_that_stands_still_is_named_in_bounded_time(warm: Ranks, op: str) -> None:
     warm.open(3, 4096, timeout_s=0.3)
     warm.call([call_of(op)] * 3)
-    stopped = warm.processes[1]
-    stopped.send_signal(signal.SIGSTOP)
+    warm.signal(1, signal.SIGSTOP)
     try:
         assert_rank_1_is_missed(warm, call_of(op))
     finally:
-        stopped.send_signal(signal.SIGCONT)
+        warm.signal(1, signal.SIGCONT)
 
 
 @pytest.mark.faults
@@ -228,7 +231,7 @@ def test_a_rank_killed_inside_is_named_in_bounded_time() -> None:
                 ranks.tell(2, call_of(op))
                 assert "error" not in ranks.hear(0) | ranks.hear(2)
             assert_rank_1_is_missed(ranks, call_of(op, 9 * 1024))
-            ranks.start_again(1)
+            ranks.start(1)
     finally:
         ranks.close()
 
@@ -248,11 +251,11 @@ def test_a_meeting_that_took_place_counts_for_those_who_look_later(warm: Ranks) 
     """A rank that was quick to leave after the last meeting is lost to nobody."""
     warm.open(2, 4096)
     plane = Plane(warm.segment, 1, 2, area_bytes=4096)
-    warm.processes[0].send_signal(signal.SIGSTOP)
+    warm.signal(0, signal.SIGSTOP)
     try:
         warm.tell(0, {"op": "meet"})
     finally:
-        warm.processes[0].send_signal(signal.SIGCONT)
+        warm.signal(0, signal.SIGCONT)
     plane.meet("meet")
     plane.abort(1)
     assert "error" not in warm.hear(0)
