@@ -15,6 +15,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from manyhands.native import library
+
 __all__ = ["Bf16", "Codec", "Int8"]
 
 # Every encoded tensor is a whole number of these, so that several of them in a row all begin where a float32 may.
@@ -85,6 +87,11 @@ class Int8:
         """
         values = _as_fp32(values)
         scales, codes = self._parts(out, values.numel())
+        if _is_native(values, out, residual):
+            owed = residual.data_ptr() if residual is not None else 0
+            places = (values.data_ptr(), owed, scales.data_ptr(), codes.data_ptr())
+            library.int8_encode(*places, values.numel(), self.BLOCK)
+            return
         for start, stop, block in self._spans(values.numel()):
             wanted = values[start:stop].view(-1, block)
             if residual is not None:
@@ -100,6 +107,9 @@ class Int8:
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         scales, codes = self._parts(data, out.numel())
+        if out.dtype == torch.float32 and _is_native(out, data):
+            library.int8_decode(scales.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), self.BLOCK)
+            return
         for start, stop, block in self._spans(out.numel()):
             wanted, steps = out[start:stop].view(-1, block), codes[start:stop].view(-1, block)
             values = wanted if out.dtype == torch.float32 else self._scratch(wanted)
@@ -141,6 +151,13 @@ class Int8:
         if self._room.numel() < like.numel() or self._room.device != like.device:
             self._room = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
         return self._room[: like.numel()].view_as(like)
+
+
+def _is_native(*tensors: Tensor | None) -> bool:
+    """Whether the C extension can do it: one pass over memory instead of several."""
+    return library is not None and all(
+        tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors if tensor is not None
+    )
 
 
 def _as_fp32(values: Tensor) -> Tensor:

@@ -32,8 +32,15 @@ class PlaneAxis(Axis):
 
 
 def connect_plane(
-    memory: Callable[[int], Segment], rank: int, size: int, *, timeout_s: float, missing: Callable[[], str]
+    memory: Callable[[int], Segment],
+    rank: int,
+    size: int,
+    *,
+    timeout_s: float,
+    first_rank: int = 0,
+    missing: Callable[[], str],
 ) -> PlaneAxis:
     """`memory` gives a segment of so many bytes, the same one to every rank."""
     segment = memory(Plane.num_bytes(size))
-    return PlaneAxis(Plane(segment, rank, size, timeout_s=timeout_s, missing=missing), timeout_s=timeout_s)
+    plane = Plane(segment, rank, size, timeout_s=timeout_s, first_rank=first_rank, missing=missing)
+    return PlaneAxis(plane, timeout_s=timeout_s)

@@ -83,7 +83,7 @@ class HostMemory:
         return offset
 
     def lose(self, rank: int) -> None:
-        """A rank has ended: nobody needs to wait for it any longer."""
+        """A rank of this host, counted here from 0, has ended: nobody needs to wait for it any longer."""
         for segment, ranks in self._planes:
             library.abort_plane(segment.address, ranks, rank)
 

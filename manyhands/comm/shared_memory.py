@@ -36,7 +36,8 @@ class Plane:
 
     Sums follow `program`, a tree of additions in postfix form (see `parallel.tree.program`): the same bits for every
     rank, and for every number of ranks that hold the same nodes. After an error the plane is of no more use to anybody.
-    `missing` is asked, after a timeout only, for a line that says where the other ranks were last seen.
+    Errors count ranks from `first_rank`, for hosts that are not the first. `missing` is asked, after a timeout only,
+    for a line that says where the other ranks were last seen.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Plane:
         *,
         area_bytes: int = AREA_BYTES,
         timeout_s: float = 30.0,
+        first_rank: int = 0,
         missing: Callable[[], str] = lambda: "",
     ) -> None:
         if library is None:
             raise EnvironmentProblem(
                 f"No shared-memory collectives: {why_not()}.", fix=["a C compiler, and pip install"]
             )
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.rank, self.world, self.timeout_s, self._first_rank = rank, world, timeout_s, first_rank
         self._segment, self._timeout_ns, self._missing = segment, int(timeout_s * 1e9), missing
         area_bytes = _whole_area(area_bytes, world)
         self._plane = library.open_plane(segment.address, segment.num_bytes, rank, world, area_bytes)
@@ -114,18 +116,19 @@ class Plane:
     def _check(self, code: int, name: str) -> None:
         if code == 0:
             return
+        mine = self._first_rank + self.rank
         if code >= library.MISSING:
+            other = self._first_rank + code - library.MISSING
             raise PeerTimeout(
-                f"Rank {self.rank} waited {self.timeout_s:g} s for rank {code - library.MISSING} in {name!r}. "
-                f"{self._missing()}".rstrip(),
+                f"Rank {mine} waited {self.timeout_s:g} s for rank {other} in {name!r}. {self._missing()}".rstrip(),
                 fix=[
-                    f"the log of that rank: mh logs --rank {code - library.MISSING}",
+                    f"the log of that rank: mh logs --rank {other}",
                     "[comm] timeout_s, if a step may take this long",
                 ],
             )
         if code == library.ABORTED:
-            lost = library.lost_rank(self._segment.address)
-            raise PeerLost(f"Rank {self.rank} was in {name!r} when rank {lost} was lost.")
+            lost = self._first_rank + library.lost_rank(self._segment.address)
+            raise PeerLost(f"Rank {mine} was in {name!r} when rank {lost} was lost.")
         raise MemoryError if code == library.NO_MEMORY else ValueError(f"{name!r} was called with what cannot be.")
 
 

@@ -119,7 +119,7 @@ class Crew:
         elif worker.alive and fd == worker.pidfd:
             worker.reap(forward, self._around.memory.hint)
             self._around.guard.forget(worker.pid)
-            self.memory.lose(worker.seat.rank)
+            self.memory.lose(worker.seat.local_rank)
             return True
         return worker.failed_at != failed_before
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from manyhands.control.keys import key_of, local_key, new_key
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
+from manyhands.native import why_not
 
 __all__ = ["Addresses", "check_command", "imports_manyhands", "is_loopback", "parse_address", "resolve", "versions"]
 
@@ -50,6 +51,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "none"
+    found["C extension"] = "missing" if why_not() else "built"  # with and without it, updates round differently
     return found
 
 

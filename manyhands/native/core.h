@@ -1,11 +1,19 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
  * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
- * of gradients into new weights. Start reading at mh_all_reduce. */
+ * of gradients into new weights, `codec.c` makes fp32 smaller. Start reading at mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+/* Vectorised for the CPU that it runs on, chosen when the library is loaded. What is marked so gives the same bits on
+ * every CPU. A sanitizer cannot be called as early as the choice is made. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define MH_FOR_THIS_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define MH_FOR_THIS_CPU
+#endif
 
 enum { MH_F32, MH_F64, MH_BF16, MH_F16, MH_I64, MH_NUM_DTYPES };
 
@@ -89,5 +97,10 @@ struct mh_piece {
 /* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. */
 int mh_update(const struct mh_update *update, const struct mh_piece *pieces, size_t num_pieces,
               const void *const *sources, size_t num_sources, const int32_t *program, size_t length);
+
+/* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
+ * values first, and holds afterwards what the codes do not tell. */
+void mh_int8_encode(const float *values, float *residual, float *scales, int8_t *codes, size_t count, size_t block);
+void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block);
 
 #endif

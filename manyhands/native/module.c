@@ -199,6 +199,28 @@ static PyObject *update(PyObject *self, PyObject *args) {
     return PyLong_FromLong(failed);
 }
 
+static PyObject *int8_encode(PyObject *self, PyObject *args) {
+    unsigned long long values, residual, scales, codes;
+    Py_ssize_t count, block;
+    if (!PyArg_ParseTuple(args, "KKKKnn:int8_encode", &values, &residual, &scales, &codes, &count, &block)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_int8_encode((const float *)(uintptr_t)values, (float *)(uintptr_t)residual, (float *)(uintptr_t)scales,
+                   (int8_t *)(uintptr_t)codes, (size_t)count, (size_t)block);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *int8_decode(PyObject *self, PyObject *args) {
+    unsigned long long scales, codes, values;
+    Py_ssize_t count, block;
+    if (!PyArg_ParseTuple(args, "KKKnn:int8_decode", &scales, &codes, &values, &count, &block)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_int8_decode((const float *)(uintptr_t)scales, (const int8_t *)(uintptr_t)codes, (float *)(uintptr_t)values,
+                   (size_t)count, (size_t)block);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"plane_bytes", plane_bytes, METH_VARARGS, "plane_bytes(world, area_bytes): how much memory a plane takes"},
     {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
@@ -212,6 +234,8 @@ static PyMethodDef methods[] = {
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
     {"update", update, METH_VARARGS, "update(how, pieces, addresses, program): gradients to new weights"},
+    {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
+    {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block)"},
     {NULL, NULL, 0, NULL},
 };
 

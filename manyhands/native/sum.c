@@ -1,16 +1,8 @@
-/* Addition along a tree, in blocks that stay in the nearest cache. */
+/* Addition along a tree, in blocks that stay in the nearest cache. Additions are not fused with anything. */
 #include "core.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-/* Vectorised for the CPU that it runs on, chosen when the library is loaded. Additions are not fused with anything, so
- * every variant gives the same bits. A sanitizer cannot be called as early as the choice is made. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
-#define FOR_THIS_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define FOR_THIS_CPU
-#endif
 
 typedef unsigned char byte;
 
@@ -19,16 +11,16 @@ size_t mh_item_bytes(int dtype) {
     return dtype >= 0 && dtype < MH_NUM_DTYPES ? bytes[dtype] : 0;
 }
 
-FOR_THIS_CPU static void add_f32(float *to, const float *left, const float *right, size_t count) {
+MH_FOR_THIS_CPU static void add_f32(float *to, const float *left, const float *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = left[i] + right[i];
 }
 
-FOR_THIS_CPU static void add_f64(double *to, const double *left, const double *right, size_t count) {
+MH_FOR_THIS_CPU static void add_f64(double *to, const double *left, const double *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = left[i] + right[i];
 }
 
 /* Overflow wraps, as it does in torch and numpy; in C only unsigned numbers may. */
-FOR_THIS_CPU static void add_i64(uint64_t *to, const uint64_t *left, const uint64_t *right, size_t count) {
+MH_FOR_THIS_CPU static void add_i64(uint64_t *to, const uint64_t *left, const uint64_t *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = left[i] + right[i];
 }
 
@@ -46,11 +38,11 @@ static inline uint16_t to_bf16(float number) {
     return (uint16_t)(number != number ? 0x7fc0 : nearest_even);
 }
 
-FOR_THIS_CPU static void add_bf16(uint16_t *to, const uint16_t *left, const uint16_t *right, size_t count) {
+MH_FOR_THIS_CPU static void add_bf16(uint16_t *to, const uint16_t *left, const uint16_t *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = to_bf16(from_bf16(left[i]) + from_bf16(right[i]));
 }
 
-FOR_THIS_CPU static void add_f16(_Float16 *to, const _Float16 *left, const _Float16 *right, size_t count) {
+MH_FOR_THIS_CPU static void add_f16(_Float16 *to, const _Float16 *left, const _Float16 *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = (_Float16)((float)left[i] + (float)right[i]);
 }
 

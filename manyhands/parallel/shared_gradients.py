@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import DTYPES, Plane
 from manyhands.errors import TrainingFailed
+from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.tree import Node, Stack, nodes_of, program
@@ -30,10 +31,10 @@ AT_ONCE_BYTES = 2**18
 
 
 class Sharing:
-    """The plane that ranks meet on, and memory for what they share. `name` is new for everything that is laid out."""
+    """The plane that a host's ranks meet on, memory for what they share, and their way to other hosts, if there are."""
 
-    def __init__(self, plane: Plane, memory: Callable[[str, int], Segment]) -> None:
-        self.plane, self._memory = plane, memory
+    def __init__(self, plane: Plane, memory: Callable[[str, int], Segment], across: AcrossHosts | None = None) -> None:
+        self.plane, self.across, self._memory = plane, across, memory
         self._layouts = 0
 
     def new_layout(self) -> Callable[[str, int], Segment]:
@@ -51,8 +52,16 @@ def summable(params: Sequence[Tensor]) -> bool:
 class SharedGradients:
     """Per-slice gradients of `params` in memory of all ranks; the same bits for every division of the slices."""
 
-    def __init__(self, params: Sequence[nn.Parameter], plane: Plane, memory: Callable[[str, int], Segment]) -> None:
-        self.params, self._plane, self._memory = list(params), plane, memory
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        plane: Plane,
+        memory: Callable[[str, int], Segment],
+        across: AcrossHosts | None = None,
+    ) -> None:
+        """With `across`, which wants fp32 throughout, `plane` has this host's ranks only."""
+        self.params, self._plane, self._memory, self._across = list(params), plane, memory, across
+        self._first_rank = across.first_rank if across is not None else 0
         self.flat: Flat = lay_out(self.params)
         self._row_bytes = -(-self.flat.num_bytes // 4096) * 4096
         self._levels: list[Segment] = []
@@ -72,7 +81,7 @@ class SharedGradients:
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
-        self._count, self._name, self._mine = count, name, shares[self._plane.rank]
+        self._count, self._name, self._mine = count, name, shares[self._first_rank + self._plane.rank]
         if shares is not self._shares:
             self._set_shares(shares)
         self._stack: Stack[Gradients] = Stack(count, add=add_lists)
@@ -82,16 +91,23 @@ class SharedGradients:
             param.grad = None
 
     def _set_shares(self, shares: Sequence[range]) -> None:
-        self._shares, self._nodes = shares, [nodes_of(share, self._count) for share in shares]
+        here = shares[self._first_rank : self._first_rank + self._plane.world]
+        self._shares, self._nodes = shares, [nodes_of(share, self._count) for share in here]
         while len(self._levels) < max(map(len, self._nodes)):
             self._add_level()
         held = [(rank, level, node) for rank, nodes in enumerate(self._nodes) for level, node in enumerate(nodes)]
         ordered: list[Node] = [node for _, _, node in held]
-        self.program = program(ordered, self._count)
-        self.rows = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
-        """Where the rows begin, in the order of the program."""
-        first_rank, first_level, _ = held[0]
-        self._total = self.flat.views(self.params, self._levels[first_level], first_rank * self._row_bytes)
+        self._rows_here = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
+        if self._across is None:
+            self.program, self.rows = program(ordered, self._count), self._rows_here
+        else:
+            part = self.flat.sections[0].part(self._plane.rank, self._plane.world)
+            self._across.arrange(shares, self._count, ordered, part)
+            self.program, self.rows = self._across.program, self._across.rows
+        first_rank, first_level, _ = held[0] if held else (0, 0, None)  # a host may be without a slice
+        self._total_at = first_rank * self._row_bytes
+        self._total_row = self._levels[first_level].address + self._total_at
+        self._total = self.flat.views(self.params, self._levels[first_level], self._total_at)
 
     def _add_level(self) -> None:
         level = len(self._levels)
@@ -99,20 +115,24 @@ class SharedGradients:
         self._views.append(self.flat.views(self.params, self._levels[-1], self._plane.rank * self._row_bytes))
 
     def addresses(self, byte: int) -> list[int]:
-        """Where every row has its value `byte` bytes from its start."""
+        """Where every row has its value `byte` bytes from its start, in the order of the program."""
         return [row + byte for row in self.rows]
+
+    def total_address(self, byte: int) -> int:
+        """The same of the row that has the sums, after `total`."""
+        return self._total_row + byte
 
     # ---- small messages that come along ----
 
     def can_carry(self, num_bytes: int) -> bool:
-        """Whether every rank's message of at most so many bytes can be seen by all after `finish`: always."""
+        """Whether every rank's message of at most so many bytes can be seen by all after `finish`: all on this host."""
         nodes = max(map(len, self._nodes))
         needed = num_bytes + nodes * len(self.params)
         if needed > self._room:
             self._room = 2 * needed
             self._messages = self._memory(f"messages of {self._room}", self._plane.world * self._room)
         self._present_bytes = nodes * len(self.params)
-        return True
+        return self._across is None
 
     def carry(self, message: bytes) -> None:
         self._message = message
@@ -192,6 +212,12 @@ class SharedGradients:
         self.bytes_sent = self.flat.num_bytes * len(self._nodes[self._plane.rank])
         self._plane.meet(f"gradients of {self._name}")
         self.present = self._read_present()
+        if self._across is not None:
+            flags = torch.zeros(len(self.params), dtype=torch.uint8)
+            flags[self.present] = 1
+            anywhere = self._across.any_of(flags, f"presence in {self._name}")
+            self.present = anywhere.nonzero().flatten().tolist()
+            self.bytes_sent = self._across.exchange(self._rows_here, f"gradients of {self._name}")
 
     def _write_message(self) -> None:
         self.can_carry(len(self._message))
@@ -221,7 +247,8 @@ class SharedGradients:
         for section in self.flat.sections:
             part = section.part(rank, world)
             sources = self.addresses(section.start_byte + part.start * section.dtype.itemsize)
-            self._plane.sum_at(sources[0], sources, len(part), section.dtype, self.program)
+            target = self.total_address(section.start_byte + part.start * section.dtype.itemsize)
+            self._plane.sum_at(target, sources, len(part), section.dtype, self.program)
         self._plane.meet(f"sums of {self._name}")
         return self._total
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
+from manyhands.errors import TrainingFailed
 from manyhands.parallel.fused import Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.shared_gradients import SharedGradients
@@ -79,6 +80,7 @@ class SharedWeights:
         self._look_at(self._weights[0].views)
         self._fused = Fused(optimizer, self._state)
         self._tables: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+        self.accept()
         self._in_optimizer = [self._place[id(param)] for param in self._fused.params]
 
     def _keep(self, name: str) -> list[_Kept]:
@@ -112,7 +114,20 @@ class SharedWeights:
 
     # ---- the update ----
 
+    def accept(self) -> None:
+        """The weights were changed from outside, on purpose and by all ranks alike."""
+        self._versions: list[int] | None = None
+
+    def _check_untouched(self) -> None:
+        """A change by hand on every rank would be made once per rank. (Through `.data` torch does not count it.)"""
+        if self._versions is not None and self._versions != [param._version for param in self._params]:
+            raise TrainingFailed(
+                "Weights were changed outside of a step, but the workers of this host share them.",
+                fix=["with trainer.editing() as model: ..., on every worker"],
+            )
+
     def scale(self, factor: float) -> None:
+        self._check_untouched()
         self._factor, self._clip, self._summed = factor, 1.0, False
 
     def clip(self, factor: float) -> None:
@@ -124,6 +139,7 @@ class SharedWeights:
         self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
         self._flip()
+        self._versions = [param._version for param in self._params]
 
     def finish_for(self, rank: int) -> None:
         """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip."""
@@ -185,8 +201,8 @@ class SharedWeights:
                 [base + 4 * start if base else 0 for base in bases] for bases in (old, new)
             )
             pieces.append(Piece(stop - start, old_w, new_w, tuple(olds), tuple(news)))
-            rows = self._gradients.addresses(4 * start)
-            sources += rows[:1] if self._summed else rows
+            at = 4 * start
+            sources += [self._gradients.total_address(at)] if self._summed else self._gradients.addresses(at)
         return pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources)
 
     def _stretches(self, batch: Batch, rank: int) -> list[tuple[int, int]]:

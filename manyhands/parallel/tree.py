@@ -55,8 +55,8 @@ class Stack(dict[Node, T]):
         self[node] = value
 
 
-def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T]) -> T:
-    """The sum over all slices from partial sums that cover each slice once."""
+def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T], top: Node | None = None) -> T:
+    """The sum over all slices, or those below `top`, from partial sums that cover each of them once."""
 
     def value(node: Node) -> T:
         if node in partials:
@@ -67,10 +67,11 @@ def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T]) -> 
             return left
         return add(left, value((level - 1, 2 * k + 1)))
 
-    return value(root(count))
+    return value(root(count) if top is None else top)
 
 
-def program(nodes: Sequence[Node], count: int) -> bytes:
+def program(nodes: Sequence[Node], count: int, top: Node | None = None) -> bytes:
     """What `finish` does to values that stand in this order, for `native`: postfix, a number pushes, -1 adds."""
-    steps = finish({node: [i] for i, node in enumerate(nodes)}, count, add=lambda left, right: [*left, *right, -1])
+    places = {node: [i] for i, node in enumerate(nodes)}
+    steps = finish(places, count, add=lambda left, right: [*left, *right, -1], top=top)
     return struct.pack(f"{len(steps)}i", *steps)

@@ -18,6 +18,7 @@ from manyhands.data.batches import Step
 from manyhands.data.order import Position
 from manyhands.errors import CheckpointMismatch
 from manyhands.events import StepDone
+from manyhands.native import why_not
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
 from manyhands.runtime.usage import Meter
@@ -163,6 +164,7 @@ class Training:
         }
         if spec.train.exact:
             identity["threads"] = self.worker.threads
+            identity["fused updates"] = not why_not()  # they round differently
         return identity
 
     def restore(self, loaded: Loaded) -> None:
@@ -200,8 +202,10 @@ class Training:
             ) from error
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
-        saved = {"reducer": "exact", **saved}  # there was no other when the first checkpoints were written
-        for name, now in self.identity().items():
+        mine = self.identity()
+        # The first checkpoints say nothing of these: there was one reducer, and who updated was not told.
+        saved = {"reducer": "exact", "fused updates": mine.get("fused updates"), **saved}
+        for name, now in mine.items():
             before = saved.get(name)
             if before != now:
                 raise CheckpointMismatch(

@@ -24,6 +24,7 @@ from manyhands.control.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted, SpecError, UsageError
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
+from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.shared_gradients import Sharing
 from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
@@ -99,9 +100,31 @@ class Worker:
 
     @property
     def sharing(self) -> Sharing | None:
-        """What the workers have in common where they share memory."""
-        axis = self.axis
-        return Sharing(axis.plane, self.session.shared_memory) if isinstance(axis, PlaneAxis) else None
+        """What the workers have in common where they share memory: all of them, or those of each host."""
+        axis, seat = self.axis, self.session.seat
+        if isinstance(axis, PlaneAxis):
+            return Sharing(axis.plane, self.session.shared_memory)
+        if not self._shares_on_each_host():
+            return None
+        here = self._axes("step on this host", self.device)
+        assert isinstance(here, PlaneAxis)
+        across = self._connect(f"step across hosts, place {seat.local_rank}", self.device, seat.host, seat.num_hosts)
+        return Sharing(here.plane, self.session.shared_memory, AcrossHosts(across, here.plane))
+
+    def _shares_on_each_host(self) -> bool:
+        """Whether the workers of every host share memory, and are as many; all workers come to the same answer."""
+        seat = self.session.seat
+        if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
+            return False
+        can = seat.local_world_size > 1 and self.device.type == "cpu" and not why_not()
+        here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
+        mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
+        everyone = [tuple(map(int, said.split())) for said in self.axis.all_gather_bytes("who shares memory", mine)]
+        world = seat.local_world_size
+        if here is None or everyone != [(r // world, world, r % world) for r in range(seat.world_size)]:
+            return False
+        self._connected["step on this host"] = here
+        return True
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some workers lack: a group of its own, because these travel while a step is under way."""
@@ -110,39 +133,44 @@ class Worker:
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
         if key not in self._connected:
-            self._connected[key] = (self._connect_plane(purpose) if shared else None) or self._connect(key, device)
+            seat = self.session.seat
+            plane = None
+            if shared and seat.world_size > 1 and not self.why_no_plane:
+                plane = self._connect_plane(purpose, seat.rank, seat.world_size)
+            self._connected[key] = plane or self._connect(key, device, seat.rank, seat.world_size)
         return self._connected[key]
 
-    def _connect_plane(self, purpose: str) -> Axis | None:
-        """Where workers can share memory; `why_no_plane` says it where they cannot, the same on each."""
-        session, seat, comm = self.session, self.session.seat, self.resolved.spec.comm
-        if isinstance(session, Solo) or seat.world_size == 1 or self.why_no_plane:
+    def _connect_plane(self, purpose: str, rank: int, size: int) -> PlaneAxis | None:
+        """Of this host's workers; where there is no memory for it, `why_no_plane` says so, the same on each."""
+        session, comm = self.session, self.resolved.spec.comm
+        if isinstance(session, Solo):
             return None
         try:
             axis = connect_plane(
-                lambda num_bytes: session.shared_memory(f"plane {purpose}", num_bytes, seat.world_size),
-                seat.rank,
-                seat.world_size,
+                lambda num_bytes: session.shared_memory(f"plane {purpose}", num_bytes, size),
+                rank,
+                size,
                 timeout_s=comm.timeout_s,
+                first_rank=self.rank - rank,
                 missing=self._where_the_others_are,
             )
         except EnvironmentProblem as problem:
             self.why_no_plane = problem.what
             return None
         # A collective's deadline is meant for steps; how long each worker takes to get here is another matter.
-        here = [f"{purpose}/here/{rank}" for rank in range(seat.world_size)]
-        session.set(here[seat.rank], b"1")
+        here = [f"{purpose}/{session.seat.host}/here/{other}" for other in range(size)]
+        session.set(here[rank], b"1")
         session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
         return axis
 
-    def _connect(self, prefix: str, device: torch.device) -> Axis:
+    def _connect(self, prefix: str, device: torch.device, rank: int, size: int) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
             store = ControlStore(self.session, prefix=f"{prefix}/{seat.generation}/")
         return connect(
             store,
-            seat.rank,
-            seat.world_size,
+            rank,
+            size,
             address=seat.data_address,
             device=device,
             timeout_s=self.resolved.spec.comm.timeout_s,

@@ -150,13 +150,22 @@ class Replicated:
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout: _Layout | None = None
         trained = [param for param in self._model.parameters() if param.requires_grad]
+        several_hosts = self._sharing is not None and self._sharing.across is not None
+        if several_hosts:  # each host shares what its first rank has
+            self._axis.broadcast_(trained, "weights of rank 0")
         if not self.shares_weights or not _same(trained, self._gradients.params):
             self._divide(trained)
         shared = set(map(id, trained)) if self.shares_weights else set()
         own = [param for param in self._model.parameters() if id(param) not in shared]
         self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
         self._axis.barrier("weights of rank 0")
+        self._accept_weights()
         self._buffers = StepBuffers(self._model, self._foreign)
+
+    def _accept_weights(self) -> None:
+        """The weights were changed on purpose, on every rank alike."""
+        if isinstance(self._weights, SharedWeights):
+            self._weights.accept()
 
     def _divide(self, trained: list[nn.Parameter]) -> None:
         """Decide how gradients are summed and weights updated, as all ranks do alike."""
@@ -165,25 +174,41 @@ class Replicated:
         before = self._summed
         if before is not None:
             before.close()
-        if self._sharing is not None and summable(trained):
-            try:
-                self._share(self._sharing, trained)
-                return
-            except EnvironmentProblem as problem:  # the same on every rank
-                self._tell(f"gradients travel over the network layer instead of shared memory: {problem.what}")
+        if self._sharing is not None and summable(trained) and self._share(self._sharing, trained):
+            return
         self._summed = self._new_sum(trained)
         if isinstance(before, CodedGradientSum) and isinstance(self._summed, CodedGradientSum):
             self._summed.succeed(before)
         self._weights = LocalUpdate(self._summed, self._optimizer)
 
-    def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
-        memory = sharing.new_layout()
-        gradients = SharedGradients(trained, sharing.plane, memory)
+    def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> bool:
+        """Whether gradients, and weights if the optimizer allows it, lie in shared memory now; all ranks agree."""
+        why_not = shareable(trained, self._optimizer)
+        if why_not and sharing.across is not None:
+            return False  # between hosts only sums on their way into weights are divided
+        problem = ""
         try:
-            if shareable(trained, self._optimizer):
-                self._weights = LocalUpdate(gradients, self._optimizer)
-            else:
+            self._make_shared(sharing, trained, share_weights=not why_not)
+        except EnvironmentProblem as no_room:  # the same on every rank of this host
+            problem = no_room.what
+        if sharing.across is not None:
+            told = self._axis.all_gather_bytes("room for shared memory", problem.encode())
+            if problem == "" and any(told):
+                self._update.close()
+                self._gradients.close()
+            problem = next((text.decode() for text in told if text), "")
+        if problem:
+            self._tell(f"gradients travel over the network layer instead of shared memory: {problem}")
+        return not problem
+
+    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter], *, share_weights: bool) -> None:
+        memory = sharing.new_layout()
+        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across)
+        try:
+            if share_weights:
                 self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)
+            else:
+                self._weights = LocalUpdate(gradients, self._optimizer)
         except EnvironmentProblem:
             gradients.close()
             raise
@@ -313,6 +338,8 @@ class Replicated:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
+        """After the weights themselves."""
+        self._accept_weights()
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
         if isinstance(self._summed, CodedGradientSum) and "residuals" in state:

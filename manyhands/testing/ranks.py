@@ -36,17 +36,19 @@ class RankPool:
         *args: Any,
         run_dir: Path | None = None,
         flags: dict[str, Any] | None = None,
+        hosts: int = 1,
         deadline_s: float = 60.0,
     ) -> list[Any]:
         """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
 
-        `flags` are settings by dotted key, as if given on the command line.
+        `flags` are settings by dotted key, as if given on the command line. With `hosts`, ranks believe to be on so
+        many, and share memory with those of their own only.
         """
         self.start(world_size)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             home = run_dir or Path(folder) / "run"
             for rank in range(world_size):
-                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}))
+                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}, hosts))
             return self._collect(world_size, time.monotonic() + deadline_s)
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
@@ -115,10 +117,11 @@ def _run(
     folder: str,
     run_dir: str,
     flags: dict[str, Any],
+    hosts: int,
 ) -> Any:
     from manyhands.runtime.worker import seated
     from manyhands.testing.session import PoolSession
 
-    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir), flags)
+    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir), flags, hosts)
     with seated(session):
         return fn(*args)

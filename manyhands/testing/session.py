@@ -18,13 +18,18 @@ __all__ = ["PoolSession"]
 
 
 class PoolSession:
-    def __init__(self, rank: int, world_size: int, store: Path, run_dir: Path, flags: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: Path, run_dir: Path, flags: dict[str, Any], hosts: int = 1
+    ) -> None:
+        here = world_size // hosts
         self.seat = Seat(
             agent="none",
             rank=rank,
             world_size=world_size,
-            local_rank=rank,
-            local_world_size=world_size,
+            local_rank=rank % here,
+            local_world_size=here,
+            host=rank // here,
+            num_hosts=hosts,
             generation="1.1",
             incarnation=1,
             flags={"launch.ui": "none", "launch.threads": 1, **flags},
@@ -49,9 +54,9 @@ class PoolSession:
         self._store.wait(keys, timedelta(seconds=timeout_s))
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
-        """Rank 0 plays the agent; the others reach its memory through its process."""
-        key = f"memory/{name}"
-        if self.seat.rank == 0:
+        """A host's first rank plays the agent; the others reach its memory through its process."""
+        key = f"memory/{self.seat.host}/{name}"
+        if self.seat.local_rank == 0:
             self._memory = self._memory or HostMemory()
             offset, fd = self._memory.allot(name, num_bytes, ranks), self._memory.fd
             self.set(key, f"{os.getpid()} {fd} {offset}".encode())

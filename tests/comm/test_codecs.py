@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from manyhands.comm import codecs
 from manyhands.comm.codecs import Bf16, Codec, Int8
 
 LENGTHS = [0, 1, 2, 1023, 1024, 1025, 3000, Int8.SPAN + 1]
@@ -134,3 +135,24 @@ def test_other_dtypes_pass_through_fp32(codec: Codec, dtype: torch.dtype) -> Non
     assert torch.equal(decoded, there_and_back(codec, values.float()).to(dtype))
     with pytest.raises(TypeError, match="int64"):
         codec.encode(torch.arange(2000), data)
+
+
+@pytest.mark.skipif(codecs.library is None, reason="NOT SHOWN HERE: the C extension is not built")
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_the_c_extension_gives_the_same_bits(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_values(numel)
+    values[numel // 2 : numel // 2 + 1] = math.inf
+    found = []
+    for library in (codecs.library, None):
+        monkeypatch.setattr(codecs, "library", library)
+        residual = random_values(numel, seed=1) * 1e-3
+        data = torch.zeros(Int8().num_bytes(numel), dtype=torch.uint8)
+        Int8().encode(values, data, residual)
+        decoded = torch.zeros(numel)
+        Int8().decode(data, decoded)
+        scales = 4 * math.ceil(numel / Int8.BLOCK)
+        told = data[scales:].clone()
+        told[:numel][decoded.isnan()] = 0  # what stands in a block that is not finite is nobody's business
+        found.append((data[:scales].view(torch.float32).nan_to_num(-1.0), told, decoded.nan_to_num(-1.0), residual))
+    for native, plain in zip(*found, strict=True):
+        assert torch.equal(native, plain)

@@ -1,4 +1,5 @@
-/* Every collective on 1 to 4 forked ranks, with lengths around every border; built with sanitizers by test_plane.py. */
+/* Every collective on 1 to 4 forked ranks, every optimizer and the codec, with lengths around every border; built with
+ * sanitizers by test_plane.py. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -63,6 +64,46 @@ static void be_rank(void *base, size_t bytes, uint32_t rank, uint32_t world, siz
     exit(0);
 }
 
+/* Exact sizes again: one copy and two, one gradient and three. */
+static void update_all(size_t count, int two_copies, size_t num_sources) {
+    static const int32_t program[] = {0, 1, MH_ADD, 2, MH_ADD};
+    size_t bytes = count * sizeof(float);
+    float *memory[11];
+    for (size_t i = 0; i < 11; i++) {
+        memory[i] = malloc(bytes);
+        for (size_t k = 0; k < count; k++) memory[i][k] = 0.25f * (float)(k % 7 + i);
+    }
+    struct mh_piece piece = {.count = count, .w = memory[0], .to = memory[two_copies ? 4 : 0]};
+    for (size_t i = 0; i < MH_MAX_STATES; i++) {
+        piece.from[i] = memory[1 + i];
+        piece.state[i] = memory[(two_copies ? 5 : 1) + i];
+    }
+    const void *sources[] = {memory[8], memory[9], memory[10]};
+    for (int optimizer = 0; optimizer < MH_NUM_OPTIMIZERS; optimizer++) {
+        for (int32_t flags = 0; flags < 8; flags++) {
+            struct mh_update how = {.optimizer = optimizer, .first = flags & 1, .nesterov = flags >> 1 & 1, .maximize = 1,
+                                    .extra = flags >> 2, .factor = 0.5f, .clip = 0.5f, .step_size = -0.1f,
+                                    .weight_decay = 0.1f, .shrink = 0.9f, .momentum = 0.9f, .gradient_share = 0.6f,
+                                    .second_keep = 0.9f, .second_share = 0.1f, .root_divisor = 0.5f, .eps = 0.1f};
+            CHECK(mh_update(&how, &piece, 1, sources, num_sources, program, num_sources == 1 ? 1 : 5) == 0);
+        }
+    }
+    for (size_t i = 0; i < 11; i++) free(memory[i]);
+}
+
+static void encode_and_decode(size_t count, size_t block, int with_residual) {
+    size_t num_blocks = (count + block - 1) / block;
+    float *values = malloc(count * sizeof(float)), *found = malloc(count * sizeof(float));
+    float *scales = malloc(num_blocks * sizeof(float)), *residual = calloc(count, sizeof(float));
+    int8_t *codes = malloc(count);
+    for (size_t i = 0; i < count; i++) values[i] = i % 97 == 13 ? -3e38f : 0.01f * (float)(i % 251);
+    if (count > 5) values[5] = values[4] / 0.0f;
+    mh_int8_encode(values, with_residual ? residual : NULL, scales, codes, count, block);
+    mh_int8_decode(scales, codes, found, count, block);
+    for (size_t i = block; i < count; i++) CHECK(found[i] - values[i] <= scales[i / block]);
+    free(values), free(found), free(scales), free(residual), free(codes);
+}
+
 int main(void) {
     for (uint32_t world = 1; world <= 4; world++) {
         size_t area_bytes = 64 * world * 16, bytes = mh_plane_bytes(world, area_bytes);
@@ -78,6 +119,14 @@ int main(void) {
             CHECK(wait(&status) > 0 && WIFEXITED(status) && WEXITSTATUS(status) == 0);
         }
         munmap(base, bytes);
+    }
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        for (int either = 0; either < 2; either++) {
+            update_all(counts[i], either, 1);
+            update_all(counts[i], either, 3);
+            encode_and_decode(counts[i], 1024, either);
+            encode_and_decode(counts[i], 16, either);
+        }
     }
     puts("ok");
     return 0;

@@ -93,3 +93,61 @@ def test_odd_models_and_weights_changed_by_hand_end_the_same_way(ranks: RankPool
     for flags in ({}, OVER_GLOO):
         for result in ranks(3, train_oddly, kind, flags=flags):
             assert_identical(alone, result)
+
+
+ON_TWO_HOSTS = {"train.strategy": "multi_worker"}
+
+
+@pytest.mark.parametrize("case", ["momentum, Nesterov and weight decay", "clipping", "fp16 with loss scaling", "LBFGS"])
+def test_shared_memory_inside_two_hosts_gives_the_bits_of_one(ranks: RankPool, case: str) -> None:
+    arguments = {"slices": 7, **CASES[case]}
+    on_one = ranks(2, train_kwargs, arguments)
+    for flags in (ON_TWO_HOSTS, {**ON_TWO_HOSTS, **OVER_GLOO}):
+        for result in ranks(4, train_kwargs, arguments, flags=flags, hosts=2):
+            assert_identical(on_one[0], result)
+
+
+def test_odd_models_on_two_hosts_end_the_same_way(ranks: RankPool) -> None:
+    (alone,) = ranks(1, train_oddly, "RMSprop")
+    for result in ranks(4, train_oddly, "RMSprop", flags=ON_TWO_HOSTS, hosts=2):
+        assert_identical(alone, result)
+
+
+class Shrink:
+    """A hook that changes weights by hand, as some do."""
+
+    def __init__(self, politely: bool) -> None:
+        self._politely = politely
+
+    def after_step(self, trainer: mh.Trainer, step: int, stats: Any) -> None:
+        if self._politely:
+            with trainer.editing() as model:
+                model.weight.mul_(0.5)
+        else:
+            with torch.no_grad():
+                trainer.model.get_parameter("weight").mul_(0.5)
+
+
+def train_and_shrink(politely: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    trainer = mh.Trainer(
+        model,
+        lambda m, x: m(x).square().mean(),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        slices=2,
+        hooks=[Shrink(politely)],
+    )
+    try:
+        trainer.fit(torch.ones(8, 4), steps=3, batch_size=4)
+    except mh.errors.TrainingFailed as error:
+        return str(error)
+    return model.weight.detach().numpy().copy()
+
+
+def test_weights_changed_by_hand_are_refused_where_they_would_change_once_per_worker(ranks: RankPool) -> None:
+    (alone,) = ranks(1, train_and_shrink, False)
+    for text in ranks(2, train_and_shrink, False):
+        assert "Weights were changed outside of a step" in text and "trainer.editing()" in text
+    for result in ranks(2, train_and_shrink, True):
+        assert_identical(alone, result)
