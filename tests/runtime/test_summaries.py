@@ -168,7 +168,7 @@ def test_on_a_full_disk_training_goes_on_and_no_file_stays_open(tmp_path):
         for step in range(1, 5000):
             began = time.perf_counter(); hook.after_step(None, step, stats)
             slowest = max(slowest, time.perf_counter() - began)
-        hook._writer.close(15)
+        hook._writer.close(40)  # on a busy machine its thread may be far behind
         assert hook.dropped > 1000, hook.dropped
         assert slowest < 0.5, slowest
         assert len(os.listdir("/proc/self/fd")) < 20
