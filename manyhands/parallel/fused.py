@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from manyhands.native import library, why_not
 __all__ = ["MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
 
 MAX_STATES = 3
+# Below so many elements each, handing work to a thread takes longer than it saves.
+WORTH_A_THREAD = 2**17
 Group = Mapping[str, Any]
 
 
@@ -189,6 +192,30 @@ def pack_pieces(pieces: Iterable[Piece]) -> bytes:
     return struct.pack(f"{len(numbers)}Q", *numbers)
 
 
+Cut = tuple[int, int, int]
+"""Of which one of several tensors, from which element on, and how many."""
+
+
+def cut(numels: Sequence[int], num_parts: int) -> list[list[Cut]]:
+    """Tensors of these sizes in parts of about the same number of elements, cut at cache lines where they must be."""
+    total, done = sum(numels), 0
+    parts: list[list[Cut]] = []
+    part: list[Cut] = []
+    for member, numel in enumerate(numels):
+        start = 0
+        while start < numel or numel == 0:
+            room = total * (len(parts) + 1) // num_parts - done if len(parts) + 1 < num_parts else total
+            count = min(numel - start, max(16, -(-room // 16) * 16))
+            part.append((member, start, count))
+            start, done = start + count, done + count
+            if len(parts) + 1 < num_parts and done >= total * (len(parts) + 1) // num_parts:
+                parts.append(part)
+                part = []
+            if numel == 0:
+                break
+    return [*parts, part] if part else parts or [[]]
+
+
 class Batch(NamedTuple):
     """Parameters that take the same numbers in a step."""
 
@@ -214,12 +241,14 @@ class Fused:
         self._members = [
             [p for p, g in enumerate(self._group_of) if g == i] for i in range(len(optimizer.param_groups))
         ]
+        self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "fused-update")  # starts none yet
         self.adopt()
         # Whoever loads states replaces them; what was known of the old ones no longer holds.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.adopt())
 
     def close(self) -> None:
         self._loaded.remove()
+        self._threads.shutdown()
 
     def adopt(self) -> None:
         """Take over states that are there, into memory of `make_state`."""
@@ -228,7 +257,7 @@ class Fused:
         self._alike: int | None = None
         """How many steps every parameter has taken, where that is one number; `_counted` is then out of date."""
         self._known: set[int] = set()
-        self._tables: dict[int, tuple[list[int], bytes]] = {}
+        self._tables: dict[int, tuple[tuple[list[int], int], list[tuple[list[Cut], bytes]]]] = {}
         for place, param in enumerate(self.params):
             state = self.optimizer.state.get(param)
             if state and any(value is not None for value in state.values()):
@@ -310,29 +339,40 @@ class Fused:
         return batch.members is self._members[batch.group]
 
     def apply(self) -> None:
-        """What `optimizer.step()` does with the gradients in `.grad`."""
+        """What `optimizer.step()` does with the gradients in `.grad`, on as many threads as torch has."""
         places = [place for place, param in enumerate(self.params) if param.grad is not None]
         for batch in self.begin_step(places):
             params = [self.params[place] for place in batch.members]
-            gradients = [like(param) for param in params]
-            sources = struct.pack(f"{len(gradients)}Q", *[grad.data_ptr() for grad in gradients])
-            run_update(
-                self.how(batch), self._table(batch, [param.data_ptr() for param in params]), sources, _ONE_SOURCE
-            )
+            gradients = [like(param) for param in params]  # some are copies that must live until they are used
+            addresses = [grad.data_ptr() for grad in gradients]
+            how, calls = self.how(batch), []
+            for cuts, table in self._tables_of(batch, [param.data_ptr() for param in params]):
+                sources = [addresses[member] + 4 * start for member, start, _ in cuts]
+                calls.append((how, table, struct.pack(f"{len(sources)}Q", *sources), _ONE_SOURCE))
+            others = [self._threads.submit(run_update, *call) for call in calls[1:]]
+            run_update(*calls[0])
+            for other in others:
+                other.result()
 
-    def _table(self, batch: Batch, weights: list[int]) -> bytes:
-        """The batch's pieces: one per parameter. A group's are kept; states stay where they are until `adopt`."""
-        whole = self.is_whole_group(batch)
-        if whole and self._tables.get(batch.group, (None, b""))[0] == weights:
-            return self._tables[batch.group][1]
-        pieces = []
-        for place, address in zip(batch.members, weights, strict=True):
-            states = tuple(0 if state is None else state.data_ptr() for state in self.states(place))
-            pieces.append(Piece(self.params[place].numel(), address, address, states, states))
-        table = pack_pieces(pieces)
+    def _tables_of(self, batch: Batch, weights: list[int]) -> list[tuple[list[Cut], bytes]]:
+        """The batch's pieces, for each thread. A group's are kept; states stay where they are until `adopt`."""
+        whole, num_threads = self.is_whole_group(batch), torch.get_num_threads()
+        known = self._tables.get(batch.group)
+        if whole and known is not None and known[0] == (weights, num_threads):
+            return known[1]
+        numels = [self.params[place].numel() for place in batch.members]
+        tables = []
+        for cuts in cut(numels, num_threads if sum(numels) >= WORTH_A_THREAD * num_threads else 1):
+            pieces = []
+            for member, start, numel in cuts:
+                at = weights[member] + 4 * start
+                states = self.states(batch.members[member])
+                kept = tuple(0 if state is None else state.data_ptr() + 4 * start for state in states)
+                pieces.append(Piece(numel, at, at, kept, kept))
+            tables.append((cuts, pack_pieces(pieces)))
         if whole:
-            self._tables[batch.group] = weights, table
-        return table
+            self._tables[batch.group] = (weights, num_threads), tables
+        return tables
 
 
 _ONE_SOURCE = struct.pack("i", 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.native import library, why_not
-from manyhands.parallel.fused import Fused, fusible
+from manyhands.parallel.fused import Fused, cut, fusible
 from manyhands.runtime.late_compiler import load_compiler_late
 
 load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
@@ -129,3 +129,35 @@ def test_other_types_and_hooks_are_not_fused() -> None:
     hooked = torch.optim.SGD([single], lr=0.1)
     hooked.register_step_post_hook(lambda *_: None)
     assert "hooks" in fusible(hooked, [single])
+
+
+@pytest.mark.parametrize(
+    ("numels", "parts"), [([5], 1), ([1000, 3, 0, 5000], 2), ([16, 16], 4), ([7] * 50, 3), ([0], 2), ([100_003], 5)]
+)
+def test_cuts_cover_every_element_once_in_parts_of_about_the_same_size(numels: list[int], parts: int) -> None:
+    found = cut(numels, parts)
+    assert len(found) <= parts
+    seen = [(member, i) for part in found for member, start, count in part for i in range(start, start + count)]
+    assert seen == [(member, i) for member, numel in enumerate(numels) for i in range(numel)]
+    assert all(start % 16 == 0 for part in found for _, start, _ in part)
+    largest = max(sum(count for _, _, count in part) for part in found)
+    assert largest <= sum(numels) / parts + 32
+
+
+def test_several_threads_give_the_bits_of_one() -> None:
+    found = []
+    for threads in (1, 3):
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        params = [nn.Parameter(torch.randn(900, 1000)), nn.Parameter(torch.randn(77))]
+        optimizer = torch.optim.AdamW(params)
+        fused = Fused(optimizer)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1)
+            fused.apply()
+        fused.close()
+        found.append([param.detach().clone() for param in params])
+    torch.set_num_threads(1)
+    for one, three in zip(*found, strict=True):
+        assert torch.equal(one, three)
