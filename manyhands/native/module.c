@@ -16,25 +16,7 @@ static int to_plane(PyObject *capsule, void *plane) {
     return *(struct mh_plane **)plane != NULL;
 }
 
-struct program {
-    const int32_t *steps;
-    size_t length;
-};
-
-/* A program is bytes of int32. */
-static int to_program(PyObject *object, void *program) {
-    char *bytes;
-    Py_ssize_t num_bytes;
-    if (PyBytes_AsStringAndSize(object, &bytes, &num_bytes)) return 0;
-    if (num_bytes % (Py_ssize_t)sizeof(int32_t)) {
-        PyErr_SetString(PyExc_ValueError, "a program is whole 32-bit numbers");
-        return 0;
-    }
-    *(struct program *)program = (struct program){(const int32_t *)bytes, (size_t)num_bytes / sizeof(int32_t)};
-    return 1;
-}
-
-/* Addresses, or whole structs, are bytes as well. */
+/* Addresses, or whole structs, are bytes. */
 struct memory {
     const void *start;
     size_t bytes;
@@ -45,6 +27,23 @@ static int to_memory(PyObject *object, void *memory) {
     Py_ssize_t num_bytes;
     if (PyBytes_AsStringAndSize(object, &bytes, &num_bytes)) return 0;
     *(struct memory *)memory = (struct memory){bytes, (size_t)num_bytes};
+    return 1;
+}
+
+struct program {
+    const int32_t *steps;
+    size_t length;
+};
+
+/* A program is bytes of int32. */
+static int to_program(PyObject *object, void *program) {
+    struct memory memory;
+    if (!to_memory(object, &memory)) return 0;
+    if (memory.bytes % sizeof(int32_t)) {
+        PyErr_SetString(PyExc_ValueError, "a program is whole 32-bit numbers");
+        return 0;
+    }
+    *(struct program *)program = (struct program){memory.start, memory.bytes / sizeof(int32_t)};
     return 1;
 }
 

@@ -246,6 +246,11 @@ class Fused:
         # Whoever loads states replaces them; what was known of the old ones no longer holds.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.adopt())
 
+    @property
+    def is_current(self) -> bool:
+        """False once the optimizer was given further parameters (`add_param_group`): they would never be updated."""
+        return len(self.params) == sum(len(group["params"]) for group in self.optimizer.param_groups)
+
     def close(self) -> None:
         self._loaded.remove()
         self._threads.shutdown()

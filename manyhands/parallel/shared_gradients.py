@@ -209,7 +209,6 @@ class SharedGradients:
     def finish(self) -> None:
         """Meet the others: every row and message is there."""
         self._write_message()
-        self.bytes_sent = self.flat.num_bytes * len(self._nodes[self._plane.rank])
         self._plane.meet(f"gradients of {self._name}")
         self.present = self._read_present()
         if self._across is not None:

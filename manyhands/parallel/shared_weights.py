@@ -126,8 +126,17 @@ class SharedWeights:
                 fix=["with trainer.editing() as model: ..., on every worker"],
             )
 
+    @property
+    def is_current(self) -> bool:
+        return self._fused.is_current
+
     def scale(self, factor: float) -> None:
         self._check_untouched()
+        if not self.is_current:
+            raise TrainingFailed(
+                "The optimizer was given further parameters while its workers share their weights.",
+                fix=["optimizer.add_param_group(...) inside `with trainer.editing():`"],
+            )
         self._factor, self._clip, self._summed = factor, 1.0, False
 
     def clip(self, factor: float) -> None:

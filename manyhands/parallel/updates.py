@@ -34,8 +34,11 @@ class LocalUpdate:
 
     def __init__(self, gradients: GradientSum | SharedGradients, optimizer: Optimizer) -> None:
         self._gradients, self._optimizer = gradients, optimizer
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._fused = None if fusible(optimizer, params) else Fused(optimizer)
+        self._fused = self._fuse()
+
+    def _fuse(self) -> Fused | None:
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return None if fusible(self._optimizer, params) else Fused(self._optimizer)
 
     def scale(self, factor: float) -> None:
         grads = self._grads()
@@ -48,6 +51,9 @@ class LocalUpdate:
     clip = scale
 
     def apply(self) -> None:
+        if self._fused is not None and not self._fused.is_current:
+            self._fused.close()
+            self._fused = self._fuse()
         self._optimizer.step() if self._fused is None else self._fused.apply()
 
     def close(self) -> None:

@@ -153,7 +153,8 @@ class Replicated:
         several_hosts = self._sharing is not None and self._sharing.across is not None
         if several_hosts:  # each host shares what its first rank has
             self._axis.broadcast_(trained, "weights of rank 0")
-        if not self.shares_weights or not _same(trained, self._gradients.params):
+        kept = isinstance(self._weights, SharedWeights) and self._weights.is_current
+        if not kept or not _same(trained, self._gradients.params):
             self._divide(trained)
         shared = set(map(id, trained)) if self.shares_weights else set()
         own = [param for param in self._model.parameters() if id(param) not in shared]

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.comm.axis import Axis
 from manyhands.native import library, why_not
 from manyhands.parallel.fused import Fused, cut, fusible
+from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.updates import LocalUpdate
 from manyhands.runtime.late_compiler import load_compiler_late
 
 load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
@@ -161,3 +164,18 @@ def test_several_threads_give_the_bits_of_one() -> None:
     torch.set_num_threads(1)
     for one, three in zip(*found, strict=True):
         assert torch.equal(one, three)
+
+
+def test_parameters_that_come_later_are_updated_too() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([first], lr=0.1, momentum=0.9)
+    update = LocalUpdate(GradientSum([first, second], Axis(0, 1), 1024), optimizer)
+    for step in range(2):
+        for param in (first, second):
+            param.grad = torch.ones(3)
+        update.apply()
+        if step == 0:
+            assert torch.equal(second, torch.ones(3))
+            optimizer.add_param_group({"params": [second], "lr": 0.5})
+    update.close()
+    assert torch.equal(second, torch.full((3,), 0.5))
