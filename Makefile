@@ -6,13 +6,14 @@ INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench test-gpu clean help
+.PHONY: demo test lint lock bench test-gpu clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
+	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
 	@echo "make lint   ruff and mypy --strict alone (part of make test)"
 
 $(VENV)/bin/python:
@@ -35,6 +36,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lock: $(INSTALLED)
+	$(BIN)/python tools/lock.py '$(INDEX)' > requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
