@@ -14,8 +14,10 @@ import msgspec
 from manyhands.control.failure import Failure, WorkerEnd
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.events import Event
+from manyhands.spec.seat import Group
 
 __all__ = [
+    "Announce",
     "Ask",
     "Commit",
     "Committed",
@@ -23,14 +25,18 @@ __all__ = [
     "FromCoordinator",
     "FromWorker",
     "Goodbye",
+    "Heartbeat",
     "Hello",
     "HostReport",
     "Job",
     "MemberReport",
     "MemoryReply",
     "MemoryRequest",
+    "Offer",
     "Orders",
+    "Place",
     "Plan",
+    "PlannedWorker",
     "PositionReply",
     "Publish",
     "Refusal",
@@ -83,6 +89,18 @@ class Hello(_FromMember, frozen=True, kw_only=True):
 class Report(_FromMember, frozen=True, kw_only=True):
     step: int
     phase: str
+    call: int = 0
+    """The number of the public call that it is in."""
+
+
+class Heartbeat(_FromMember, frozen=True, kw_only=True):
+    """The process lives, and its interpreter runs. Whether it gets anywhere, reports tell."""
+
+
+class Offer(_FromMember, frozen=True, kw_only=True):
+    """A worker that was started into a running attempt waits in this public call to be admitted."""
+
+    call: int
 
 
 class Committed(_FromMember, frozen=True, kw_only=True):
@@ -151,6 +169,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     run: str
     run_dir: str
     stop: str | None = None
+    run_call: int = 0
+    """For a worker that joins: the public call that the run is in."""
 
 
 class Refusal(_Message, frozen=True, kw_only=True):
@@ -166,8 +186,17 @@ class StopRequest(_Message, frozen=True, kw_only=True):
     kind: str
 
 
-FromWorker = Hello | Report | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
-ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply
+class Announce(_Message, frozen=True, kw_only=True):
+    """The newest generation, to a worker of an elastic run, and the public call that the run is in."""
+
+    group: Group
+    run_call: int = 0
+
+
+FromWorker = (
+    Hello | Report | Heartbeat | Offer | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
+)
+ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce
 
 
 # ---- agent and coordinator -------------------------------------------------------------------------------------
@@ -179,12 +208,24 @@ class Commit(_Value, frozen=True, kw_only=True):
 
 
 class MemberReport(_Value, frozen=True, kw_only=True):
-    """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`."""
+    """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`.
+
+    left: it was dismissed from an elastic run, and has ended.
+    """
 
     rank: int
+    """Of a static run's worker. Where the run is elastic, its slot."""
     incarnation: int
-    status: Literal["live", "done", "failed"]
+    status: Literal["live", "done", "failed", "left"]
     pid: int
+    ended: bool = False
+    """The process is gone, by its agent's word: it has been waited for."""
+    generation: str = ""
+    """The generation that it speaks for; empty for one that has not been admitted yet."""
+    call: int = 0
+    """The public call that it is in."""
+    offers: int = 0
+    """It waits to be admitted, in this public call; 0: it does not."""
     exit_code: int | None = None
     first_step: int | None = None
     """Where it began in this generation."""
@@ -235,8 +276,25 @@ class Job(_Value, frozen=True, kw_only=True):
     threads: int | None = None
 
 
+class PlannedWorker(_Value, frozen=True, kw_only=True):
+    """A process that should be there, in an elastic run."""
+
+    slot: int
+    incarnation: int
+    joining: bool = False
+    """It is started into a running attempt and offers itself, instead of being a member from its start."""
+
+
+class Place(_Value, frozen=True, kw_only=True):
+    """One member of a group; its rank is its place in the list."""
+
+    incarnation: int
+    slot: int
+    host: int
+
+
 class Plan(_Value, frozen=True, kw_only=True):
-    """One host's part in a generation."""
+    """One host's part in a generation. From `workers` on, of elastic runs only."""
 
     generation: str
     attempt: int
@@ -248,7 +306,17 @@ class Plan(_Value, frozen=True, kw_only=True):
     """Of this host's workers, in order of local rank."""
     master: tuple[str, int]
     why: str = ""
-    """What ended the attempt before, in one line."""
+    """What ended the attempt, or the generation, before, in one line."""
+    workers: list[PlannedWorker] = []
+    """This host's, members or not. Whoever is not in this list is killed."""
+    dismissed: list[int] = []
+    """Incarnations of this host that are not in the group any more and end by themselves."""
+    group: list[Place] = []
+    """All members, on every host, by rank."""
+    lost: bool = False
+    """A member of the generation before is gone: whoever is in that one goes over at once."""
+    call: int = 0
+    """With newcomers: the public call that they wait in."""
 
 
 class Orders(_Message, frozen=True, kw_only=True):
@@ -269,6 +337,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     positions: dict[int, WorkerPosition] = {}
     note: str = ""
     """Something a person should read once, such as a refused join."""
+    run_call: int = 0
+    """The public call that the members of an elastic run are in."""
     waiting_for: str = ""
     """What the run cannot go on without, while it gathers its hosts."""
 
@@ -295,7 +365,9 @@ FromCoordinator = Orders | StoreReply | Refusal
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    what: Literal["status", "stop"]
+    what: Literal["status", "stop", "scale"]
+    workers: int = 0
+    """scale: how many there should be."""
 
 
 class MemberStatus(_Value, frozen=True, kw_only=True):

@@ -13,7 +13,28 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["SEAT_VARIABLES", "Seat", "parse_seat", "seat_environment"]
+__all__ = ["SEAT_VARIABLES", "Group", "Seat", "parse_seat", "seat_environment"]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The members of one generation, as one of them sees it."""
+
+    generation: str
+    rank: int
+    """-1: this worker is not in it."""
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: int
+    num_hosts: int
+    slots: list[int]
+    """Of all members, by rank."""
+    hosts: list[int]
+    """The same of the numbers of their hosts."""
+    lost: bool = False
+    """A member of the generation before is gone: whoever is in that one goes over at once."""
+    call: int = 0
+    """With newcomers: the public call that they wait in."""
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,12 +57,33 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A pipe to the agent: the failure record goes there, and its end tells the agent of a death."""
     memory_fd: int | None = None
     """The host's shared memory, of which the agent allots regions."""
+    slot: int = 0
+    """In an elastic run: the place that this process fills; a replacement takes the same."""
+    most_workers: int = 0
+    """Above 0: the run is elastic, and this is its upper bound."""
+    joining: bool = False
+    """Started into a running attempt: in no group yet, and its generation is empty."""
     flags: dict[str, Any] = {}
     """Command-line settings by dotted key ("run.seed"); they win over constructor arguments."""
 
     @property
     def is_chief(self) -> bool:
         return self.rank == 0
+
+    def group(self) -> Group:
+        """The group that this worker is started in. A static run has no other; hosts have as many workers each."""
+        here = self.local_world_size
+        return Group(
+            generation=self.generation,
+            rank=-1 if self.joining else self.rank,
+            world_size=0 if self.joining else self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=here,
+            host=self.host,
+            num_hosts=self.num_hosts,
+            slots=[] if self.joining else list(range(self.world_size)),
+            hosts=[] if self.joining else [rank // here for rank in range(self.world_size)],
+        )
 
 
 _VARIABLES = {
@@ -58,6 +100,9 @@ _VARIABLES = {
     "data_address": "MANYHANDS_DATA_ADDRESS",
     "lifeline_fd": "MANYHANDS_LIFELINE_FD",
     "memory_fd": "MANYHANDS_MEMORY_FD",
+    "slot": "MANYHANDS_SLOT",
+    "most_workers": "MANYHANDS_MOST_WORKERS",
+    "joining": "MANYHANDS_JOINING",
     "flags": "MANYHANDS_FLAGS",
 }
 
