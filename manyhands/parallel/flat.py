@@ -53,7 +53,7 @@ class Flat(NamedTuple):
                 like = tensors[place]
                 offset = at_byte + section.start_byte + self.starts[place] * section.dtype.itemsize
                 if like.numel() == 0:
-                    found[place] = torch.empty_like(like)
+                    found[place] = torch.empty_like(like, device="cpu")
                     continue
                 flat = torch.frombuffer(segment.buffer, dtype=section.dtype, count=like.numel(), offset=offset)
                 found[place] = flat.as_strided(like.shape, strides(like))

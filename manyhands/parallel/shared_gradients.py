@@ -3,8 +3,9 @@
 Each rank has a row per node of the slice tree that it holds (one, for the usual number of slices), as long as all
 gradients together. While backward of its last slice runs, fresh gradients are copied there; the others' rows are never
 copied at all. `finish` is a meeting: afterwards every rank may read every row, and knows which parameters have a
-gradient anywhere. Then either each rank sums its own part on its way into new weights (`shared_weights`), or the sums
-are brought together in `.grad` (`collect`), for optimizers that every rank runs in full.
+gradient anywhere. Then each rank sums its own part: on its way into new weights (`shared_weights`), or for the ranks
+that own the tensors (`total`, see `owned_weights`), or for everybody's `.grad` (`collect`), for optimizers that every
+rank runs in full.
 
 The same calls as `GradientSum`, which does this over a network. Start reading at `SharedGradients`.
 """
@@ -22,6 +23,7 @@ from manyhands.errors import TrainingFailed
 from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
+from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.tree import Node, Stack, nodes_of, program
 
 __all__ = ["SharedGradients", "Sharing", "summable"]
@@ -250,6 +252,18 @@ class SharedGradients:
             self._plane.sum_at(target, sources, len(part), section.dtype, self.program)
         self._plane.meet(f"sums of {self._name}")
         return self._total
+
+    def norm(self, total: Sequence[Tensor], factor: float) -> float:
+        """Of the sums, scaled by a factor; ranks share the work."""
+        blocks = list(blocks_of(total[place] for place in self.present))
+        rank, world = self._plane.rank, self._plane.world
+        mine = blocks[len(blocks) * rank // world : len(blocks) * (rank + 1) // world]
+        squares = torch.zeros(-(-len(blocks) // world), dtype=torch.float64)
+        squares[: len(mine)] = squares_of([block * factor for block in mine])
+        everyone = torch.empty(world * len(squares), dtype=torch.float64)
+        self._plane.all_gather(everyone, squares, "norm")
+        sizes = [len(blocks) * (r + 1) // world - len(blocks) * r // world for r in range(world)]
+        return norm_of(torch.cat([row[:size] for row, size in zip(everyone.view(world, -1), sizes, strict=True)]))
 
     def collect(self) -> None:
         """Leave the sums in `.grad`, in memory of this rank's own; None where no slice had a gradient."""

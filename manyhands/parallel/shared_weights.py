@@ -5,9 +5,6 @@ sums its part of them along the tree and turns it into new weights in the same p
 everybody computes with them. Nothing is gathered. With clipping or loss scaling the sums are made first, since their
 norm decides.
 
-Whatever else writes to a parameter writes for all ranks: weights change by hand inside `editing` only, where the
-others look at copies of their own.
-
 With `copies=2` an update reads one copy of weights and states and writes the other, and a flip makes that the current
 one. A worker that is killed at any instruction of an update leaves the old copy whole, and any other can do its part
 again from its gradients (`finish_for`), which are still there. Start reading at `SharedWeights.apply`.
@@ -16,9 +13,7 @@ again from its gradients (`finish_for`), which are still there. Start reading at
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +22,8 @@ from torch.optim import Optimizer
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import TrainingFailed
+from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.fused import Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
-from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.shared_gradients import SharedGradients
 
 __all__ = ["SharedWeights", "shareable"]
@@ -47,14 +42,7 @@ def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
     return ""
 
 
-class _Kept(NamedTuple):
-    """One copy of the weights, or of a state: the memory, and each parameter's tensor in it."""
-
-    segment: Segment
-    views: list[Tensor]
-
-
-class SharedWeights:
+class SharedWeights(CommonWeights):
     """Rank 0's weights, for all ranks, from now on. Every rank makes one at the same time."""
 
     def __init__(
@@ -66,30 +54,13 @@ class SharedWeights:
         *,
         copies: int = 1,
     ) -> None:
-        self._gradients, self._plane, self._memory, self._copies = gradients, plane, memory, copies
-        self._flat, self._params = gradients.flat, gradients.params
+        super().__init__(gradients, optimizer, plane, memory, copies=copies)
         # All memory first: where there is not enough, nothing has changed yet.
-        self._weights = self._keep("weights")
         self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
-        self._current = 0
-        self._place = {id(param): place for place, param in enumerate(self._params)}
-        if plane.rank == 0:
-            for view, param in zip(self._weights[0].views, self._params, strict=True):
-                view.copy_(param.detach())
-        plane.meet("weights of rank 0")
-        self._look_at(self._weights[0].views)
+        self._settle()
         self._fused = Fused(optimizer, self._state)
         self._tables: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
-        self.accept()
         self._in_optimizer = [self._place[id(param)] for param in self._fused.params]
-
-    def _keep(self, name: str) -> list[_Kept]:
-        segments = [self._memory(f"{name}, copy {i}", self._flat.num_bytes) for i in range(self._copies)]
-        return [_Kept(segment, self._flat.views(self._params, segment)) for segment in segments]
-
-    def _look_at(self, values: Sequence[Tensor]) -> None:
-        for param, value in zip(self._params, values, strict=True):
-            param.data = value
 
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
         """Memory for a state of the optimizer. Fresh memory is zero, and other ranks may be updating theirs already."""
@@ -114,18 +85,6 @@ class SharedWeights:
 
     # ---- the update ----
 
-    def accept(self) -> None:
-        """The weights were changed from outside, on purpose and by all ranks alike."""
-        self._versions: list[int] | None = None
-
-    def _check_untouched(self) -> None:
-        """A change by hand on every rank would be made once per rank. (Through `.data` torch does not count it.)"""
-        if self._versions is not None and self._versions != [param._version for param in self._params]:
-            raise TrainingFailed(
-                "Weights were changed outside of a step, but the workers of this host share them.",
-                fix=["with trainer.editing() as model: ..., on every worker"],
-            )
-
     @property
     def is_current(self) -> bool:
         return self._fused.is_current
@@ -148,7 +107,7 @@ class SharedWeights:
         self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
         self._flip()
-        self._versions = [param._version for param in self._params]
+        self._note_versions()
 
     def finish_for(self, rank: int) -> None:
         """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip."""
@@ -229,48 +188,12 @@ class SharedWeights:
         return found
 
     def norm(self) -> float:
-        """Of the whole scaled gradient; ranks share the work."""
-        total = self._gradients.total()
         self._summed = True
-        blocks = list(blocks_of(total[place] for place in self._gradients.present))
-        rank, world = self._plane.rank, self._plane.world
-        mine = blocks[len(blocks) * rank // world : len(blocks) * (rank + 1) // world]
-        squares = torch.zeros(-(-len(blocks) // world), dtype=torch.float64)
-        squares[: len(mine)] = squares_of([block * self._factor for block in mine])
-        everyone = torch.empty(world * len(squares), dtype=torch.float64)
-        self._plane.all_gather(everyone, squares, "norm")
-        sizes = [len(blocks) * (r + 1) // world - len(blocks) * r // world for r in range(world)]
-        return norm_of(torch.cat([row[:size] for row, size in zip(everyone.view(world, -1), sizes, strict=True)]))
-
-    # ---- by hand ----
-
-    @contextmanager
-    def editing(self) -> Iterator[None]:
-        """Inside, rank 0 writes to the weights that all share, and the others to copies that are dropped."""
-        views = self._weights[self._current].views
-        self._plane.meet("editing")
-        if self._plane.rank:
-            self._look_at([view.clone() for view in views])
-        try:
-            yield
-        finally:
-            self._plane.meet("edited weights")
-            if self._plane.rank:
-                self._look_at(views)
+        return self._gradients.norm(self._gradients.total(), self._factor)
 
     def close(self) -> None:
-        """Give every rank weights and states of its own again."""
         self._fused.close()
-        self._look_at([view.clone() for view in self._weights[self._current].views])
-        for param in self._fused.params:
-            state = self._fused.optimizer.state.get(param, {})
-            for name in self._states.keys() & state.keys():
-                state[name] = state[name].clone()
-        self._plane.meet("weights of their own")
-        if self._plane.rank == 0:
-            for kept in (self._weights, *self._states.values()):
-                for copy in kept:
-                    copy.segment.free()
+        super().close()
 
 
 _SUMMED = struct.pack("i", 0)

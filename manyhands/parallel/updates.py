@@ -1,8 +1,8 @@
 """From the sum of gradients to new weights, on every rank's own copy of them.
 
 Once per step `scale` comes first, which multiplies the gradient by a number; then, if asked for, `norm` and `clip`,
-which multiplies once more; then `apply`, the optimizer's step, unless the step is skipped. `shared_weights` has the
-same verbs for weights that ranks share.
+which multiplies once more; then `apply`, the optimizer's step, unless the step is skipped. `shared_weights` and
+`owned_weights` have the same verbs for weights that ranks share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import global_norm
 from manyhands.parallel.shared_gradients import SharedGradients
 
-__all__ = ["LocalUpdate", "Update"]
+__all__ = ["LocalUpdate", "Update", "runs_fused"]
 
 
 class Update(Protocol):
@@ -29,6 +29,11 @@ class Update(Protocol):
     def close(self) -> None: ...
 
 
+def runs_fused(optimizer: Optimizer) -> bool:
+    """Whether a rank by itself runs the fused version; however the work is divided, all must do as one does."""
+    return not fusible(optimizer, [param for group in optimizer.param_groups for param in group["params"]])
+
+
 class LocalUpdate:
     """The optimizer runs in full on this rank, fused where it can be. Gradients are in `.grad` all the time."""
 
@@ -37,8 +42,7 @@ class LocalUpdate:
         self._fused = self._fuse()
 
     def _fuse(self) -> Fused | None:
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        return None if fusible(self._optimizer, params) else Fused(self._optimizer)
+        return Fused(self._optimizer) if runs_fused(self._optimizer) else None
 
     def scale(self, factor: float) -> None:
         grads = self._grads()

@@ -21,14 +21,16 @@ from manyhands.comm.codecs import Bf16, Codec, Int8
 from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFailed
 from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.coded_gradients import CodedGradientSum
+from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.exchange import Exchange, Report
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
+from manyhands.parallel.owned_weights import OwnedWeights, ownable
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
 from manyhands.parallel.shared_weights import SharedWeights, shareable
-from manyhands.parallel.updates import LocalUpdate, Update
+from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
 
 __all__ = ["Mirrored", "MultiWorker", "Replicated", "Single"]
@@ -134,12 +136,12 @@ class Replicated:
 
     @property
     def shares_weights(self) -> bool:
-        return isinstance(self._weights, SharedWeights)
+        return isinstance(self._weights, CommonWeights)
 
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
-        alone = self._weights.editing() if isinstance(self._weights, SharedWeights) else nullcontext()
+        alone = self._weights.editing() if isinstance(self._weights, CommonWeights) else nullcontext()
         with torch.no_grad(), alone:
             yield self._model
         self.synchronise()
@@ -153,7 +155,7 @@ class Replicated:
         several_hosts = self._sharing is not None and self._sharing.across is not None
         if several_hosts:  # each host shares what its first rank has
             self._axis.broadcast_(trained, "weights of rank 0")
-        kept = isinstance(self._weights, SharedWeights) and self._weights.is_current
+        kept = isinstance(self._weights, CommonWeights) and self._weights.is_current
         if not kept or not _same(trained, self._gradients.params):
             self._divide(trained)
         shared = set(map(id, trained)) if self.shares_weights else set()
@@ -165,7 +167,7 @@ class Replicated:
 
     def _accept_weights(self) -> None:
         """The weights were changed on purpose, on every rank alike."""
-        if isinstance(self._weights, SharedWeights):
+        if isinstance(self._weights, CommonWeights):
             self._weights.accept()
 
     def _divide(self, trained: list[nn.Parameter]) -> None:
@@ -184,12 +186,11 @@ class Replicated:
 
     def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> bool:
         """Whether gradients, and weights if the optimizer allows it, lie in shared memory now; all ranks agree."""
-        why_not = shareable(trained, self._optimizer)
-        if why_not and sharing.across is not None:
+        if sharing.across is not None and shareable(trained, self._optimizer):
             return False  # between hosts only sums on their way into weights are divided
         problem = ""
         try:
-            self._make_shared(sharing, trained, share_weights=not why_not)
+            self._make_shared(sharing, trained)
         except EnvironmentProblem as no_room:  # the same on every rank of this host
             problem = no_room.what
         if sharing.across is not None:
@@ -202,12 +203,14 @@ class Replicated:
             self._tell(f"gradients travel over the network layer instead of shared memory: {problem}")
         return not problem
 
-    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter], *, share_weights: bool) -> None:
+    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
         memory = sharing.new_layout()
         gradients = SharedGradients(trained, sharing.plane, memory, sharing.across)
         try:
-            if share_weights:
+            if not shareable(trained, self._optimizer):
                 self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)
+            elif not runs_fused(self._optimizer) and ownable(self._optimizer):
+                self._weights = OwnedWeights(gradients, self._optimizer, sharing.plane, memory)
             else:
                 self._weights = LocalUpdate(gradients, self._optimizer)
         except EnvironmentProblem:

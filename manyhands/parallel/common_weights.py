@@ -1,0 +1,119 @@
+"""Weights that the ranks of one host have in common: one copy in shared memory, which every rank's model looks at.
+
+How they are updated is for those who derive from this: `shared_weights` divides them into parts for a fused update,
+`owned_weights` into whole tensors for torch's own optimizers. Whatever else writes to a parameter writes for all ranks:
+weights change by hand inside `editing` only, where the others look at copies of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.comm.segments import Segment
+from manyhands.comm.shared_memory import Plane
+from manyhands.errors import TrainingFailed
+from manyhands.parallel.shared_gradients import SharedGradients
+
+__all__ = ["CommonWeights", "Kept"]
+
+
+class Kept(NamedTuple):
+    """One copy of the weights, or of a state: the memory, and each parameter's tensor in it."""
+
+    segment: Segment
+    views: list[Tensor]
+
+
+class CommonWeights:
+    """Memory for `copies` of the weights, allocated here; from `_settle` on, rank 0's weights for all ranks."""
+
+    def __init__(
+        self,
+        gradients: SharedGradients,
+        optimizer: Optimizer,
+        plane: Plane,
+        memory: Callable[[str, int], Segment],
+        *,
+        copies: int = 1,
+    ) -> None:
+        self._gradients, self._optimizer, self._plane, self._copies = gradients, optimizer, plane, copies
+        self._memory, self._segments = memory, list[Segment]()
+        self._flat, self._params = gradients.flat, gradients.params
+        self._place = {id(param): place for place, param in enumerate(self._params)}
+        self._weights = self._keep("weights")
+        self._current = 0
+        self._versions: list[int] | None = None
+
+    def _allot(self, name: str, num_bytes: int) -> Segment:
+        self._segments.append(self._memory(name, num_bytes))
+        return self._segments[-1]
+
+    def _keep(self, name: str) -> list[Kept]:
+        segments = [self._allot(f"{name}, copy {i}", self._flat.num_bytes) for i in range(self._copies)]
+        return [Kept(segment, self._flat.views(self._params, segment)) for segment in segments]
+
+    def _settle(self) -> None:
+        views = self._weights[0].views
+        if self._plane.rank == 0:
+            for view, param in zip(views, self._params, strict=True):
+                view.copy_(param.detach())
+        self._plane.meet("weights of rank 0")
+        self._look_at(views)
+
+    def _look_at(self, values: Sequence[Tensor]) -> None:
+        for param, value in zip(self._params, values, strict=True):
+            param.data = value
+
+    # ---- by hand ----
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer still has the parameters that it had."""
+        return True
+
+    def accept(self) -> None:
+        """The weights were changed from outside, on purpose and by all ranks alike."""
+        self._versions = None
+
+    def _note_versions(self) -> None:
+        """From here on, whoever changes weights without `accept` is told so."""
+        self._versions = [param._version for param in self._params]
+
+    def _check_untouched(self) -> None:
+        """A change by hand on every rank would be made once per rank. (Through `.data` torch does not count it.)"""
+        if self._versions is not None and self._versions != [param._version for param in self._params]:
+            raise TrainingFailed(
+                "Weights were changed outside of a step, but the workers of this host share them.",
+                fix=["with trainer.editing() as model: ..., on every worker"],
+            )
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, rank 0 writes to the weights that all share, and the others to copies that are dropped."""
+        views = self._weights[self._current].views
+        self._plane.meet("editing")
+        if self._plane.rank:
+            self._look_at([view.clone() for view in views])
+        try:
+            yield
+        finally:
+            self._plane.meet("edited weights")
+            if self._plane.rank:
+                self._look_at(views)
+
+    def close(self) -> None:
+        """Give every rank weights and states of its own again."""
+        self._look_at([view.clone() for view in self._weights[self._current].views])
+        for param in self._params:
+            state = self._optimizer.state.get(param, {})
+            for name, value in state.items():
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+        self._plane.meet("weights of their own")
+        if self._plane.rank == 0:
+            for segment in self._segments:
+                segment.free()
