@@ -204,7 +204,7 @@ class Replicated:
 
     def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter], *, share_weights: bool) -> None:
         memory = sharing.new_layout()
-        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across)
+        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across, self._bucket_bytes)
         try:
             if share_weights:
                 self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)
