@@ -27,6 +27,11 @@ class Pending:
     def __init__(self, work: Any, name: str, axis: Axis) -> None:
         self._work, self._name, self._axis = work, name, axis
 
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         try:
             self._work.wait()
@@ -39,6 +44,10 @@ class Done(Pending):
 
     def __init__(self) -> None:
         pass
+
+    @property
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> None:
         return

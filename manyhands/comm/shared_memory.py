@@ -57,6 +57,8 @@ class Plane:
             )
         self.rank, self.world, self.timeout_s, self._first_rank = rank, world, timeout_s, first_rank
         self._segment, self._timeout_ns, self._missing = segment, int(timeout_s * 1e9), missing
+        self.num_posts = 0
+        """How often this rank has posted."""
         area_bytes = _whole_area(area_bytes, world)
         self._plane = library.open_plane(segment.address, segment.num_bytes, rank, world, area_bytes)
 
@@ -108,6 +110,18 @@ class Plane:
 
     def meet(self, name: str) -> None:
         self._check(library.meet(self._plane, self._timeout_ns), name)
+
+    def post(self, times: int = 1) -> None:
+        """Say that something is written, to whoever looks: nobody meets anybody here, and nobody waits."""
+        self.num_posts += times
+        library.post(self._plane, self.num_posts % 2**32)
+
+    def all_posted(self, times: int) -> bool:
+        """Whether every rank has posted so often since the plane was made; then what each wrote before it is there."""
+        return bool(library.all_posted(self._plane, times % 2**32))
+
+    def wait_posted(self, times: int, name: str) -> None:
+        self._check(library.wait_posted(self._plane, times % 2**32, self._timeout_ns), name)
 
     def abort(self, rank: int) -> None:
         """Wake everybody who waits here, now or later, because `rank` is lost. From any thread."""

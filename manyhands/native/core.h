@@ -61,6 +61,14 @@ int64_t mh_lost_rank(const void *base);
 /* Every call below is made by all ranks in the same order with the same sizes, and returns within `timeout_ns` per
  * meeting: a rank that waited in vain aborts the plane, so that nobody waits any longer for it. */
 int mh_meet(struct mh_plane *plane, int64_t timeout_ns);
+
+/* Word for whoever looks, without a meeting: what this rank wrote to shared memory before it posted `number` is there for
+ * all who see that number, or a later one. A rank's numbers ascend, and go round after 2^32. The first call returns at once,
+ * the second whether every rank has come that far; the third waits for it, as a meeting does. */
+void mh_post(struct mh_plane *plane, uint32_t number);
+int mh_all_posted(const struct mh_plane *plane, uint32_t number);
+int mh_wait_posted(struct mh_plane *plane, uint32_t number, int64_t timeout_ns);
+
 int mh_all_reduce(struct mh_plane *plane, void *data, size_t count, int dtype, const int32_t *program, size_t length,
                   int64_t timeout_ns);
 /* `input` holds `world` parts of `count` elements; `output` gets the sum of this rank's part. */

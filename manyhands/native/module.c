@@ -96,6 +96,33 @@ static PyObject *meet(PyObject *self, PyObject *args) {
     return PyLong_FromLong(failed);
 }
 
+static PyObject *post(PyObject *self, PyObject *args) {
+    struct mh_plane *plane;
+    unsigned int number;
+    if (!PyArg_ParseTuple(args, "O&I:post", to_plane, &plane, &number)) return NULL;
+    mh_post(plane, number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *all_posted(PyObject *self, PyObject *args) {
+    struct mh_plane *plane;
+    unsigned int number;
+    if (!PyArg_ParseTuple(args, "O&I:all_posted", to_plane, &plane, &number)) return NULL;
+    return PyBool_FromLong(mh_all_posted(plane, number));
+}
+
+static PyObject *wait_posted(PyObject *self, PyObject *args) {
+    struct mh_plane *plane;
+    unsigned int number;
+    long long timeout_ns;
+    int failed;
+    if (!PyArg_ParseTuple(args, "O&IL:wait_posted", to_plane, &plane, &number, &timeout_ns)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_wait_posted(plane, number, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
 static PyObject *all_reduce(PyObject *self, PyObject *args) {
     struct mh_plane *plane;
     struct program along;
@@ -226,6 +253,9 @@ static PyMethodDef methods[] = {
     {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world, rank): wake everybody who waits, for good"},
     {"lost_rank", lost_rank, METH_VARARGS, "lost_rank(address): whom the plane was aborted for, or -1"},
     {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): wait for all ranks"},
+    {"post", post, METH_VARARGS, "post(plane, number): what was written so far is there, for whoever looks"},
+    {"all_posted", all_posted, METH_VARARGS, "all_posted(plane, number): whether every rank has posted so far"},
+    {"wait_posted", wait_posted, METH_VARARGS, "wait_posted(plane, number, timeout_ns): until it has"},
     {"all_reduce", all_reduce, METH_VARARGS, "all_reduce(plane, address, count, dtype, program, timeout_ns)"},
     {"reduce_scatter", reduce_scatter, METH_VARARGS,
      "reduce_scatter(plane, output, input, count, dtype, program, timeout_ns)"},

@@ -23,7 +23,8 @@ typedef unsigned char byte;
 
 struct slot {
     _Alignas(LINE) _Atomic uint32_t arrived;
-    _Atomic uint32_t sleepers;
+    _Atomic uint32_t posted;
+    _Atomic uint32_t sleepers; /* on either */
 };
 
 struct header {
@@ -78,7 +79,10 @@ void mh_abort(void *base, uint32_t world, uint32_t rank) {
     struct header *header = base;
     uint32_t nobody = 0;
     atomic_compare_exchange_strong(&header->aborted, &nobody, rank + 1);
-    for (uint32_t rank = 0; rank < world; rank++) wake(&header->slots[rank].arrived);
+    for (uint32_t rank = 0; rank < world; rank++) {
+        wake(&header->slots[rank].arrived);
+        wake(&header->slots[rank].posted);
+    }
 }
 
 int64_t mh_lost_rank(const void *base) {
@@ -86,14 +90,16 @@ int64_t mh_lost_rank(const void *base) {
     return (int64_t)atomic_load(&header->aborted) - 1;
 }
 
-/* Counters go round after 2^32 meetings; nobody is ever half of that ahead. */
-static int has_arrived(uint32_t arrived, uint32_t meeting) { return (int32_t)(arrived - meeting) >= 0; }
+/* Counters go round after 2^32; nobody is ever half of that ahead. */
+static int has_come(uint32_t counted, uint32_t wanted) { return (int32_t)(counted - wanted) >= 0; }
 
-static int wait_for(struct header *header, struct slot *slot, uint32_t meeting, int64_t deadline) {
+/* `counter` is one of the slot's. */
+static int wait_for(struct header *header, struct slot *slot, _Atomic uint32_t *counter, uint32_t wanted,
+                    int64_t deadline) {
     int64_t spin_until = 0;
     for (uint32_t turn = 0;; turn++) {
-        uint32_t arrived = atomic_load_explicit(&slot->arrived, memory_order_acquire);
-        if (has_arrived(arrived, meeting)) return 0;
+        uint32_t counted = atomic_load_explicit(counter, memory_order_acquire);
+        if (has_come(counted, wanted)) return 0;
         if (atomic_load_explicit(&header->aborted, memory_order_relaxed)) return MH_ABORTED;
         if (turn % 64) {
             pause_briefly();
@@ -105,22 +111,26 @@ static int wait_for(struct header *header, struct slot *slot, uint32_t meeting, 
         if (now < spin_until) continue;
         int64_t nap = deadline - now < NAP_NS ? deadline - now : NAP_NS;
         atomic_fetch_add(&slot->sleepers, 1);
-        sleep_on(&slot->arrived, arrived, nap); /* returns at once if the slot has changed meanwhile */
+        sleep_on(counter, counted, nap); /* returns at once if it has changed meanwhile */
         atomic_fetch_sub(&slot->sleepers, 1);
     }
 }
 
-/* A meeting that everybody has come to took place, whoever was lost since. */
-int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
+/* The store comes before the look at the sleepers, in everybody's eyes: who is about to sleep sees it, or is seen. */
+static void count_up(struct slot *slot, _Atomic uint32_t *counter, uint32_t to) {
+    atomic_store(counter, to);
+    if (atomic_load(&slot->sleepers)) wake(counter);
+}
+
+static _Atomic uint32_t *counter_of(struct slot *slot, int of_posts) { return of_posts ? &slot->posted : &slot->arrived; }
+
+static int wait_for_all(struct mh_plane *plane, int of_posts, uint32_t wanted, int64_t timeout_ns) {
     struct header *header = header_of(plane);
-    struct slot *mine = &header->slots[plane->rank];
-    uint32_t meeting = ++plane->meetings;
-    atomic_store(&mine->arrived, meeting);
-    if (atomic_load(&mine->sleepers)) wake(&mine->arrived);
     int64_t deadline = now_ns() + timeout_ns;
     for (uint32_t step = 1; step < plane->world; step++) {
         uint32_t rank = (plane->rank + step) % plane->world;
-        int found = wait_for(header, &header->slots[rank], meeting, deadline);
+        struct slot *slot = &header->slots[rank];
+        int found = wait_for(header, slot, counter_of(slot, of_posts), wanted, deadline);
         if (found == MH_MISSING) {
             mh_abort(plane->base, plane->world, rank);
             return MH_MISSING + (int)rank;
@@ -128,6 +138,32 @@ int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
         if (found) return found;
     }
     return 0;
+}
+
+/* A meeting that everybody has come to took place, whoever was lost since. */
+int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
+    struct slot *mine = &header_of(plane)->slots[plane->rank];
+    uint32_t meeting = ++plane->meetings;
+    count_up(mine, &mine->arrived, meeting);
+    return wait_for_all(plane, 0, meeting, timeout_ns);
+}
+
+void mh_post(struct mh_plane *plane, uint32_t number) {
+    struct slot *mine = &header_of(plane)->slots[plane->rank];
+    count_up(mine, &mine->posted, number);
+}
+
+int mh_all_posted(const struct mh_plane *plane, uint32_t number) {
+    struct header *header = header_of(plane);
+    for (uint32_t rank = 0; rank < plane->world; rank++) {
+        uint32_t posted = atomic_load_explicit(&header->slots[rank].posted, memory_order_acquire);
+        if (!has_come(posted, number)) return 0;
+    }
+    return 1;
+}
+
+int mh_wait_posted(struct mh_plane *plane, uint32_t number, int64_t timeout_ns) {
+    return wait_for_all(plane, 1, number, timeout_ns);
 }
 
 /* Where part `part` of `count` elements begins: parts start on a cache line, so that no two ranks write to one. */

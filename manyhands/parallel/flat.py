@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.comm.segments import Segment
 
-__all__ = ["Flat", "Section", "lay_out"]
+__all__ = ["Flat", "Section", "Stretch", "lay_out"]
 
 LINE = 64
 
@@ -36,11 +36,37 @@ class Section(NamedTuple):
         return range(lines * rank // world * each, lines * (rank + 1) // world * each)
 
 
+class Stretch(NamedTuple):
+    """Some of one rank's part of a section."""
+
+    owner: int
+    elements: range
+    members: list[int]
+    """Places of the tensors that have elements in it, in order."""
+
+
 class Flat(NamedTuple):
     sections: list[Section]
     starts: list[int]
     """Where each tensor begins, in elements of its section."""
     num_bytes: int
+
+    def stretches(self, section: Section, world: int, most_bytes: int) -> list[Stretch]:
+        """All of a section, from its end to its beginning: backward comes to the last tensors first."""
+        most = max(LINE, most_bytes // LINE * LINE) // section.dtype.itemsize
+        found = []
+        for owner in reversed(range(world)):
+            part = section.part(owner, world)
+            for stop in range(part.stop, part.start, -most):
+                elements = range(max(part.start, stop - most), stop)
+                found.append(Stretch(owner, elements, self._within(section, elements)))
+        return found
+
+    def _within(self, section: Section, elements: range) -> list[int]:
+        starts = [self.starts[place] for place in section.members]
+        ends = [*starts[1:], section.numel]
+        spans = zip(section.members, starts, ends, strict=True)
+        return [place for place, start, end in spans if max(start, elements.start) < min(end, elements.stop)]
 
     def views(self, tensors: Sequence[Tensor], segment: Segment, at_byte: int = 0) -> list[Tensor]:
         """A tensor over the segment for each of `tensors`, like it in shape and, where it has no gaps, in strides.

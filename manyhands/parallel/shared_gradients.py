@@ -5,26 +5,28 @@ gradients together. While backward of its last slice runs, fresh gradients are c
 copied at all. `finish` is a meeting: afterwards every rank may read every row, and knows which parameters have a
 gradient anywhere. Then each rank sums its own part: on its way into new weights (`shared_weights`), or for the ranks
 that own the tensors (`total`, see `owned_weights`), or for everybody's `.grad` (`collect`), for optimizers that every
-rank runs in full.
+rank runs in full. With several hosts, a rank's part leaves for the others in buckets while backward runs
+(`across_hosts`), and is summed when `finish` returns.
 
 The same calls as `GradientSum`, which does this over a network. Start reading at `SharedGradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import DTYPES, Plane
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.across_hosts import AcrossHosts
+from manyhands.parallel.across_hosts import AcrossHosts, Departures
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
-from manyhands.parallel.tree import Node, Stack, nodes_of, program
+from manyhands.parallel.tree import Node, Stack, nodes_of, program, root
 
 __all__ = ["SharedGradients", "Sharing", "summable"]
 
@@ -60,6 +62,7 @@ class SharedGradients:
         plane: Plane,
         memory: Callable[[str, int], Segment],
         across: AcrossHosts | None = None,
+        bucket_bytes: int = 2**22,
     ) -> None:
         """With `across`, which wants fp32 throughout, `plane` has this host's ranks only."""
         self.params, self._plane, self._memory, self._across = list(params), plane, memory, across
@@ -75,10 +78,24 @@ class SharedGradients:
         self._overlapping = False
         self.bytes_sent = 0
         self._small = [i for i, param in enumerate(self.params) if param.nbytes < AT_ONCE_BYTES]
+        self._large = set(range(len(self.params))) - set(self._small)
+        self._arrival: list[int] | None = None
+        self._hooks: list[RemovableHandle] = []
+        if across is None:
+            self._departures: Departures | None = None
+            self._hook(self._large)
+        else:
+            (section,) = self.flat.sections
+            self._departures = Departures(across, self.flat.stretches(section, plane.world, bucket_bytes))
+            self._arrival = []  # of the first step's gradients
+            self._hook(range(len(self.params)))
+
+    def _hook(self, indices: Iterable[int]) -> None:
+        for hook in self._hooks:
+            hook.remove()
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._when_there(i))  # type: ignore[no-untyped-call]
-            for i, param in enumerate(self.params)
-            if param.nbytes >= AT_ONCE_BYTES
+            self.params[i].register_post_accumulate_grad_hook(self._when_there(i))  # type: ignore[no-untyped-call]
+            for i in indices
         ]
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
@@ -89,6 +106,8 @@ class SharedGradients:
         self._stack: Stack[Gradients] = Stack(count, add=add_lists)
         self._message = b""
         self._deposited: set[int] = set()
+        if self._departures is not None:
+            self._departures.begin(f"gradients of {name}")
         for param in self.params:
             param.grad = None
 
@@ -99,17 +118,16 @@ class SharedGradients:
             self._add_level()
         held = [(rank, level, node) for rank, nodes in enumerate(self._nodes) for level, node in enumerate(nodes)]
         ordered: list[Node] = [node for _, _, node in held]
-        self._rows_here = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
-        if self._across is None:
-            self.program, self.rows = program(ordered, self._count), self._rows_here
-        else:
-            part = self.flat.sections[0].part(self._plane.rank, self._plane.world)
-            self._across.arrange(shares, self._count, ordered, part)
-            self.program, self.rows = self._across.program, self._across.rows
+        rows = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
         first_rank, first_level, _ = held[0] if held else (0, 0, None)  # a host may be without a slice
         self._total_at = first_rank * self._row_bytes
         self._total_row = self._levels[first_level].address + self._total_at
         self._total = self.flat.views(self.params, self._levels[first_level], self._total_at)
+        if self._departures is None:
+            self.program, self.rows = program(ordered, self._count), rows
+        else:
+            self._departures.arrange(shares, self._count, ordered, rows)
+            self.program, self.rows = _SUMMED, (self._total_row,)
 
     def _add_level(self) -> None:
         level = len(self._levels)
@@ -156,44 +174,61 @@ class SharedGradients:
             self._held, self._merging = below[:level], below[level:]
             self._row = self._views[level]
             self._present = [True] * len(self.params)
+            for views, gradients in zip(self._views, self._held, strict=False):
+                for view, grad in zip(views, gradients, strict=True):
+                    _copy(view, grad)
 
     def _when_there(self, index: int) -> Callable[[Tensor], None]:
         def arrived(param: Tensor) -> None:
             if not self._overlapping:
                 return
             if index in self._deposited:
-                raise TrainingFailed(
-                    "A parameter received gradients twice in one backward pass, the second after the first was used.",
-                    fix=["torch.utils.checkpoint(..., use_reentrant=False)"],
-                )
-            self._deposit(index)
+                raise _second_instalment()
+            if index in self._large:
+                self._deposit(index)
+            if self._arrival is not None:
+                self._arrival.append(index)
+            if self._departures is not None:
+                self._move_on(self._departures)
 
         return arrived
+
+    def _move_on(self, departures: Departures) -> None:
+        """Complete the buckets that can be, in their order, and send those that all ranks of this host have."""
+        while (bucket := departures.awaited) is not None:
+            rest = [i for i in bucket.members if i not in self._deposited]
+            if any(self.params[i].grad is None for i in rest):
+                break
+            self._deposit_all(rest)
+            departures.deposited()
+        departures.depart()
 
     def after_backward(self, v: int) -> None:
         if not self._overlapping:
             self._stack.push(v, [take(param) for param in self.params])
             return
         self._overlapping = False
-        rest = [i for i in range(len(self.params)) if i not in self._deposited] if self._deposited else None
-        if self._merging or not self._deposit_at_once(self._small if rest == self._small else rest):
-            for index in range(len(self.params)) if rest is None else rest:
-                self._deposit(index)
-        for level, gradients in enumerate(self._held):
-            for index, grad in enumerate(gradients):
-                _copy(self._views[level][index], grad)
+        if any(self.params[index].grad is not None for index in self._deposited):
+            raise _second_instalment()
+        everything = range(len(self.params))
+        self._deposit_all([i for i in everything if i not in self._deposited] if self._deposited else everything)
+        if self._departures is not None:
+            self._departures.deposited(everything=True)
+            self._departures.depart()
 
-    def _deposit_at_once(self, indices: list[int] | None) -> bool:
-        """One call for all of them, where every one has a gradient. False: nothing was done."""
-        params = self.params if indices is None else [self.params[i] for i in indices]
-        row = self._row if indices is None else [self._row[i] for i in indices]
+    def _deposit_all(self, indices: Sequence[int]) -> None:
+        """In one call for all of them, where every one has a gradient and there is nothing to fold."""
+        whole = len(indices) == len(self.params)
+        params = self.params if whole else [self.params[i] for i in indices]
         grads = [param.grad for param in params]
-        if any(grad is None or grad.is_sparse for grad in grads):
-            return False
-        torch._foreach_copy_(row, grads)  # type: ignore[arg-type]
+        if not grads or self._merging or any(grad is None or grad.is_sparse for grad in grads):
+            for index in indices:
+                self._deposit(index)
+            return
+        torch._foreach_copy_(self._row if whole else [self._row[i] for i in indices], grads)  # type: ignore[arg-type]
+        self._deposited.update(indices)
         for param in params:
             param.grad = None
-        return True
 
     def _deposit(self, index: int) -> None:
         """Take the last slice's gradient, fold it into its node, and put that into the row."""
@@ -211,14 +246,32 @@ class SharedGradients:
     def finish(self) -> None:
         """Meet the others: every row and message is there."""
         self._write_message()
+        if self._departures is not None:
+            self._departures.deposited(everything=True)  # a rank without a slice has none to wait for
+            self._departures.depart(wait=True)
         self._plane.meet(f"gradients of {self._name}")
         self.present = self._read_present()
-        if self._across is not None:
-            flags = torch.zeros(len(self.params), dtype=torch.uint8)
-            flags[self.present] = 1
-            anywhere = self._across.any_of(flags, f"presence in {self._name}")
-            self.present = anywhere.nonzero().flatten().tolist()
-            self.bytes_sent = self._across.exchange(self._rows_here, f"gradients of {self._name}")
+        if self._across is not None and self._departures is not None:
+            self._arrive(self._across, self._departures)
+
+    def _arrive(self, across: AcrossHosts, departures: Departures) -> None:
+        flags = torch.zeros(len(self.params), dtype=torch.uint8)
+        flags[self.present] = 1
+        pending, everyone = across.any_start(flags, f"presence in {self._name}")
+        departures.arrive(self._total_row)
+        pending.wait()
+        self.present = everyone.amax(0).nonzero().flatten().tolist()
+        self.bytes_sent = departures.num_bytes
+        if self._arrival is not None:
+            departures.settle(self._arrival)
+            self._hook_last_of_each(departures, self._arrival)
+            self._arrival = None
+
+    def _hook_last_of_each(self, departures: Departures, arrival: list[int]) -> None:
+        """A hook for each of many small parameters would take longer than copying them."""
+        when = {index: time for time, index in enumerate(arrival)}
+        last = {max(bucket.members, key=lambda i: when.get(i, -1)) for bucket in departures.order}
+        self._hook(self._large | last)
 
     def _write_message(self) -> None:
         self.can_carry(len(self._message))
@@ -245,7 +298,7 @@ class SharedGradients:
     def total(self) -> list[Tensor]:
         """The sums, in shared memory, by parameter. Every rank sums its part; all of it is there on return."""
         rank, world = self._plane.rank, self._plane.world
-        for section in self.flat.sections:
+        for section in self.flat.sections if self._departures is None else ():  # what has arrived is summed
             part = section.part(rank, world)
             sources = self.addresses(section.start_byte + part.start * section.dtype.itemsize)
             target = self.total_address(section.start_byte + part.start * section.dtype.itemsize)
@@ -280,6 +333,17 @@ class SharedGradients:
         for segment in (*self._levels, *([self._messages] if self._messages else [])):
             if self._plane.rank == 0:
                 segment.free()
+
+
+# The program of a sum that is there.
+_SUMMED = program([root(1)], 1)
+
+
+def _second_instalment() -> TrainingFailed:
+    return TrainingFailed(
+        "A parameter received gradients twice in one backward pass, the second after the first was used.",
+        fix=["torch.utils.checkpoint(..., use_reentrant=False)"],
+    )
 
 
 def _copy(view: Tensor, grad: Tensor | None) -> None:

@@ -205,7 +205,7 @@ class Replicated:
 
     def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
         memory = sharing.new_layout()
-        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across)
+        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across, self._bucket_bytes)
         try:
             if not shareable(trained, self._optimizer):
                 self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)

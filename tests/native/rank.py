@@ -34,6 +34,14 @@ def answer(plane: Plane, told: dict) -> str:
     if told["op"] == "meet":
         plane.meet("meet")
         return ""
+    if told["op"] == "post":
+        plane.post(told.get("times", 1))
+        return ""
+    if told["op"] == "all_posted":
+        return str(plane.all_posted(told["times"]))
+    if told["op"] == "wait_posted":
+        plane.wait_posted(told["times"], "posts")
+        return ""
     tensor = tensor_of(told)
     if told["op"] == "all_reduce":
         plane.all_reduce_(tensor, program, "sum")

@@ -61,6 +61,17 @@ static void be_rank(void *base, size_t bytes, uint32_t rank, uint32_t world, siz
     CHECK(mh_all_reduce(&plane, ones, 3, MH_F32, bad, 2, TIMEOUT_NS) == MH_BAD_ARGUMENT);
     CHECK(mh_all_reduce(&plane, ones, 3, 99, program, length, TIMEOUT_NS) == MH_BAD_ARGUMENT);
     CHECK(mh_meet(&plane, TIMEOUT_NS) == 0);
+    /* Around the border of 32 bits; what was written before a post is there after it. */
+    uint32_t *written = (uint32_t *)(plane.base + bytes - (size_t)world * 64);
+    for (uint32_t number = UINT32_MAX - 20; number != 20; number++) {
+        written[rank * 16] = number;
+        mh_post(&plane, number);
+        CHECK(mh_wait_posted(&plane, number, TIMEOUT_NS) == 0 && mh_all_posted(&plane, number));
+        for (uint32_t other = 0; other < world; other++) CHECK((int32_t)(written[other * 16] - number) >= 0);
+        CHECK(mh_meet(&plane, TIMEOUT_NS) == 0);
+        CHECK(!mh_all_posted(&plane, number + 1));
+        CHECK(mh_meet(&plane, TIMEOUT_NS) == 0);
+    }
     exit(0);
 }
 

@@ -261,6 +261,37 @@ def test_a_meeting_that_took_place_counts_for_those_who_look_later(warm: Ranks) 
     assert "error" not in warm.hear(0)
 
 
+def test_posts_are_seen_by_who_looks_and_awaited_by_who_waits(warm: Ranks) -> None:
+    warm.open(3, 4096)
+    for rank, times in ((0, 2), (1, 3)):
+        warm.tell(rank, {"op": "post", "times": times})
+        warm.hear(rank)
+    wanted = {"op": "all_posted", "times": 2}
+    assert [one["data"] for one in warm.call([wanted] * 3)] == ["False"] * 3
+    warm.tell(0, {"op": "wait_posted", "times": 2})
+    warm.tell(2, {"op": "post", "times": 2})
+    assert "error" not in warm.hear(0) | warm.hear(2)
+    assert [one["data"] for one in warm.call([wanted] * 3)] == ["True"] * 3
+    assert [one["data"] for one in warm.call([{**wanted, "times": 3}] * 3)] == ["False"] * 3
+
+
+@pytest.mark.faults
+def test_a_rank_that_posts_no_more_is_named_and_one_that_is_lost_wakes_who_waits(warm: Ranks) -> None:
+    waiting = {"op": "wait_posted", "times": 1}
+    warm.open(3, 4096, timeout_s=0.3)
+    warm.tell(0, {"op": "post"})
+    warm.hear(0)
+    warm.tell(0, waiting)
+    assert "PeerTimeout: Rank 0 waited 0.3 s for rank 1 in 'posts'" in warm.hear(0)["error"]
+    assert "PeerLost" in warm.call([waiting])[0]["error"], "nobody waits that long again"
+    warm.open(3, 4096, timeout_s=60)
+    began = time.monotonic()
+    warm.tell(0, waiting)
+    Plane(warm.segment, 2, 3, area_bytes=4096).abort(1)
+    assert "PeerLost: Rank 0 was in 'posts' when rank 1 was lost" in warm.hear(0)["error"]
+    assert time.monotonic() - began < 5
+
+
 def test_memory_that_is_not_there_is_an_error_to_everybody_who_asks_for_it() -> None:
     memory = HostMemory()
     try:
