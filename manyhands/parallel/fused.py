@@ -285,48 +285,54 @@ class Fused:
         state = self.optimizer.state.get(self.params[place], {})
         return [state.get(name) if name is not None else None for name in self.state_names(place)]
 
-    def begin_step(self, places: Sequence[int]) -> list[Batch]:
-        """Count a step for these parameters, make the states they still lack, and say who is updated how."""
-        everyone = len(places) == len(self.params)
-        batches = self._whole_groups() if everyone else None
-        if batches is None:
-            batches = self._by_steps(places)
-        if self._kind.counts_steps:
-            if everyone:
-                self._steps += 1
-            else:
-                self._steps[torch.tensor(places, dtype=torch.int64)] += 1
-        # What a scheduler looks for, to warn of steps in the wrong order.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return batches
+    def plan_step(self, places: Sequence[int]) -> list[Batch]:
+        """Who is updated how if these parameters take a step; makes the states that they still lack.
 
-    def _whole_groups(self) -> list[Batch] | None:
-        """The usual case in one go: all parameters have taken the same steps, so a group is a batch."""
-        if self._alike is None:
-            if len(self._known) < len(self.params) or len(set(self._counted)) > 1:
-                return None
-            self._alike = self._counted[0] if self._counted else 0
-        steps = 1
-        if self._kind.counts_steps:
-            steps = self._alike = self._alike + 1
-        return [Batch(group, steps, members) for group, members in enumerate(self._members) if members]
-
-    def _by_steps(self, places: Sequence[int]) -> list[Batch]:
-        if self._alike is not None:
-            self._counted, self._alike = [self._alike] * len(self.params), None
+        Nothing counts before `step_taken`: until then a plan can be dropped and made again.
+        """
+        if len(places) == len(self.params) and self._all_alike():
+            assert self._alike is not None
+            steps = self._alike + 1 if self._kind.counts_steps else 1
+            return [Batch(group, steps, members) for group, members in enumerate(self._members) if members]
         batches: dict[tuple[int, int], list[int]] = {}
         for place in places:
             fresh = place not in self._known
             if fresh:
                 self._start_states(place)
-            steps = self._counted[place] = self._counted[place] + 1 if self._kind.counts_steps else int(not fresh)
+            steps = self._steps_of(place) + 1 if self._kind.counts_steps else int(not fresh)
             batches.setdefault((self._group_of[place], steps), []).append(place)
-        if not self._kind.counts_steps:
-            self._counted = [0] * len(self.params)
         return [Batch(group, steps, members) for (group, steps), members in batches.items()]
 
+    def _all_alike(self) -> bool:
+        """The usual case: all parameters have taken the same steps, so a group is a batch."""
+        if self._alike is None and len(self._known) == len(self.params) and len(set(self._counted)) <= 1:
+            self._alike = self._counted[0] if self._counted else 0
+        return self._alike is not None
+
+    def _steps_of(self, place: int) -> int:
+        return self._counted[place] if self._alike is None else self._alike
+
+    def step_taken(self, batches: Sequence[Batch]) -> None:
+        """The planned step was done."""
+        if self._kind.counts_steps:
+            self._count(batches)
+        self._known.update(place for batch in batches for place in batch.members)
+        # What a scheduler looks for, to warn of steps in the wrong order.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _count(self, batches: Sequence[Batch]) -> None:
+        if self._alike is not None and sum(len(batch.members) for batch in batches) == len(self.params):
+            self._alike += 1
+            self._steps += 1
+            return
+        if self._alike is not None:
+            self._counted, self._alike = [self._alike] * len(self.params), None
+        places = [place for batch in batches for place in batch.members]
+        for place in places:
+            self._counted[place] += 1
+        self._steps[torch.tensor(places, dtype=torch.int64)] += 1
+
     def _start_states(self, place: int) -> None:
-        self._known.add(place)
         if not self._kind.counts_steps and not self.state_names(place):
             return
         state = self.optimizer.state[self.params[place]]
@@ -345,8 +351,8 @@ class Fused:
 
     def apply(self) -> None:
         """What `optimizer.step()` does with the gradients in `.grad`, on as many threads as torch has."""
-        places = [place for place, param in enumerate(self.params) if param.grad is not None]
-        for batch in self.begin_step(places):
+        batches = self.plan_step([place for place, param in enumerate(self.params) if param.grad is not None])
+        for batch in batches:
             params = [self.params[place] for place in batch.members]
             gradients = [like(param) for param in params]  # some are copies that must live until they are used
             addresses = [grad.data_ptr() for grad in gradients]
@@ -358,6 +364,7 @@ class Fused:
             run_update(*calls[0])
             for other in others:
                 other.result()
+        self.step_taken(batches)
 
     def _tables_of(self, batch: Batch, weights: list[int]) -> list[tuple[list[Cut], bytes]]:
         """The batch's pieces, for each thread. A group's are kept; states stay where they are until `adopt`."""

@@ -103,9 +103,10 @@ class SharedWeights(CommonWeights):
 
     def apply(self) -> None:
         """Sum this rank's part of the gradients and update its part of the weights; then wait for the others."""
-        self._batches = self._fused.begin_step(self._numbers())
+        self._batches = self._fused.plan_step(self._numbers())
         self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
+        self._fused.step_taken(self._batches)
         self._flip()
         self._note_versions()
 
