@@ -8,6 +8,7 @@ every call has nothing to do. Start reading at `Axis`.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -68,7 +69,7 @@ class Axis:
         timeout_s: float = 30.0,
         missing: Callable[[], str] = lambda: "",
     ) -> None:
-        assert (group is None) == (size == 1)
+        assert group is not None or size == 1
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._group, self._missing = group, missing
 
@@ -131,6 +132,12 @@ class Axis:
     def close(self) -> None:
         """Drop the group; its sockets close, which is how peers that wait for us learn that we are gone."""
         self._group = None
+
+    def retire(self) -> None:
+        """The same after an error, when an operation may still be pending: its end is waited for on another thread."""
+        dropped = [self._group]
+        self._group = None
+        threading.Thread(target=dropped.clear, name="manyhands-retired-group", daemon=True).start()
 
     def translate(self, error: RuntimeError, name: str) -> PeerLost:
         text = str(error)

@@ -23,6 +23,9 @@ class PlaneAxis(Axis):
         super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
         self.plane = plane
 
+    def retire(self) -> None:
+        self._group = None  # nothing is ever pending
+
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
         self.plane.all_gather(output, input.contiguous(), name)
         return Done()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,7 +43,7 @@ class CommonWeights:
         copies: int = 1,
     ) -> None:
         self._gradients, self._optimizer, self._plane, self._copies = gradients, optimizer, plane, copies
-        self._memory, self._segments = memory, list[Segment]()
+        self._memory, self._segments = memory, dict[str, Segment]()
         self._flat, self._params = gradients.flat, gradients.params
         self._place = {id(param): place for place, param in enumerate(self._params)}
         self._weights = self._keep("weights")
@@ -50,20 +51,53 @@ class CommonWeights:
         self._versions: list[int] | None = None
 
     def _allot(self, name: str, num_bytes: int) -> Segment:
-        self._segments.append(self._memory(name, num_bytes))
-        return self._segments[-1]
+        self._segments[name] = self._memory(name, num_bytes)
+        return self._segments[name]
 
     def _keep(self, name: str) -> list[Kept]:
         segments = [self._allot(f"{name}, copy {i}", self._flat.num_bytes) for i in range(self._copies)]
         return [Kept(segment, self._flat.views(self._params, segment)) for segment in segments]
 
-    def _settle(self) -> None:
+    def _settle(self, current: int | None = None) -> None:
+        """Begin with rank 0's weights; with `current`, with those of others, which are there in that copy."""
+        if current is not None:
+            self.look_at_copy(current)
+            return
         views = self._weights[0].views
         if self._plane.rank == 0:
             for view, param in zip(views, self._params, strict=True):
                 view.copy_(param.detach())
         self._plane.meet("weights of rank 0")
         self._look_at(views)
+
+    @property
+    def current(self) -> int:
+        """The copy that is in use."""
+        return self._current
+
+    def look_at_copy(self, current: int) -> None:
+        self._current = current
+        self._look_at(self._weights[current].views)
+
+    def where(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Which segment a tensor lies in, and at which byte; None where in none of them."""
+        address = tensor.data_ptr()
+        for name, segment in self._segments.items():
+            if segment.address <= address < segment.address + segment.num_bytes:
+                return name, address - segment.address
+        return None
+
+    def tensor_at(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """What another rank's `where` told of, as this one sees it."""
+        name, start = where
+        if name not in self._segments:
+            self._allot(name, self._flat.num_bytes)
+        whole = torch.frombuffer(self._segments[name].buffer, dtype=torch.float32, offset=start)
+        return whole.as_strided(tuple(shape), tuple(stride))
+
+    def move(self, plane: Plane) -> None:
+        """From now on with the ranks of this plane."""
+        self._plane = plane
 
     def _look_at(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self._params, values, strict=True):
@@ -115,5 +149,5 @@ class CommonWeights:
                 state[name] = value.clone() if isinstance(value, Tensor) else value
         self._plane.meet("weights of their own")
         if self._plane.rank == 0:
-            for segment in self._segments:
+            for segment in self._segments.values():
                 segment.free()

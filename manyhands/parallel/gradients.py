@@ -126,10 +126,12 @@ class GradientSum:
             bucket.give()
         self._settle_order()
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
+
+    close = leave
 
     def _launch(self, everything: bool = False) -> None:
         # Strictly in order: every rank must start the same collectives in the same sequence, whatever arrived first.

@@ -28,24 +28,43 @@ from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.tree import Node, Stack, nodes_of, program, root
 
-__all__ = ["SharedGradients", "Sharing", "summable"]
+__all__ = ["STAMP_BYTES", "SharedGradients", "Sharing", "summable"]
 
 # From this size on a gradient is copied as soon as it is there, while it is in a cache; smaller ones all at the end.
 AT_ONCE_BYTES = 2**18
+STAMP_BYTES = 16
 
 
 class Sharing:
-    """The plane that a host's ranks meet on, memory for what they share, and their way to other hosts, if there are."""
+    """The plane that a host's ranks meet on, memory for what they share, and their way to other hosts, if there are.
 
-    def __init__(self, plane: Plane, memory: Callable[[str, int], Segment], across: AcrossHosts | None = None) -> None:
-        self.plane, self.across, self._memory = plane, across, memory
+    Where ranks come and go, they have `slots`, and `generation` is their group's. Memory outlives groups.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        memory: Callable[[str, int], Segment],
+        across: AcrossHosts | None = None,
+        *,
+        slots: Sequence[int] | None = None,
+        generation: str = "",
+    ) -> None:
+        self.plane, self.across, self.slots, self.generation, self._memory = plane, across, slots, generation, memory
         self._layouts = 0
 
-    def new_layout(self) -> Callable[[str, int], Segment]:
-        """Memory by name, for one layout of the parameters. Every rank asks for the same."""
+    @property
+    def is_elastic(self) -> bool:
+        return self.slots is not None
+
+    def new_layout(self) -> str:
+        """A name for memory of one layout of the parameters; the same on every rank, as each asks for as many."""
         self._layouts += 1
-        prefix = f"layout {self._layouts}/"
-        return lambda name, num_bytes: self._memory(prefix + name, num_bytes)
+        return f"layout {self.generation}/{self._layouts}"
+
+    def memory_of(self, layout: str) -> Callable[[str, int], Segment]:
+        """Memory by name. Every rank asks for the same."""
+        return lambda name, num_bytes: self._memory(f"{layout}/{name}", num_bytes)
 
 
 def summable(params: Sequence[Tensor]) -> bool:
@@ -54,7 +73,12 @@ def summable(params: Sequence[Tensor]) -> bool:
 
 
 class SharedGradients:
-    """Per-slice gradients of `params` in memory of all ranks; the same bits for every division of the slices."""
+    """Per-slice gradients of `params` in memory of all ranks; the same bits for every division of the slices.
+
+    Rows belong to slots: rank r's are those of `slots[r]`. A step is divided into seats, one per rank at its begin. If
+    ranks are lost in the step, `move` goes on with the others on a new plane; the division stays, and whoever takes a
+    lost rank's seat fills its rows in its place.
+    """
 
     def __init__(
         self,
@@ -63,17 +87,27 @@ class SharedGradients:
         memory: Callable[[str, int], Segment],
         across: AcrossHosts | None = None,
         bucket_bytes: int = 2**22,
+        *,
+        slots: Sequence[int] | None = None,
     ) -> None:
-        """With `across`, which wants fp32 throughout, `plane` has this host's ranks only."""
+        """With `across`, which wants fp32 throughout, `plane` has this host's ranks only.
+
+        `slots` are given where ranks may be lost: then nothing that a step was given is overwritten before its end.
+        """
         self.params, self._plane, self._memory, self._across = list(params), plane, memory, across
         self._first_rank = across.first_rank if across is not None else 0
         self.flat: Flat = lay_out(self.params)
         self._row_bytes = -(-self.flat.num_bytes // 4096) * 4096
-        self._levels: list[Segment] = []
-        self._views: list[list[Tensor]] = []
-        self._add_level()
-        self._messages: Segment | None = None
-        self._room = 0
+        self.keeps_rows = slots is not None
+        self._slots = list(slots) if slots is not None else list(range(plane.world))
+        self._segments: dict[str, Segment] = {}
+        self._views: dict[str, list[Tensor]] = {}
+        for slot in self._slots:  # where there is no memory, every rank knows it now
+            self._row(slot, 0)
+        if self.keeps_rows:
+            self._segment("sums", self._row_bytes)
+        self.stamp = bytes(STAMP_BYTES)
+        """What a seat carries when it is complete; where ranks may be lost, no other step of the run has it."""
         self._shares: Sequence[range] | None = None
         self._overlapping = False
         self.bytes_sent = 0
@@ -100,39 +134,59 @@ class SharedGradients:
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
-        self._count, self._name, self._mine = count, name, shares[self._first_rank + self._plane.rank]
+        self._count, self._name, self._room = count, name, 0
         if shares is not self._shares:
             self._set_shares(shares)
-        self._stack: Stack[Gradients] = Stack(count, add=add_lists)
-        self._message = b""
-        self._deposited: set[int] = set()
         if self._departures is not None:
             self._departures.begin(f"gradients of {name}")
+        self.take_seat(self._plane.rank)
+
+    def take_seat(self, seat: int) -> None:
+        """What follows is done for this seat of the step: at its begin, this rank's own."""
+        self._seat, self._mine = seat, self._shares_here[seat]
+        self._stack: Stack[Gradients] = Stack(self._count, add=add_lists)
+        self._message = b""
+        self._deposited: set[int] = set()
+        self._left = False
         for param in self.params:
             param.grad = None
 
     def _set_shares(self, shares: Sequence[range]) -> None:
-        here = shares[self._first_rank : self._first_rank + self._plane.world]
-        self._shares, self._nodes = shares, [nodes_of(share, self._count) for share in here]
-        while len(self._levels) < max(map(len, self._nodes)):
-            self._add_level()
-        held = [(rank, level, node) for rank, nodes in enumerate(self._nodes) for level, node in enumerate(nodes)]
+        self._shares, self._seats = shares, list(self._slots)
+        self._shares_here = list(shares[self._first_rank : self._first_rank + self._plane.world])
+        self._nodes = [nodes_of(share, self._count) for share in self._shares_here]
+        held = [
+            (slot, level, node)
+            for slot, nodes in zip(self._seats, self._nodes, strict=True)
+            for level, node in enumerate(nodes)
+        ]
         ordered: list[Node] = [node for _, _, node in held]
-        rows = tuple(self._levels[level].address + rank * self._row_bytes for rank, level, _ in held)
-        first_rank, first_level, _ = held[0] if held else (0, 0, None)  # a host may be without a slice
-        self._total_at = first_rank * self._row_bytes
-        self._total_row = self._levels[first_level].address + self._total_at
-        self._total = self.flat.views(self.params, self._levels[first_level], self._total_at)
+        rows = tuple(self._row(slot, level).address for slot, level, _ in held)
+        first_slot, first_level, _ = held[0] if held else (self._seats[0], 0, None)  # a host may be without a slice
+        total = self._segment("sums", self._row_bytes) if self.keeps_rows else self._row(first_slot, first_level)
+        self._total_row, self._total = total.address, self.flat.views(self.params, total)
         if self._departures is None:
             self.program, self.rows = program(ordered, self._count), rows
         else:
             self._departures.arrange(shares, self._count, ordered, rows)
             self.program, self.rows = _SUMMED, (self._total_row,)
 
-    def _add_level(self) -> None:
-        level = len(self._levels)
-        self._levels.append(self._memory(f"gradients {level}", self._plane.world * self._row_bytes))
-        self._views.append(self.flat.views(self.params, self._levels[-1], self._plane.rank * self._row_bytes))
+    # ---- memory ----
+
+    def _segment(self, name: str, num_bytes: int) -> Segment:
+        if name not in self._segments:
+            self._segments[name] = self._memory(name, num_bytes)
+        return self._segments[name]
+
+    def _row(self, slot: int, level: int) -> Segment:
+        return self._segment(f"gradients {level} of slot {slot}", self._row_bytes)
+
+    def _row_views(self, slot: int, level: int) -> list[Tensor]:
+        row = self._row(slot, level)
+        name = f"{level} {slot}"
+        if name not in self._views:
+            self._views[name] = self.flat.views(self.params, row)
+        return self._views[name]
 
     def addresses(self, byte: int) -> list[int]:
         """Where every row has its value `byte` bytes from its start, in the order of the program."""
@@ -146,22 +200,37 @@ class SharedGradients:
 
     def can_carry(self, num_bytes: int) -> bool:
         """Whether every rank's message of at most so many bytes can be seen by all after `finish`: all on this host."""
-        nodes = max(map(len, self._nodes))
-        needed = num_bytes + nodes * len(self.params)
-        if needed > self._room:
-            self._room = 2 * needed
-            self._messages = self._memory(f"messages of {self._room}", self._plane.world * self._room)
-        self._present_bytes = nodes * len(self.params)
+        self._present_bytes = max(map(len, self._nodes)) * len(self.params)
+        needed = STAMP_BYTES + self._present_bytes + num_bytes
+        # From what is needed alone: whoever comes later finds the same memory.
+        self._room = max(4096, 1 << (needed - 1).bit_length())
+        self._messages = [
+            self._segment(f"messages of {self._room} of slot {slot}", self._room).buffer for slot in self._seats
+        ]
         return self._across is None
 
     def carry(self, message: bytes) -> None:
         self._message = message
 
     def carried(self) -> list[bytes]:
-        """Every rank's message, followed by zeros; after `finish`."""
-        assert self._messages is not None
-        starts = [rank * self._room + self._present_bytes for rank in range(self._plane.world)]
-        return [self._messages.buffer[start : start + self._room - self._present_bytes] for start in starts]
+        """Every seat's message, followed by zeros; after `finish`."""
+        start = STAMP_BYTES + self._present_bytes
+        return [message[start : self._room] for message in self._messages]
+
+    # ---- going on without a rank ----
+
+    def move(self, plane: Plane, slots: Sequence[int]) -> None:
+        """From now on these ranks, on this plane. A step that is under way keeps its division."""
+        assert self._across is None
+        self._plane, self._slots, self._shares = plane, list(slots), None
+
+    def lost_seats(self) -> list[int]:
+        """Seats of the step under way whose rank is no longer there."""
+        return [seat for seat, slot in enumerate(self._seats) if slot not in self._slots]
+
+    def is_complete(self, seat: int) -> bool:
+        """Whether everything of this seat is in its rows."""
+        return self._room > 0 and self._messages[seat][:STAMP_BYTES] == self.stamp
 
     # ---- backward ----
 
@@ -169,13 +238,13 @@ class SharedGradients:
         """Backward of slice `v` comes next; slices come in ascending order."""
         self._overlapping = v == self._mine[-1]
         if self._overlapping:
-            below = list(self._stack.values())
-            level = len(self._nodes[self._plane.rank]) - 1
+            below, slot = list(self._stack.values()), self._seats[self._seat]
+            level = len(self._nodes[self._seat]) - 1
             self._held, self._merging = below[:level], below[level:]
-            self._row = self._views[level]
+            self._target = self._row_views(slot, level)
             self._present = [True] * len(self.params)
-            for views, gradients in zip(self._views, self._held, strict=False):
-                for view, grad in zip(views, gradients, strict=True):
+            for lower, gradients in enumerate(self._held):
+                for view, grad in zip(self._row_views(slot, lower), gradients, strict=True):
                     _copy(view, grad)
 
     def _when_there(self, index: int) -> Callable[[Tensor], None]:
@@ -225,7 +294,7 @@ class SharedGradients:
             for index in indices:
                 self._deposit(index)
             return
-        torch._foreach_copy_(self._row if whole else [self._row[i] for i in indices], grads)  # type: ignore[arg-type]
+        torch._foreach_copy_(self._target if whole else [self._target[i] for i in indices], grads)  # type: ignore[arg-type]
         self._deposited.update(indices)
         for param in params:
             param.grad = None
@@ -239,13 +308,27 @@ class SharedGradients:
             if left is not None:
                 grad = left if grad is None else left.add_(grad)
         self._present[index] = grad is not None
-        _copy(self._row[index], grad)
+        _copy(self._target[index], grad)
 
     # ---- after backward ----
 
+    def leave_seat(self) -> None:
+        """All of this seat's slices are done."""
+        if self._left:
+            return
+        self._left = True
+        if not self._room:
+            self.can_carry(len(self._message))
+        rows = [[grad is not None for grad in gradients] for gradients in self._held] if self._mine else []
+        rows += [self._present] if self._mine else []
+        data = b"".join(map(bytes, rows)).ljust(self._present_bytes, b"\0") + self._message
+        buffer = self._messages[self._seat]
+        buffer[STAMP_BYTES : STAMP_BYTES + len(data)] = data
+        buffer[:STAMP_BYTES] = self.stamp  # last: a worker that is killed before leaves an incomplete seat
+
     def finish(self) -> None:
         """Meet the others: every row and message is there."""
-        self._write_message()
+        self.leave_seat()
         if self._departures is not None:
             self._departures.deposited(everything=True)  # a rank without a slice has none to wait for
             self._departures.depart(wait=True)
@@ -273,23 +356,13 @@ class SharedGradients:
         last = {max(bucket.members, key=lambda i: when.get(i, -1)) for bucket in departures.order}
         self._hook(self._large | last)
 
-    def _write_message(self) -> None:
-        self.can_carry(len(self._message))
-        assert self._messages is not None
-        rows = [[grad is not None for grad in gradients] for gradients in self._held] if self._mine else []
-        rows += [self._present] if self._mine else []
-        data = b"".join(map(bytes, rows)).ljust(self._present_bytes, b"\0") + self._message
-        start = self._plane.rank * self._room
-        self._messages.buffer[start : start + len(data)] = data
-
     def _read_present(self) -> list[int]:
         """Parameters that have a gradient in some slice."""
-        assert self._messages is not None
         num_params, everyone = len(self.params), [False] * len(self.params)
-        for rank, nodes in enumerate(self._nodes):
+        for seat, nodes in enumerate(self._nodes):
             for level in range(len(nodes)):
-                start = rank * self._room + level * num_params
-                flags = self._messages.buffer[start : start + num_params]
+                start = STAMP_BYTES + level * num_params
+                flags = self._messages[seat][start : start + num_params]
                 if flags.count(1) == num_params:
                     return list(range(num_params))
                 everyone = [a or bool(b) for a, b in zip(everyone, flags, strict=True)]
@@ -325,12 +398,16 @@ class SharedGradients:
             self.params[index].grad = total[index].clone()
         self._plane.meet(f"copies of {self._name}")  # until then the next backward must not write to the rows
 
-    def close(self) -> None:
-        """Leave the parameters alone from now on, and give the memory back once everybody is here."""
+    def leave(self) -> None:
+        """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
+
+    def close(self) -> None:
+        """The same, and give the memory back once everybody is here."""
+        self.leave()
         self._plane.meet("new layout")
-        for segment in (*self._levels, *([self._messages] if self._messages else [])):
+        for segment in self._segments.values():
             if self._plane.rank == 0:
                 segment.free()
 

@@ -53,14 +53,16 @@ class SharedWeights(CommonWeights):
         memory: Callable[[str, int], Segment],
         *,
         copies: int = 1,
+        current: int | None = None,
     ) -> None:
+        """`current` is for a rank that comes later: the copy which the others have. It makes one alone."""
         super().__init__(gradients, optimizer, plane, memory, copies=copies)
         # All memory first: where there is not enough, nothing has changed yet.
         self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
-        self._settle()
+        self._in_optimizer = [self._place[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        self._settle(current)
         self._fused = Fused(optimizer, self._state)
         self._tables: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
-        self._in_optimizer = [self._place[id(param)] for param in self._fused.params]
 
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
         """Memory for a state of the optimizer. Fresh memory is zero, and other ranks may be updating theirs already."""
@@ -68,7 +70,9 @@ class SharedWeights(CommonWeights):
             self._states[name] = self._keep(f"state {name}")
         segment, views = self._states[name][self._current]
         place = self._place[id(param)]
-        low, high = self._overlap(place, self._part_of(self._plane.rank))
+        # With two copies nobody writes to this one in a step, so it may be filled for those who are lost in it, too.
+        mine = self._part_of(self._plane.rank) if self._copies == 1 else range(self._flat.num_bytes // 4)
+        low, high = self._overlap(place, mine)
         if start and low < high:
             _stretch(segment, low, high).fill_(start)
         return views[place]
@@ -122,12 +126,18 @@ class SharedWeights(CommonWeights):
     def _flip(self) -> None:
         if self._copies == 1:
             return
-        self._current = self._next
-        self._look_at(self._weights[self._current].views)
-        for param, place in zip(self._fused.params, self._in_optimizer, strict=True):
-            state = self._fused.optimizer.state.get(param, {})
+        self.look_at_copy(self._next)
+
+    def look_at_copy(self, current: int) -> None:
+        super().look_at_copy(current)
+        for place in self._in_optimizer:
+            state = self._optimizer.state.get(self._params[place], {})
             for name in self._states.keys() & state.keys():
-                state[name] = self._states[name][self._current].views[place]
+                state[name] = self._states[name][current].views[place]
+
+    def move(self, plane: Plane) -> None:
+        super().move(plane)
+        self._tables.clear()  # parts are others now
 
     @property
     def _next(self) -> int:

@@ -44,6 +44,10 @@ class LocalUpdate:
     def _fuse(self) -> Fused | None:
         return Fused(self._optimizer) if runs_fused(self._optimizer) else None
 
+    def move(self, gradients: GradientSum | SharedGradients) -> None:
+        """From now on gradients come from here."""
+        self._gradients = gradients
+
     def scale(self, factor: float) -> None:
         grads = self._grads()
         if factor != 1.0 and grads:

@@ -27,8 +27,10 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 class Calls:
     """The calls of one trainer. `resume_at` is the call that the loaded checkpoint was taken in."""
 
-    def __init__(self, directory: Path, *, writes: bool, warn: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, *, writes: Callable[[], bool], warn: Callable[[str], None]) -> None:
+        """`writes` is asked each time: the chief may be another worker by then."""
         self._directory, self._writes, self._warn = directory, writes, warn
+        self._results: dict[int, tuple[str, Any]] = {}
         self.number = 0
         self.resume_at = 0
 
@@ -62,19 +64,28 @@ class Calls:
         return record.result
 
     def finish(self, result: Any) -> None:
-        if not self._writes:
-            return
-        try:
-            self._write(result)
-        except OSError as error:  # a full disk costs the record, not the result
-            self._warn(f"The result of call {self.number} ({self._name}) is not on record: {error.strerror}.")
+        self._results[self.number] = self._name, result
+        if self._writes():
+            self._record(self.number)
 
-    def _write(self, result: Any) -> None:
+    def record_missing(self) -> None:
+        """A chief that took over writes what the one before it may not have written."""
+        for number in self._results:
+            if not self._path(number).exists():
+                self._record(number)
+
+    def _record(self, number: int) -> None:
+        name, result = self._results[number]
+        try:
+            self._write(self._path(number), _Record(name, result))
+        except OSError as error:  # a full disk costs the record, not the result
+            self._warn(f"The result of call {number} ({name}) is not on record: {error.strerror}.")
+
+    def _write(self, path: Path, record: _Record) -> None:
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        path = self._path()
         temporary = path.with_suffix(".tmp")
         with open(temporary, "wb") as file:
-            file.write(msgspec.json.encode(_Record(self._name, result)))
+            file.write(msgspec.json.encode(record))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -83,5 +94,7 @@ class Calls:
         """Where results too large for a record go."""
         return self._path().with_suffix(".safetensors")
 
-    def _path(self) -> Path:
-        return self._directory / f"{self.number:04d}-{self._name}.json"
+    def _path(self, number: int | None = None) -> Path:
+        number = self.number if number is None else number
+        name = self._results[number][0] if number in self._results else self._name
+        return self._directory / f"{number:04d}-{name}.json"

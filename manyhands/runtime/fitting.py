@@ -13,17 +13,19 @@ from typing import Any
 import msgspec
 
 from manyhands.data.batches import Batches, Step
-from manyhands.errors import Preempted
+from manyhands.errors import PeerLost, Preempted
 from manyhands.events import EpochDone
 from manyhands.runtime.hooks import EarlyStop
+from manyhands.runtime.regroup import Arrival, Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
 from manyhands.strategies.base import StepStats
 
-__all__ = ["END_FIT", "LEAVE", "SAVE", "Fit", "FitSettings"]
+__all__ = ["END_FIT", "LEAVE", "REGROUP", "SAVE", "Fit", "FitSettings"]
 
-# What workers tell each other with every step; the largest wins. Each includes those before it: whoever ends, saves.
-SAVE, END_FIT, LEAVE = 1, 2, 3
+# What workers tell each other with every step; the largest wins. Each includes those before it, but for REGROUP, which
+# is asked for again.
+REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4
 
 
 class FitSettings(msgspec.Struct, kw_only=True):
@@ -35,12 +37,26 @@ class FitSettings(msgspec.Struct, kw_only=True):
 
 
 class Fit:
-    """Runs the loop from wherever `training` stands. `trainer` is what hooks are handed."""
+    """Runs the loop from wherever `training` stands. `trainer` is what hooks are handed.
 
-    def __init__(self, trainer: Any, training: Training, batches: Batches, saver: Saver, settings: FitSettings) -> None:
-        self._trainer, self._training, self._batches = trainer, training, batches
-        self._saver, self._settings = saver, settings
+    `make_batches` gives the steps from there on, for this worker's place in its group.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        training: Training,
+        make_batches: Callable[[], Batches],
+        saver: Saver,
+        regrouping: Regrouping,
+        settings: FitSettings,
+    ) -> None:
+        self._trainer, self._training, self._make_batches = trainer, training, make_batches
+        self._saver, self._regrouping, self._settings = saver, regrouping, settings
         self._worker, self._hooks = training.worker, training.hooks
+        self._batches: Batches | None = make_batches()
+        self.total_steps = self._batches.total_steps
+        self._announced = 0
         self.stop_asked = False
 
     def run(self) -> list[dict[str, float]]:
@@ -49,33 +65,44 @@ class Fit:
             self._hooks.call("begin", self._trainer)
             self._training.restore_hooks()
             if not self._settings.goes_on:
-                self._saver.save_now(required=True)
-            self._worker.wait_for_chief("first checkpoint")
+                self._save("first checkpoint", required=True)
             self._loop()
             self._worker.end_trial()
-            self._saver.save_now()
-            self._worker.wait_for_chief("end of fit")
+            self._save("end of fit")
         except BaseException as raised:
             error = raised
             raise
         finally:
             self._training.tell_used(ended=True)
             self._hooks.call("end", self._trainer, error)
-            self._batches.close()
+            self._close_batches()
             self._saver.close()
         return self._training.progress.history
+
+    def _save(self, what: str, *, required: bool = False) -> None:
+        """Save, and have everybody wait for it."""
+
+        def work() -> None:
+            self._saver.save_now(required=required)
+            self._worker.wait_for_chief(what)
+
+        self._regrouping.agreed(work)
 
     def _loop(self) -> None:
         self._training.start_clock()
         self._training.meter.start()
         asked_at = time.perf_counter()
-        for step in self._batches:
+        while (step := self._next_step()) is not None:
             waited_s = time.perf_counter() - asked_at
-            self._hooks.call("before_step", self._trainer, step.number)
-            self._worker.session.report(step.number, "training")
-            stats = self._training.engine.train_step(step, stop=self._wish(step.number))
-            stats.seconds["load"] += waited_s
-            self._commit(step, stats)
+            if step.number > self._announced:
+                self._announced = step.number
+                self._hooks.call("before_step", self._trainer, step.number)
+            self._worker.report(step.number, "training")
+            stats = self._train(step)
+            if stats is None:
+                asked_at = time.perf_counter()
+                continue  # its slices are divided anew
+            stats.seconds["load"] = stats.seconds.get("load", 0.0) + waited_s
             if step.last_of_epoch:
                 self._end_epoch()
             if stats.stop == LEAVE:
@@ -86,14 +113,63 @@ class Fit:
             if step.last_of_epoch and self._stopped_early():
                 self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
                 return
+            if stats.stop == REGROUP:
+                self._regrouping.go_over(done=True)
+                self._close_batches()
             asked_at = time.perf_counter()
+
+    def _next_step(self) -> Step | None:
+        while True:
+            if self._batches is None:
+                self._batches = self._make_batches()
+                self.total_steps = self._batches.total_steps
+            try:
+                return next(self._batches, None)
+            except PeerLost as lost:  # rows that some workers lack are sent around here
+                self._recover(lost)
+
+    def _train(self, step: Step) -> StepStats | None:
+        """One step, committed; None if it has to begin anew, because members were lost and not all had begun it."""
+        engine, regrouping = self._training.engine, self._regrouping
+        regrouping.division = self._worker.group.generation
+        going_on = False
+        while True:
+            try:
+                stats = engine.resume_step() if going_on else engine.train_step(step, stop=self._wish(step.number))
+            except PeerLost as lost:
+                arrival = self._recover(lost)
+                if arrival.received:  # others have committed it
+                    assert self._training.last_stats is not None
+                    self._hooks.call("after_step", self._trainer, step.number, self._training.last_stats)
+                    return self._training.last_stats
+                going_on = arrival.same_step and engine.can_go_on
+                if not going_on:
+                    regrouping.division = ""
+                    return None
+            else:
+                self._commit(step, stats)
+                return stats
+
+    def _recover(self, lost: PeerLost) -> Arrival:
+        if not self._worker.is_elastic:
+            raise lost
+        arrival = self._regrouping.go_over()
+        self._close_batches()
+        return arrival
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _wish(self, step: int) -> int:
         if self._worker.stop_requested:
             return LEAVE
         if self.stop_asked:
             return END_FIT
-        return SAVE if self._saver.is_due(step) else 0
+        if self._saver.is_due(step):
+            return SAVE
+        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
 
     def _commit(self, step: Step, stats: StepStats) -> None:
         progress = self._training.progress
@@ -101,22 +177,27 @@ class Fit:
         progress.epoch_rows += stats.rows
         if self._settings.scheduler_every == "step" and not stats.skipped:
             self._advance_schedule({})
-        self._training.step_done(step, stats, self._batches.total_steps)
+        self._training.step_done(step, stats, self.total_steps)
+        self._regrouping.step_done()
         self._hooks.call("after_step", self._trainer, step.number, stats)
 
     def _end_epoch(self) -> None:
         progress, settings = self._training.progress, self._settings
         epoch = progress.epoch - 1 - progress.call_epoch
+        known = [row for row in progress.history if row["epoch"] == epoch]
+        if known:  # it came with the state of a worker that has been here
+            self._hooks.call("after_epoch", self._trainer, epoch, known[0])
+            return
         trained = progress.epoch_loss / max(progress.epoch_rows, 1)
-        progress.epoch_loss, progress.epoch_rows = 0.0, 0
         results: dict[str, float] = {"epoch": epoch, "step": progress.step, "loss": trained}
         if settings.validate is not None:
-            self._worker.session.report(progress.step, "validating")
+            self._worker.report(progress.step, "validating")
             validated = settings.validate()
             results |= {f"val_{name}": value for name, value in validated.items()}
             progress.results = {**validated, "train_loss": trained}
         else:
             progress.results = {"loss": trained}
+        progress.epoch_loss, progress.epoch_rows = 0.0, 0
         progress.history.append(results)
         if settings.scheduler_every == "epoch":
             self._advance_schedule(progress.results)
@@ -142,6 +223,5 @@ class Fit:
 
     def _leave(self) -> None:
         step = self._training.progress.step
-        self._saver.save_now(required=True)
-        self._worker.wait_for_chief("checkpoint before leaving")
+        self._save("checkpoint before leaving", required=True)
         raise Preempted(f"Stopped on request after step {step}; the checkpoint of that step is committed.")

@@ -98,7 +98,7 @@ class Hands:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hand over model, optimizer and LR scheduler (stepped once per update); all get the chief's weights."""
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
-        self._run = Run(self._worker, parts, Hooks((), is_chief=self.is_chief), lambda _: scheduler)
+        self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
         self._run.ready(resume=False)
         return model, optimizer
 

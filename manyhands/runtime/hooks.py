@@ -5,7 +5,7 @@ They run on every worker, in the order given, once per committed step; on the ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,19 +14,20 @@ __all__ = ["EarlyStop", "Hooks", "smaller_is_better"]
 
 
 class Hooks:
-    def __init__(self, hooks: Sequence[Any], *, is_chief: bool) -> None:
-        self._all = list(hooks)
-        self._active = [hook for hook in hooks if is_chief or not getattr(hook, "chief_only", False)]
-        self._methods: dict[str, list[Any]] = {}
+    def __init__(self, hooks: Sequence[Any], *, is_chief: Callable[[], bool]) -> None:
+        """`is_chief` is asked each time: the chief may be another worker by then."""
+        self._all, self._is_chief = list(hooks), is_chief
+        self._methods: dict[str, list[tuple[bool, Any]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
-        for method in self._find(moment):
-            method(*arguments)
+        for chief_only, method in self._find(moment):
+            if not chief_only or self._is_chief():
+                method(*arguments)
 
-    def _find(self, moment: str) -> list[Any]:
+    def _find(self, moment: str) -> list[tuple[bool, Any]]:
         if moment not in self._methods:
-            found = (getattr(hook, moment, None) for hook in self._active)
-            self._methods[moment] = [method for method in found if method is not None]
+            found = ((bool(getattr(hook, "chief_only", False)), getattr(hook, moment, None)) for hook in self._all)
+            self._methods[moment] = [(chief_only, method) for chief_only, method in found if method is not None]
         return self._methods[moment]
 
     def state(self) -> list[Any]:

@@ -14,18 +14,21 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint.reader import Loaded
+from manyhands.comm.axis import Axis
 from manyhands.control.session import RunFacts
+from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
 from manyhands.data.source import InputContext, Source, as_source
-from manyhands.errors import CheckpointMismatch, DataError
+from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.precision import Precision, fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, foreign_state, randomness_in
+from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import Worker
@@ -41,17 +44,28 @@ class Run:
         self.worker, self.parts, self.spec = worker, parts, worker.resolved.spec
         self._hooks, self._scheduler = hooks, scheduler
         self._training: Training | None = None
+        self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
 
     def begin_call(self, name: str, *, resume: bool = True) -> Training:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
         training = self.ready(resume=resume)
         self.calls.begin(name)
+        self.worker.call = self.calls.number
         progress = training.progress
+        if self.worker.is_elastic and not self.worker.is_waiting:
+            self.worker.report(progress.step, name)
         if self.calls.number > progress.call:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
             progress.history = []
         return training
+
+    def is_call_over(self) -> bool:
+        """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""
+        if self.worker.is_waiting and not self.calls.already_done:
+            self.regrouping.wait_for_end_of_call()
+            return True
+        return self.calls.already_done
 
     def ready(self, *, resume: bool = True) -> Training:
         if self._training is not None:
@@ -62,17 +76,45 @@ class Run:
                 run_dir=spec.run.run_dir,
                 overwrite=spec.run.overwrite,
                 strategy=worker.strategy.name,
-                slices=spec.train.slices or spec.train.accumulate * worker.world_size,
+                slices=spec.train.slices or spec.train.accumulate * worker.most_workers,
                 precision=spec.train.precision,
                 script=sys.argv[0],
             )
         )
-        self.calls = Calls(worker.run_dir / "calls", writes=worker.is_chief, warn=worker.warn)
-        loaded = load_newest(worker) if resume else None
-        self._training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
+        self.calls = Calls(worker.run_dir / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
+        if worker.is_waiting:
+            self._set_up_for_joining()
+            self.calls.resume_at = worker.session.run_call
+        while self._training is None:
+            self._set_up(resume)
+        return self._training
+
+    def _set_up(self, resume: bool) -> None:
+        """The newest checkpoint, or the start, on all workers. If one is lost in it, by the others once more."""
+        try:
+            loaded = load_newest(self.worker) if resume else None
+            training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
+        except PeerLost:
+            if not self.worker.is_elastic:
+                raise
+            self._set_up_for_joining()
+            if not self.regrouping.go_over().received:
+                self._training = self.regrouping.training = None
+            return
+        self._training = self.regrouping.training = training
         if loaded is not None:
             self._restore(loaded)
-        return self._training
+        self.regrouping.settled()
+
+    def _set_up_for_joining(self) -> None:
+        """Everything but the state, which others have."""
+        self._training = self.regrouping.training = self._build(self._choose_slices(None), joining=True)
+
+    def _regrouped(self) -> None:
+        if self._training is not None:
+            self._training.regrouped()
+        if self.worker.is_chief:
+            self.calls.record_missing()
 
     def resume(self) -> bool:
         """Go back to the newest checkpoint, for loops that ask for it themselves."""
@@ -89,12 +131,14 @@ class Run:
         training.restore(loaded)
         self.calls.resume_at = training.progress.call
 
-    def _build(self, slices: int) -> Training:
+    def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = parts.make_optimizer(model)
+        if worker.is_elastic:
+            _check_elastic(optimizer, spec.comm.reducer)
         if spec.train.precision == "fp16" and worker.device.type == "cpu":
             operation, factor = fp16_slowdown()
             worker.warn(
@@ -102,20 +146,24 @@ class Run:
                 'precision="bf16" needs no loss scaling and is usually faster here.'
             )
         engine = Replicated(
-            worker.axis,
+            Axis(0, 1) if joining else worker.axis,
             parts.loss,
             Precision(spec.train.precision, worker.device),
             lambda count: [slices_of(rank, worker.world_size, count) for rank in range(worker.world_size)],
             clip_norm=spec.train.clip_norm,
             bucket_bytes=spec.comm.bucket_bytes,
             reducer=spec.comm.reducer,
-            sharing=worker.sharing,
+            sharing=None if joining else worker.sharing,
             network=lambda: worker.network,
             tell=worker.warn,
             foreign=foreign_state(model),
         )
         model.train()
-        engine.setup(model, optimizer)
+        try:
+            engine.setup(model, optimizer, joining=joining)
+        except PeerLost:
+            engine.abandon()
+            raise
         if engine.shares_weights:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
@@ -130,7 +178,7 @@ class Run:
             )
         if before is not None or train.slices is not None:
             return before or train.slices or 1
-        slices = train.accumulate * self.worker.world_size
+        slices = train.accumulate * self.worker.most_workers
         found = randomness_in(self.parts.model)
         if found and slices > 1:
             self.worker.warn(
@@ -169,16 +217,27 @@ class Run:
             num_slices=slices,
             host=worker.session.seat.host,
         )
-        exchange = worker if worker.world_size > 1 else None
-        return as_source(
-            data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
-        )
+
+        def work() -> Source:
+            # Those who are training already have told each other what data they have.
+            exchange = worker if worker.world_size > 1 and not worker.is_waiting else None
+            return as_source(
+                data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
+            )
+
+        source = work() if worker.is_waiting else self.regrouping.agreed(work)
+        if worker.is_elastic and isinstance(source, ApartSource):
+            raise DataError(
+                "Data that is a function of the worker cannot be divided anew when workers come and go.",
+                fix=["data that is the same on every worker; manyhands shares out the rows", "no elastic="],
+            )
+        return source
 
     def batch_size(self, source: Source, batch_size: int | None, per_worker: int | None = None) -> int:
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
         if per_worker is not None:
-            return per_worker * self.worker.world_size
+            return per_worker * self.worker.most_workers
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
             raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
@@ -205,15 +264,20 @@ class Run:
 
     def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
         training, worker = self.ready(), self.worker
-        pieces = self.pieces(source, batch_size)
-        results, rows = evaluating.evaluate(training.engine, worker.axis, pieces, self.parts.metrics)
+
+        def work() -> tuple[dict[str, float], int]:
+            pieces = self.pieces(source, batch_size)
+            return evaluating.evaluate(training.engine, worker.axis, pieces, self.parts.metrics)
+
+        results, rows = self.regrouping.agreed(work)
         if tell:
             worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
         return results
 
     def predict(self, source: Source, batch_size: int) -> Any:
-        return evaluating.predict(
-            self.ready().engine, self.worker.axis, self.parts.call, self.pieces(source, batch_size)
+        engine = self.ready().engine
+        return self.regrouping.agreed(
+            lambda: evaluating.predict(engine, self.worker.axis, self.parts.call, self.pieces(source, batch_size))
         )
 
     def pieces(self, source: Source, batch_size: int) -> Iterator[Piece]:
@@ -227,4 +291,20 @@ class Run:
             seed=self.spec.run.seed,
             device=worker.device,
             exchange=worker if worker.world_size > 1 else None,
+        )
+
+
+def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
+    """A step that is lost half-way must leave everything as it was, and nobody may have what the others lack."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SpecError(
+            "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
+            where="elastic",
+            fix=["another optimizer", "a run without elastic="],
+        )
+    if reducer == "int8":
+        raise SpecError(
+            'With reducer="int8" every worker keeps what it left out so far, which is lost with it.',
+            where="elastic",
+            fix=['reducer="exact" or "bf16"', "a run without elastic="],
         )

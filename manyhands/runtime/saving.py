@@ -46,7 +46,12 @@ class Saver:
         self._writer: CheckpointWriter | None = None
         self._wanted = False
         self._last_s, self._blocked_s = time.monotonic(), 0.0
-        if worker.is_chief and not worker.in_trial:
+        self.take_office()
+
+    def take_office(self) -> None:
+        """The chief writes. It may have become that in the middle of the run."""
+        worker, settings = self._worker, self._settings
+        if self._writer is None and worker.is_chief and not worker.in_trial:
             root = worker.run_dir / "checkpoints"
             self._writer = CheckpointWriter(
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)

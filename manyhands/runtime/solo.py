@@ -43,6 +43,7 @@ class Solo:
         self.seat = Seat(
             agent="", rank=0, world_size=1, local_rank=0, local_world_size=1, generation="1.1", incarnation=1
         )
+        self.group, self.newest = self.seat.group(), None
         self.stop_requested: str | None = None
         self.recorder: Recorder | None = None
         self._resolved = resolved
@@ -68,7 +69,7 @@ class Solo:
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
         raise AssertionError("a worker alone shares nothing")
 
-    def report(self, step: int, phase: str) -> None:
+    def report(self, step: int, phase: str, call: int = 0) -> None:
         self._step = step
 
     def committed(self, step: int, path: str) -> None:

@@ -84,7 +84,7 @@ class Trainer:
         worker = enter(strategy, arguments, tune=tune)
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
-        self._run = Run(worker, parts, Hooks(hooks, is_chief=worker.is_chief), scheduler)
+        self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None
 
@@ -147,17 +147,23 @@ class Trainer:
         if early_stop is not None:
             _check_early_stop(early_stop, ["loss", *run.parts.metrics] if held_out is not None else [])
         size = run.batch_size(source, batch_size, batch_per_worker)
-        batches = run.batches(source, size, epochs, steps)
-        saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
-        run.announce("fit", batches.total_steps)
+        joined = run.worker.is_waiting
+        if joined and not run.regrouping.wait_for_admission():
+            return History(run.calls.recorded())
         settings = FitSettings(
             scheduler_every=self._scheduler_every,
             early_stop=early_stop,
-            goes_on=run.calls.goes_on,
+            goes_on=joined or run.calls.goes_on,
             validate=None if held_out is None else lambda: run.evaluate(held_out, size, tell=False),
         )
-        self._fit = Fit(self, training, batches, saver, settings)
-        history = History(self._fit.run())
+        saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
+        self._fit = Fit(
+            self, training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping, settings
+        )
+        if not joined:
+            run.announce("fit", self._fit.total_steps)
+        with run.regrouping.listening(saver.take_office):
+            history = History(self._fit.run())
         run.calls.finish(list(history))
         return history
 
@@ -167,7 +173,7 @@ class Trainer:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
         run = self._run
         run.begin_call("evaluate")
-        if run.calls.already_done:
+        if run.is_call_over():
             return dict(run.calls.recorded())
         source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
         results = run.evaluate(source, batch_size)
@@ -184,7 +190,7 @@ class Trainer:
         run = self._run
         run.begin_call("predict")
         path = run.calls.tensors_path()
-        if run.calls.already_done:
+        if run.is_call_over():
             return evaluating.from_file(path, run.calls.recorded())
         source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
         outputs = run.predict(source, batch_size)
@@ -196,18 +202,22 @@ class Trainer:
         """Write the weights as safetensors (`.pt`, `.keras` by that ending), whole or not at all; the chief does it."""
         run = self._run
         training = run.begin_call("save")
-        if run.calls.already_done:
+        if run.is_call_over():
             return
-        if self.is_chief and not run.worker.in_trial:
-            save_model(training.model, Path(path))
-        run.worker.wait_for_chief("save")
+
+        def work() -> None:
+            if self.is_chief and not run.worker.in_trial:
+                save_model(training.model, Path(path))
+            run.worker.wait_for_chief("save")
+
+        run.regrouping.agreed(work)
         run.calls.finish(None)
 
     def load(self, path: str | Path) -> None:
         """Read weights written by `save`, and give every worker the chief's."""
         run = self._run
         training = run.begin_call("load")
-        if run.calls.already_done:
+        if run.is_call_over():
             return
         if self.is_chief:
             _load_weights(training.model, Path(path))

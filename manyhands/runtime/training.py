@@ -69,6 +69,8 @@ class Training:
         self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
         self.engine, self.hooks, self.slices = engine, hooks, slices
         self.progress = Progress()
+        self.last_stats: StepStats | None = None
+        """Of the last committed step."""
         self._hook_states: list[Any] = []
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._step_s = 0.0
@@ -81,6 +83,7 @@ class Training:
 
     def step_done(self, step: Step, stats: StepStats, total_steps: int | None) -> None:
         """Move on to where the step left off, and tell watchers."""
+        self.last_stats = stats
         progress, after = self.progress, step.after
         progress.step, progress.epoch, progress.row = step.number, after.epoch, after.row
         now = time.perf_counter()
@@ -106,6 +109,10 @@ class Training:
         self.meter.add(stats)
         if self.meter.due(now):
             self.tell_used()
+
+    def regrouped(self) -> None:
+        """This worker's rank, or their number, is another now."""
+        self.meter.move(self.worker.rank, self.worker.world_size)
 
     def tell_used(self, *, ended: bool = False) -> None:
         """Tell watchers what this worker used since the meter was started."""
@@ -170,19 +177,21 @@ class Training:
     def restore(self, loaded: Loaded) -> None:
         self._check_identity(loaded.state["identity"])
         check_model(loaded.manifest, self._weights()[0])
-        rest = unpack(loaded.state["training"], loaded.tensors)
-        weights = {
-            name.removeprefix("model/"): value for name, value in loaded.tensors.items() if name.startswith("model/")
-        }
+        self.take(loaded.state, loaded.tensors, with_hooks=True)
+
+    def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool) -> None:
+        """Become what `parts` told of."""
+        rest = unpack(state["training"], tensors)
+        weights = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
         tied = {name: weights[first] for name, first in rest["aliases"].items()}
         self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"])
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])
         self.engine.restore(rest["strategy"])
-        self._hook_states = rest["hooks"]
+        self._hook_states = rest["hooks"] if with_hooks else []
         restore_rng(rest["rng"])
-        self.progress = msgspec.convert(loaded.state["progress"], Progress)
+        self.progress = msgspec.convert(state["progress"], Progress)
 
     def restore_hooks(self) -> None:
         """After the hooks' own `begin`, which usually sets them to their start."""

@@ -25,8 +25,12 @@ class Meter:
     """Counts from `start` on, for one call of `fit` or one loop."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._alone = rank, world_size == 1
+        self.move(rank, world_size)
         self.start()
+
+    def move(self, rank: int, world_size: int) -> None:
+        """From now on this is another rank, of another number of workers."""
+        self._rank, self._alone = rank, world_size == 1
 
     def start(self) -> None:
         self._started_at, self._cpu_s = time.perf_counter(), _cpu_s()

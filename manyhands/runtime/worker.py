@@ -35,7 +35,7 @@ from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
-from manyhands.spec.seat import Seat
+from manyhands.spec.seat import Group
 from manyhands.strategies.replicated import Mirrored, MultiWorker, Single
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
@@ -73,16 +73,48 @@ class Worker:
 
     def __init__(self, session: Session | Solo, resolved: Resolved, strategy: StrategyChoice) -> None:
         self.session, self.resolved, self.strategy = session, resolved, strategy
-        seat = session.seat
-        self.rank, self.world_size, self.is_chief = seat.rank, seat.world_size, seat.rank == 0
-        spec = resolved.spec
+        seat, spec = session.seat, resolved.spec
+        self.is_elastic = seat.most_workers > 0
+        self.most_workers = seat.most_workers or seat.world_size
+        """How many there may ever be."""
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.device = process.choose_device(strategy.devices, seat.local_rank)
         self.in_trial = load.in_trial()
         self.recorder: Recorder | None = None
-        self.why_no_plane = _why_no_plane(session.seat, spec, self.device)
+        self.why_no_plane = _why_no_plane(session.group, spec, self.device)
+        self.call = 0
+        """The number of the public call under way."""
+        self.place = ""
+        """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
+
+    rank = property(lambda self: self.session.group.rank)
+    world_size = property(lambda self: self.session.group.world_size)
+    is_chief = property(lambda self: self.session.group.rank == 0)
+
+    @property
+    def group(self) -> Group:
+        return self.session.group
+
+    @property
+    def is_waiting(self) -> bool:
+        """Started into a running run, and not admitted yet."""
+        return self.session.group.rank < 0
+
+    def report(self, step: int, phase: str) -> None:
+        self.session.report(step, phase, self.call)
+
+    def enter(self, group: Group) -> None:
+        """Leave the group that this worker is in, for a newer one."""
+        for axis in self._connected.values():
+            axis.retire()
+        self._connected.clear()
+        self._meetings = 0
+        assert isinstance(self.session, Session)
+        self.session.enter(group)
+        self.why_no_plane = _why_no_plane(group, self.resolved.spec, self.device)
+        self._take_office()
 
     @property
     def run_dir(self) -> Path:
@@ -101,9 +133,12 @@ class Worker:
     @property
     def sharing(self) -> Sharing | None:
         """What the workers have in common where they share memory: all of them, or those of each host."""
-        axis, seat = self.axis, self.session.seat
+        axis, seat, group = self.axis, self.session.seat, self.group
         if isinstance(axis, PlaneAxis):
-            return Sharing(axis.plane, self.session.shared_memory)
+            slots = group.slots if self.is_elastic else None
+            return Sharing(axis.plane, self.session.shared_memory, slots=slots, generation=group.generation)
+        if self.is_elastic:  # hosts may have different numbers of workers
+            return None
         if not self._shares_on_each_host():
             return None
         here = self._axes("step on this host", self.device)
@@ -133,21 +168,22 @@ class Worker:
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
         if key not in self._connected:
-            seat = self.session.seat
+            group = self.group
             plane = None
-            if shared and seat.world_size > 1 and not self.why_no_plane:
-                plane = self._connect_plane(purpose, seat.rank, seat.world_size)
-            self._connected[key] = plane or self._connect(key, device, seat.rank, seat.world_size)
+            # Alone, too, where others may come: they find the weights in shared memory.
+            if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
+                plane = self._connect_plane(purpose, group.rank, group.world_size)
+            self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
     def _connect_plane(self, purpose: str, rank: int, size: int) -> PlaneAxis | None:
         """Of this host's workers; where there is no memory for it, `why_no_plane` says so, the same on each."""
-        session, comm = self.session, self.resolved.spec.comm
+        session, comm, generation = self.session, self.resolved.spec.comm, self.group.generation
         if isinstance(session, Solo):
             return None
         try:
             axis = connect_plane(
-                lambda num_bytes: session.shared_memory(f"plane {purpose}", num_bytes, size),
+                lambda num_bytes: session.shared_memory(f"plane {purpose} {generation}", num_bytes, size),
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
@@ -157,6 +193,8 @@ class Worker:
         except EnvironmentProblem as problem:
             self.why_no_plane = problem.what
             return None
+        if self.group.lost:  # the others come from the middle of a step, and nobody has time to lose
+            return axis
         # A collective's deadline is meant for steps; how long each worker takes to get here is another matter.
         here = [f"{purpose}/{session.seat.host}/here/{other}" for other in range(size)]
         session.set(here[rank], b"1")
@@ -166,7 +204,7 @@ class Worker:
     def _connect(self, prefix: str, device: torch.device, rank: int, size: int) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
-            store = ControlStore(self.session, prefix=f"{prefix}/{seat.generation}/")
+            store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
         return connect(
             store,
             rank,
@@ -180,16 +218,20 @@ class Worker:
     def settle_in(self, facts: RunFacts) -> None:
         """Join the run, then apply the machine's settings. Raises when the run directory is somebody else's."""
         self.session.join(facts)
-        if self.is_chief:
-            self.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
-            if isinstance(self.session, Solo):
-                self.session.recorder = self.recorder
+        self._take_office()
         spec = self.resolved.spec
         torch.set_num_threads(self.threads)
         if spec.launch.allocator == "keep" and isinstance(self.session, Solo):
             process.keep_freed_memory()
         if spec.train.exact:
             process.make_deterministic()
+
+    def _take_office(self) -> None:
+        """The chief keeps the record of the run."""
+        if self.is_chief and self.recorder is None:
+            self.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
+            if isinstance(self.session, Solo):
+                self.session.recorder = self.recorder
 
     def machine(self) -> str:
         """What was chosen for this machine, for the run's first line."""
@@ -234,7 +276,7 @@ class Worker:
         if isinstance(self.session, Solo):
             return
         self._meetings += 1
-        key = f"chief/{self._meetings}/{what}"
+        key = f"chief/{self.place or self._meetings}/{what}"
         if self.is_chief:
             self.session.set(key, b"1")
         else:
@@ -264,10 +306,10 @@ class Worker:
         )
 
 
-def _why_no_plane(seat: Seat, spec: RunSpec, device: torch.device) -> str:
+def _why_no_plane(group: Group, spec: RunSpec, device: torch.device) -> str:
     if spec.comm.plane == "gloo":
         return '[comm] plane = "gloo"'
-    if seat.num_hosts > 1:
+    if group.num_hosts > 1:
         return "several hosts"
     return f"on {device}" if device.type != "cpu" else why_not()
 

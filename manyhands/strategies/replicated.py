@@ -6,6 +6,7 @@ lines run, and the collectives have nothing to do. Start reading at `Replicated.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,8 +28,8 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
 from manyhands.parallel.phases import Phases
-from manyhands.parallel.precision import Precision
-from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
+from manyhands.parallel.precision import LossScale, Precision
+from manyhands.parallel.shared_gradients import STAMP_BYTES, SharedGradients, Sharing, summable
 from manyhands.parallel.shared_weights import SharedWeights, shareable
 from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
@@ -73,6 +74,14 @@ MAX_SKIPPED_IN_A_ROW = 50
 _CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
+class Mapped(msgspec.Struct, frozen=True):
+    """Which part of the shared memory a group's gradients and weights lie in."""
+
+    layout: str
+    current: int
+    """The copy of the weights that is in use."""
+
+
 class Replicated:
     """Whole replicas; the batch's slices are shared out, their gradients summed once per step.
 
@@ -108,17 +117,22 @@ class Replicated:
         self._skipped_in_a_row = 0
         self._summed: GradientSum | SharedGradients | None = None
         self._weights: Update | None = None
+        self._reports: list[Report] = []
+        self._exchange: Exchange
         self.phases = Phases()
 
-    def setup(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
+        """With `joining`, the other ranks are training already: `attach` is what comes next."""
         self._model, self._optimizer = model, optimizer
+        self._buffers = StepBuffers(model, self._foreign)
         if self.has_residuals and _wants_closure(optimizer):
             raise TrainingFailed(
                 f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
                 "with the next.",
                 fix=['reducer="exact" or "bf16"', "another optimizer"],
             )
-        self.synchronise()
+        if not joining:
+            self.synchronise()
 
     @property
     def model(self) -> nn.Module:
@@ -203,14 +217,18 @@ class Replicated:
             self._tell(f"gradients travel over the network layer instead of shared memory: {problem}")
         return not problem
 
-    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter]) -> None:
-        memory = sharing.new_layout()
-        gradients = SharedGradients(trained, sharing.plane, memory, sharing.across, self._bucket_bytes)
+    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter], mapped: Mapped | None = None) -> None:
+        """New memory for all ranks, or with `mapped` that which the others have."""
+        plane, layout = sharing.plane, mapped.layout if mapped else sharing.new_layout()
+        memory = sharing.memory_of(layout)
+        gradients = SharedGradients(trained, plane, memory, sharing.across, self._bucket_bytes, slots=sharing.slots)
+        self._memory_layout = layout
         try:
             if not shareable(trained, self._optimizer):
-                self._weights = SharedWeights(gradients, self._optimizer, sharing.plane, memory)
-            elif not runs_fused(self._optimizer) and ownable(self._optimizer):
-                self._weights = OwnedWeights(gradients, self._optimizer, sharing.plane, memory)
+                copies, current = 2 if sharing.is_elastic else 1, mapped.current if mapped else None
+                self._weights = SharedWeights(gradients, self._optimizer, plane, memory, copies=copies, current=current)
+            elif not runs_fused(self._optimizer) and ownable(self._optimizer) and not sharing.is_elastic:
+                self._weights = OwnedWeights(gradients, self._optimizer, plane, memory)
             else:
                 self._weights = LocalUpdate(gradients, self._optimizer)
         except EnvironmentProblem:
@@ -222,6 +240,90 @@ class Replicated:
         if self._codec is None:
             return GradientSum(trained, self._network(), self._bucket_bytes)
         return CodedGradientSum(trained, self._network(), self._bucket_bytes, self._codec)
+
+    # Ranks that come and go, between steps or in the middle of one.
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """Where this rank's weights and gradients lie, for ranks that come later; None where not in shared memory."""
+        if not isinstance(self._summed, SharedGradients):
+            return None
+        current = self._weights.current if isinstance(self._weights, SharedWeights) else 0
+        return Mapped(self._memory_layout, current)
+
+    def attach(self, mapped: Mapped | None) -> None:
+        """Join ranks that are training. Their state comes later; their weights, where shared, are this rank's now."""
+        trained = [param for param in self._model.parameters() if param.requires_grad]
+        if self._summed is not None:  # one that fell behind by a step
+            if mapped is not None and isinstance(self._weights, SharedWeights):
+                self._weights.look_at_copy(mapped.current)
+        elif mapped is not None and self._sharing is not None:
+            self._make_shared(self._sharing, trained, mapped)
+        else:
+            self._summed = self._new_sum(trained)
+            self._weights = LocalUpdate(self._summed, self._optimizer)
+        self._accept_weights()
+
+    def where(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Where in shared memory, if it lies there, so that it need not be sent to a rank that attaches."""
+        return self._weights.where(tensor) if isinstance(self._weights, SharedWeights) else None
+
+    def shared_tensor(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        assert isinstance(self._weights, SharedWeights)
+        return self._weights.tensor_at(where, shape, stride).clone()
+
+    def abandon(self) -> None:
+        """Leave the model alone: setting up has failed, and there will be another engine."""
+        if self._summed is not None:
+            self._summed.leave()
+
+    def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
+        """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
+        self._axis, self._sharing, self._layout = axis, sharing if self._codec is None else None, None
+        if self._summed is None:
+            return
+        if isinstance(self._summed, SharedGradients):
+            assert sharing is not None and sharing.slots is not None
+            self._summed.move(sharing.plane, sharing.slots)
+            if isinstance(self._weights, CommonWeights):
+                self._weights.move(sharing.plane)
+            return
+        self._summed.leave()
+        self._summed = self._new_sum(self._summed.params)
+        assert isinstance(self._weights, LocalUpdate)
+        self._weights.move(self._summed)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory."""
+        return isinstance(self._summed, SharedGradients) and self._summed.keeps_rows
+
+    def resume_step(self) -> StepStats:
+        """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
+        for piece in self.pieces_of_lost():
+            self.phases.mark("load")
+            result = self._forward(piece)
+            self.phases.mark("forward")
+            self.backward(piece, result)
+            self.phases.mark("backward")
+        return self.end_step()
+
+    def pieces_of_lost(self) -> Iterator[PieceLike]:
+        """Slices of ranks that are lost, which this one computes in their place. What they had done, stays done."""
+        assert isinstance(self._summed, SharedGradients)
+        gradients, exchange = self._summed, self._exchange
+        exchange.move(self._axis)
+        slice_at = {place: v for v, place in self._place.items()}
+        for turn, seat in enumerate(gradients.lost_seats()):
+            if turn % self._axis.size != self._axis.rank or (gradients.is_complete(seat) and exchange.is_whole(seat)):
+                continue
+            gradients.leave_seat()
+            gradients.take_seat(seat)
+            self._mine, self._reports = exchange.shares[seat], []
+            for place in self._mine:
+                yield self._step.slice(slice_at[place])
+            if not self._mine:
+                exchange.post(())
 
     # The step, and its parts for those who write their own loop.
 
@@ -245,10 +347,17 @@ class Replicated:
             self._layout = _lay_out(step.bounds, self.shares(step.num_slices))
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
-        self._reports: list[Report] = []
-        self._exchange: Exchange | None = None
+        self._reports = []
+        if isinstance(self._summed, SharedGradients):
+            self._summed.stamp = self._stamp(step.number)
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
+        self._exchange = Exchange(self._axis, self._gradients, shares, stop, self._buffers, step.number)
+
+    def _stamp(self, number: int) -> bytes:
+        """What marks this step's gradients: of this number, divided as this group of ranks does."""
+        generation = self._sharing.generation if self._sharing is not None else ""
+        return hashlib.blake2s(f"{generation} {number}".encode(), digest_size=STAMP_BYTES).digest()
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
@@ -270,18 +379,23 @@ class Replicated:
         self._reports.append(Report(total, weight, self._buffers.leave(place)))
         self._gradients.before_backward(place)
         if place == self._mine[-1]:
-            self._exchange = self._start_exchange()  # travels while backward runs
-        scaled.backward()  # type: ignore[no-untyped-call]
-        self._gradients.after_backward(place)
-        self._buffers.put_back()
+            self._exchange.post(self._reports)  # travels while backward runs
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._gradients.after_backward(place)
+        finally:
+            self._buffers.put_back()
 
     def end_step(self) -> StepStats:
-        step = self._step
-        loss, stop = self._reduce()
-        stats = StepStats(loss=loss, rows=step.rows, stop=stop, bytes_sent=self._gradients.bytes_sent)
+        """Sum, update, and only then let go of what was before: whatever fails until then has changed nothing."""
+        stats = StepStats(loss=math.nan, rows=self._step.rows)
+        reduced = self._reduce()
+        stats.loss, stats.stop, stats.bytes_sent = reduced.loss, reduced.stop, self._gradients.bytes_sent
         self.phases.mark("reduce")
-        if self._scale_gradients(stats):
+        self._scale_gradients(reduced, stats)
+        if not stats.skipped:
             self._update.apply()
+        self._take_over(reduced, stats)
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
         stats.lr = float(self._optimizer.param_groups[0]["lr"])
@@ -344,6 +458,7 @@ class Replicated:
     def restore(self, state: dict[str, Any]) -> None:
         """After the weights themselves."""
         self._accept_weights()
+        self._buffers = StepBuffers(self._model, self._foreign)  # they have other values now
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
         if isinstance(self._summed, CodedGradientSum) and "residuals" in state:
@@ -369,11 +484,13 @@ class Replicated:
             self.begin_step(step, stop=stop)
             for piece in pieces:
                 self.backward(piece, self._forward(piece))
-            loss, stats.stop = self._reduce()
-            self._scale_gradients(stats)
+            reduced = self._reduce()
+            stats.stop = reduced.stop
+            self._scale_gradients(reduced, stats)
+            self._take_over(reduced, stats)
             if math.isnan(stats.loss):
-                stats.loss = loss
-            return loss
+                stats.loss = reduced.loss
+            return reduced.loss
 
         self._optimizer.step(closure)
         self.phases.mark("update")
@@ -392,56 +509,53 @@ class Replicated:
         factor = scale * (times / self._step.rows)
         return value.item() * times, weight, value if factor == 1.0 else value * factor
 
-    def _start_exchange(self) -> Exchange:
-        assert self._layout is not None
-        shares, number = self._layout.shares, self._step.number
-        return Exchange(self._axis, self._gradients, self._reports, shares, self._stop, self._buffers, number)
-
-    def _reduce(self) -> tuple[float, int]:
-        """Sum gradients, losses and statistics over the ranks; the batch's loss, and the largest `stop`."""
-        exchange = self._exchange or self._start_exchange()
+    def _reduce(self) -> _Reduced:
+        """Sum gradients, losses and statistics over the ranks."""
+        if not self._exchange.posted:  # no slice of its own
+            self._exchange.post(())
         self._gradients.finish()
-        reports, stop, changes = exchange.finish()
+        reports, stop, changes = self._exchange.finish()
         if isinstance(self._summed, SharedGradients) and not self.shares_weights:
             self._summed.collect()
-        self._buffers.commit([report.statistics for report in reports])
-        self._buffers.apply_first_changes(changes)
         total = sum(report.total for report in reports)  # in slice order
-        self._weight = sum(report.weight for report in reports)
-        if self._weight <= 0:
-            raise BadLoss(
-                f"The weights of step {self._step.number} sum to {self._weight:g}; the mean needs them above 0."
-            )
-        loss = total / self._weight
+        weight = sum(report.weight for report in reports)
+        if weight <= 0:
+            raise BadLoss(f"The weights of step {self._step.number} sum to {weight:g}; the mean needs them above 0.")
+        loss = total / weight
         if not math.isfinite(loss) and not self._precision.scale:
             self._raise_non_finite(f"The loss of step {self._step.number} is {loss}")
-        return loss, stop
+        return _Reduced(loss, weight, stop, [report.statistics for report in reports], changes)
 
-    def _scale_gradients(self, stats: StepStats) -> bool:
-        """Divide out loss scale and weights, clip; False when an fp16 overflow means that the step is skipped."""
+    def _scale_gradients(self, reduced: _Reduced, stats: StepStats) -> None:
+        """Divide out loss scale and weights, clip; an fp16 overflow means that the step is skipped."""
         scale = self._precision.scale
-        factor = self._step.rows / self._weight / (scale.value if scale else 1.0)
+        factor = self._step.rows / reduced.weight / (scale.value if scale else 1.0)
         self._update.scale(factor)
         if self._clip_norm is None and scale is None:
-            return True
+            return
         stats.grad_norm = self._update.norm()
-        if scale:
-            stats.skipped = not math.isfinite(stats.grad_norm)
-            before = scale.value
-            scale.update(overflow=stats.skipped)
-            if scale.value != before and isinstance(self._summed, CodedGradientSum):
-                self._summed.scale_residuals(scale.value / before)
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if stats.skipped else 0
-            if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                self._raise_non_finite(
-                    f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}"
-                )
-            if stats.skipped:
-                return False
-        elif not math.isfinite(stats.grad_norm):
-            self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
+        if not math.isfinite(stats.grad_norm):
+            if scale is None:
+                self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
+            stats.skipped = True
+            return
         self._update.clip(clip_factor(stats.grad_norm, self._clip_norm))
-        return True
+
+    def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
+        """What the step made of everything but the weights, on this rank."""
+        self._buffers.commit(reduced.statistics)
+        self._buffers.apply_first_changes(reduced.changes)
+        if self._precision.scale:
+            self._adapt_scale(self._precision.scale, stats.skipped)
+
+    def _adapt_scale(self, scale: LossScale, skipped: bool) -> None:
+        before = scale.value
+        scale.update(overflow=skipped)
+        if scale.value != before and isinstance(self._summed, CodedGradientSum):
+            self._summed.scale_residuals(scale.value / before)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self._raise_non_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}")
 
     def _raise_non_finite(self, what: str) -> None:
         name = _first_non_finite(self._model)
@@ -452,6 +566,19 @@ class Replicated:
                 "the data of this step: NaN in the input makes NaN in the loss",
             ],
         )
+
+
+class _Reduced(NamedTuple):
+    """What all ranks know of a step once they have told each other."""
+
+    loss: float
+    weight: float
+    stop: int
+    """The largest of what the ranks wished."""
+    statistics: list[Tensor]
+    """What each slice made of the batch statistics, in slice order."""
+    changes: bytes
+    """Other buffers that slice 0 changed."""
 
 
 class _Layout(NamedTuple):

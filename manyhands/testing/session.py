@@ -34,6 +34,7 @@ class PoolSession:
             incarnation=1,
             flags={"launch.ui": "none", "launch.threads": 1, **flags},
         )
+        self.group, self.newest = self.seat.group(), None
         self.run_dir = run_dir
         self.stop_requested: str | None = None
         self.events: list[Event] = []
@@ -68,7 +69,7 @@ class PoolSession:
         finally:
             os.close(fd)
 
-    def report(self, step: int, phase: str) -> None: ...
+    def report(self, step: int, phase: str, call: int = 0) -> None: ...
 
     def committed(self, step: int, path: str) -> None: ...
 

@@ -112,7 +112,8 @@ def allot_everything(memory: HostMemory) -> None:
     """What the agent does on request: here, ahead of the fork."""
     OFFSETS.clear()
 
-    sizes = {"gradients 0": 2 * 4 * 260_000, "messages of 12": 8192, "messages of 6": 8192}
+    sizes = {f"gradients 0 of slot {slot}": 4 * 260_000 for slot in range(2)}
+    sizes |= {f"messages of 4096 of slot {slot}": 4096 for slot in range(2)}
     for name in ("weights", "state exp_avg", "state exp_avg_sq"):
         for copy in range(2):
             sizes[f"{name}, copy {copy}"] = 4 * 260_000
