@@ -191,6 +191,8 @@ class Announce(_Message, frozen=True, kw_only=True):
 
     group: Group
     run_call: int = 0
+    last_loss: str = ""
+    """The newest generation that began with a loss. A worker that missed it tells from this that it has to hurry."""
 
 
 FromWorker = (
@@ -264,6 +266,9 @@ class HostReport(_Message, frozen=True, kw_only=True):
     committed: Commit | None = None
     has_job: bool = False
     leaving: bool = False
+    """It goes. While it has members, they are to be let go first; with `clear`, this is its last word."""
+    scale: int = 0
+    """How many workers an elastic run should have, as a person last asked on this host; 0: nobody did."""
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -274,6 +279,11 @@ class Job(_Value, frozen=True, kw_only=True):
     grace_s: float
     max_restarts: int
     threads: int | None = None
+    most_workers: int = 0
+    """Above 0: the run is elastic, and this is its upper bound over all hosts."""
+    heartbeat_s: float = 3.0
+    hang_s: float = 10.0
+    """Limits for workers of an elastic run; see `control.hang`."""
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
@@ -372,11 +382,18 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 class MemberStatus(_Value, frozen=True, kw_only=True):
     rank: int
+    """-1: it is not in the newest generation (yet, or any more)."""
     pid: int
     status: str
+    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
     step: int | None
     phase: str
     age_s: float
+    slot: int | None = None
+    """Of an elastic run's worker."""
+    generation: str = ""
+    """The one that it speaks for."""
+    call: int = 0
 
 
 class Status(_Message, frozen=True, kw_only=True):
@@ -390,3 +407,7 @@ class Status(_Message, frozen=True, kw_only=True):
     coordinator_pid: int
     members: list[MemberStatus]
     committed: Commit | None = None
+    elastic: tuple[int, int] | None = None
+    scale: int = 0
+    """How many workers there should be, where somebody asked since the start; else 0."""
+    run_call: int = 0
