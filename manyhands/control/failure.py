@@ -17,8 +17,8 @@ __all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a worker ended, other than well.
 
-    stopped: the agent killed it because of another's end. lost: its host went silent. hung: it got nowhere, and its agent
-    killed it; `message` tells how that was seen, and where it stood.
+    stopped: the agent killed it because of another's end. lost: its host went silent. hung: it got nowhere, so its
+    agent killed it; `message` tells how that was seen, and where it stood.
     """
 
     rank: int

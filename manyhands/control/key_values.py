@@ -12,7 +12,7 @@ import msgspec
 
 from manyhands.control.messages import StoreReply, StoreRequest
 
-__all__ = ["Client", "KeyValues"]
+__all__ = ["Client", "KeyValues", "generation_is_over"]
 
 MAX_KEYS = 100_000
 MAX_BYTES = 64 * 2**20
@@ -22,6 +22,11 @@ MAX_WAIT_S = 24 * 3600.0
 
 Client = tuple[str, bytes]
 """Where a reply goes: which port, and which peer on it."""
+
+
+def generation_is_over(generation: str) -> str:
+    """What is answered to those who speak for a generation that is not this store's."""
+    return f"generation {generation} is over"
 
 
 class _Waiter(msgspec.Struct):
@@ -73,7 +78,7 @@ class KeyValues:
 
     def _objection(self, request: StoreRequest) -> str:
         if request.generation != self.generation:
-            return f"generation {request.generation} is over"
+            return generation_is_over(request.generation)
         if not request.keys or any(not key or len(key) > MAX_KEY_CHARS for key in request.keys):
             return f"a key must have 1 to {MAX_KEY_CHARS} characters"
         if request.op in ("get", "wait") and len(self._waiters) >= MAX_WAITERS:
