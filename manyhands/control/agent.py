@@ -84,7 +84,7 @@ class Agent:
         self._crew_started = 0.0
         self._lost: set[int] = set()
         self._stop: tuple[str, int] | None = None
-        self._scale = 0
+        self._workers_wanted: int | None = None
         self._leaving_by: float | None = None
         """When this host, having been told to go, kills what has not gone by itself."""
         self._signalled = False
@@ -233,7 +233,7 @@ class Agent:
                 agent=at.name,
                 host=self._host,
                 slots=self._request.workers,
-                scale=self._scale,
+                workers_wanted=self._workers_wanted,
                 term=self._term,
                 versions=at.versions,
                 data_address=at.addresses.data,
@@ -454,14 +454,14 @@ class Agent:
             return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} {nearest}"])
         if self._stop is not None:
             return Refusal(error="UsageError", what=f"{self._at.book.run} has been asked to stop.")
-        self._scale, self._changed = workers, True
+        self._workers_wanted, self._changed = workers, True
         return None
 
     def _status(self) -> Status:
         crew, coordinator = self._crew, self._at.coordinator
         return Status(
             elastic=self._request.elastic,
-            scale=self._scale,
+            workers_wanted=self._workers_wanted,
             run_call=self._desk.run_call,
             run=self._at.book.run,
             run_dir=self._at.book.path,

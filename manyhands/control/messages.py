@@ -266,9 +266,9 @@ class HostReport(_Message, frozen=True, kw_only=True):
     committed: Commit | None = None
     has_job: bool = False
     leaving: bool = False
-    """It goes. While it has members, they are to be let go first; with `clear`, this is its last word."""
-    scale: int = 0
-    """How many workers an elastic run should have, as a person last asked on this host; 0: nobody did."""
+    """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
+    workers_wanted: int | None = None
+    """What `mh scale` said last, from the launching agent, which repeats it in every report."""
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -408,6 +408,6 @@ class Status(_Message, frozen=True, kw_only=True):
     members: list[MemberStatus]
     committed: Commit | None = None
     elastic: tuple[int, int] | None = None
-    scale: int = 0
-    """How many workers there should be, where somebody asked since the start; else 0."""
+    workers_wanted: int | None = None
+    """What `mh scale` said last."""
     run_call: int = 0
