@@ -22,8 +22,9 @@ from msgspec.structs import replace
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.key_values import Client, KeyValues
 from manyhands.control.keys import server_curve
-from manyhands.control.membership import begin, orders_for, react, restored
+from manyhands.control.membership import begin, react, restored
 from manyhands.control.messages import FromAgent, HostReport, Orders, Refusal, Relay, Replay, StoreReply
+from manyhands.control.orders import orders_for
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.roster import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked
 

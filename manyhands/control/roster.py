@@ -27,6 +27,7 @@ __all__ = [
     "Settings",
     "Tell",
     "Ticked",
+    "parse_generation",
 ]
 
 
@@ -147,3 +148,8 @@ class Refuse(_Value, frozen=True, kw_only=True):
 
 Event = Heard | Ticked
 Output = Persist | Tell | Refuse
+
+
+def parse_generation(text: str) -> tuple[int, int]:
+    term, counter = text.split(".")
+    return int(term), int(counter)
