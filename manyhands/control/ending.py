@@ -6,6 +6,7 @@ Pure, as `membership` is, which calls it. Start reading at `conclude`.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -18,8 +19,11 @@ __all__ = ["conclude", "end_run", "give_up_on_silent", "stopped_code"]
 
 def conclude(state: Membership, roster: Roster, now: float) -> Membership:
     """Every process of the generation is dead, by the agents' word. Done, stopped, again, or failed?"""
-    codes = [member.exit_code for member in roster.members if member.status == "done"]
-    if len(codes) == len(roster.members):
+    done = [member.exit_code or 0 for member in roster.members if member.status == "done"]
+    codes = [*roster.exit_codes, *done]
+    # Elastic runs do without a worker that died when the chief was done: the others' part of the work is the same.
+    by_chief = state.settings.elastic is not None and roster.members[0].status == "done" and not roster.fatal
+    if len(done) == len(roster.members) or by_chief:
         code = 75 if 75 in codes else 0
         return end_run(state, now, code, "preempted, with a committed checkpoint" if code else "finished")
     if state.stop is not None:
@@ -39,7 +43,7 @@ def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
     verdict = judge(
         first,
         history,
-        restarts=state.restarts,
+        restarts=state.restarts + state.deaths,
         max_restarts=settings.job.max_restarts,
         progressed=progressed,
         always_restart=settings.always_restart,
@@ -58,12 +62,9 @@ def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
     )
 
 
-def give_up_on_silent(state: Membership, roster: Roster, now: float) -> Membership:
-    lost = [
-        state.hosts[agent].name if agent in state.hosts else agent
-        for agent in roster.agents
-        if agent not in roster.cleared
-    ]
+def give_up_on_silent(state: Membership, roster: Roster, agents: Collection[str], now: float) -> Membership:
+    lost = [state.hosts[agent].name if agent in state.hosts else agent for agent in sorted(agents)]
+    state = replace(state, roster=roster)
     if state.stop is not None:
         return end_run(state, now, stopped_code(state), f"stopped; no word from {', '.join(lost)}")
     return end_run(state, now, 4, f"{', '.join(lost)} did not come back to say that its workers are dead", failed=True)

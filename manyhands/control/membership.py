@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from manyhands.control import attendance, elastic
 from manyhands.control.ending import conclude, end_run, give_up_on_silent, stopped_code
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import Commit, HostReport, MemberReport
@@ -47,7 +48,8 @@ def restored(state: Membership, term: int, now: float) -> Membership:
     """The state a restarted coordinator goes on with: a higher term, and nobody heard of yet."""
     assert term > state.term
     hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
-    return replace(state, term=term, hosts=hosts, since=now)
+    roster = attendance.resumed(state.roster) if state.roster and state.settings.elastic else state.roster
+    return replace(state, term=term, hosts=hosts, roster=roster, since=now)
 
 
 def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
@@ -59,7 +61,7 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
                 return state, [refusal]
             known = state
             state = _hear(state, report, now)
-            news = (state.stop, state.run_dir) != (known.stop, known.run_dir)
+            news = _of_interest_to_all(state) != _of_interest_to_all(known)
             outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
         case Ticked():
             state = _note_silence(state, now)
@@ -68,8 +70,14 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
         state = after
     if state is not before:
         # The new state is durable before anyone acts on it; every agent then hears of it, the asking one included.
+        state = replace(state, revision=state.revision + 1)
         outputs = [Persist(state=state), *(Tell(agent=agent) for agent in state.hosts)]
     return state, outputs
+
+
+def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
+    call = attendance.call_of(state.roster) if state.roster and state.settings.elastic else 0
+    return state.stop, state.run_dir, call
 
 
 # ---- hearing ---------------------------------------------------------------------------------------------------
@@ -86,8 +94,9 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
         if theirs != ours:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
-    if len(state.hosts) >= settings.hosts_wanted:
-        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {settings.hosts_wanted} of its hosts.")
+    most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
+    if len(state.hosts) >= most_hosts:
+        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
     if report.host_rank is not None and report.host_rank in [host.host_rank for host in state.hosts.values()]:
         return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")
     return None
@@ -105,6 +114,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         host_rank=report.host_rank,
         master=report.master,
         heard_at=now,
+        leaving=report.leaving or (known is not None and known.leaving),
     )
     state = replace(
         state,
@@ -115,8 +125,11 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         log_base=report.log_base if report.local else state.log_base,
         stop=state.stop or report.stop,
         stop_signal=state.stop_signal or report.stop_signal,
+        workers_wanted=state.workers_wanted if report.workers_wanted is None else report.workers_wanted,
     )
-    if report.generation is not None and state.roster is not None:
+    if state.settings.elastic is not None and state.roster is not None:
+        state = attendance.hear(state, state.roster, report, now)
+    elif report.generation is not None and state.roster is not None:
         if report.generation == state.roster.generation:
             state = _hear_members(state, state.roster, report, now)
         elif report.members:
@@ -175,7 +188,9 @@ def _updated(member: Member, word: MemberReport, clear: bool, now: float) -> Mem
 
 def _leave(state: Membership, agent: str, now: float) -> Membership:
     """An agent that goes on its own, having given its word. Its members are lost to this generation."""
-    if state.roster is not None and state.phase == "running" and agent in state.roster.agents:
+    if state.settings.elastic is not None and state.roster is not None:
+        state = attendance.lose_host(state, state.roster, agent, gone=True)
+    elif state.roster is not None and state.phase == "running" and agent in state.roster.agents:
         state = _lose(state, state.roster, agent, now)
     return replace(state, hosts={name: host for name, host in state.hosts.items() if name != agent})
 
@@ -186,7 +201,9 @@ def _note_silence(state: Membership, now: float) -> Membership:
         if host.local or host.silent or now - host.heard_at <= limit:
             continue
         state = replace(state, hosts={**state.hosts, host.agent: replace(host, silent=True)})
-        if state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
+        if state.settings.elastic is not None and state.roster is not None and state.phase in ("running", "stopping"):
+            state = attendance.lose_host(state, state.roster, host.agent, gone=False)
+        elif state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
             state = _lose(state, state.roster, host.agent, host.heard_at)
         elif state.phase == "gathering" and (state.roster is None or host.agent not in state.roster.agents):
             state = replace(state, hosts={name: h for name, h in state.hosts.items() if name != host.agent})
@@ -217,7 +234,8 @@ def _advance(state: Membership, now: float) -> Membership:
             return _gather(state, now)
         case "running" | "stopping":
             assert state.roster is not None
-            return _watch(state, state.roster, now)
+            watch = elastic.advance if state.settings.elastic is not None else _watch
+            return watch(state, state.roster, now)
         case _:
             return state
 
@@ -225,15 +243,22 @@ def _advance(state: Membership, now: float) -> Membership:
 def _gather(state: Membership, now: float) -> Membership:
     if state.stop is not None:
         return end_run(state, now, stopped_code(state), "stopped before its workers were started")
-    ready = [host for host in state.hosts.values() if not host.silent]
+    ready = [host for host in state.hosts.values() if not host.silent and not host.leaving]
     chief = _in_order(ready)[0] if ready else None
-    if len(ready) == state.settings.hosts_wanted and chief is not None and chief.master is not None:
-        return _form(state, _in_order(ready), chief.master, now)
+    if _enough(state, ready) and chief is not None and chief.master is not None:
+        form = elastic.form if state.settings.elastic is not None else _form
+        return form(state, _in_order(ready), chief.master, now)
     again = state.roster is not None
     if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
         reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
         return end_run(state, now, 4 if again else 3, reason)
     return state
+
+
+def _enough(state: Membership, ready: Sequence[Host]) -> bool:
+    if state.settings.elastic is not None:
+        return elastic.enough(state, ready)
+    return len(ready) == state.settings.hosts_wanted
 
 
 def _in_order(hosts: Sequence[Host]) -> list[Host]:
@@ -278,7 +303,7 @@ def _watch(state: Membership, roster: Roster, now: float) -> Membership:
         return conclude(state, roster, now)
     missing = [state.hosts.get(agent) for agent in roster.agents if agent not in roster.cleared]
     if any(host is None or (host.silent and now - host.heard_at > state.settings.rejoin_wait_s) for host in missing):
-        return give_up_on_silent(state, roster, now)
+        return give_up_on_silent(state, roster, set(roster.agents) - set(roster.cleared), now)
     # While a stop is under way the agents' grace time rules; one worker that fails then must not cut it short.
     if state.phase == "running" and roster.ends and state.stop is None:
         return replace(state, phase="stopping", since=now)

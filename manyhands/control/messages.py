@@ -264,6 +264,9 @@ class HostReport(_Message, frozen=True, kw_only=True):
     committed: Commit | None = None
     has_job: bool = False
     leaving: bool = False
+    """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
+    workers_wanted: int | None = None
+    """What `mh scale` said last, from the launching agent, which repeats it in every report."""
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -277,7 +280,11 @@ class Job(_Value, frozen=True, kw_only=True):
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
-    """A process that should be there, in an elastic run."""
+    """A process that should be there, in an elastic run.
+
+    An incarnation is started at most once: one that has ended is reported as ended for as long as it is listed. It is
+    started only when the process that had its slot before is gone.
+    """
 
     slot: int
     incarnation: int
@@ -323,6 +330,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     """How a host should stand."""
 
     term: int
+    revision: int = 0
+    """Of the state behind these orders, within the term: lower ones are late, and an agent ignores them."""
     run: str
     do: Literal["wait", "run", "stop", "end"]
     plan: Plan | None = None

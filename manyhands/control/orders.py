@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from manyhands.control.messages import Orders, Plan, WorkerPosition
-from manyhands.control.roster import Membership, Roster
+from manyhands.control.attendance import call_of
+from manyhands.control.messages import Orders, Place, Plan, PlannedWorker, WorkerPosition
+from manyhands.control.roster import Member, Membership, Roster
 
 __all__ = ["orders_for"]
 
@@ -15,6 +16,7 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
     roster, outcome = state.roster, state.outcome
     orders = Orders(
         term=state.term,
+        revision=state.revision,
         run=state.settings.run,
         do="wait",
         stop=state.stop,
@@ -32,7 +34,14 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
         return orders
     if state.phase == "stopping":
         return replace(orders, do="stop")
-    return replace(orders, do="run", plan=_plan(roster, agent), positions=_elsewhere(roster, agent, now))
+    elastic = state.settings.elastic is not None
+    return replace(
+        orders,
+        do="run",
+        plan=_elastic_plan(roster, agent) if elastic else _plan(roster, agent),
+        positions=_elsewhere(roster, agent, now),
+        run_call=call_of(roster) if elastic else 0,
+    )
 
 
 def _missing(state: Membership) -> str:
@@ -59,6 +68,35 @@ def _plan(roster: Roster, agent: str) -> Plan:
         master=roster.master,
         why=roster.why,
     )
+
+
+def _elastic_plan(roster: Roster, agent: str) -> Plan:
+    """As `_plan`, and which processes should be there. A host may have none in the group."""
+    mine = [member for member in roster.members if member.agent == agent]
+    number = {name: place for place, name in enumerate(roster.agents)}
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len({member.agent for member in roster.members}),
+        host=number[agent],
+        first_rank=mine[0].rank if mine else -1,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+        workers=[
+            *(_planned(member, joining=False) for member in mine if member.status != "dead"),
+            *(_planned(worker, joining=True) for worker in roster.joining if worker.agent == agent),
+        ],
+        dismissed=[worker.incarnation for worker in roster.dismissed if worker.agent == agent],
+        group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
+        lost=roster.lost,
+        call=roster.call,
+    )
+
+
+def _planned(worker: Member, *, joining: bool) -> PlannedWorker:
+    return PlannedWorker(slot=worker.slot, incarnation=worker.incarnation, joining=joining)
 
 
 def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
