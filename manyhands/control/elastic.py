@@ -179,7 +179,7 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     """Go on without those who are gone, or were done long before the others."""
     living, finished = alive(roster), done(roster)
     early = [member for member in finished if now - member.done_at > DONE_GRACE_S]
-    if not missing(roster) and not early:
+    if (not missing(roster) and not early) or not any(can_go_on(member) for member in living):
         return state
     newcomers: list[Member] = []
     if len(living) + len(finished) < bounds(state)[0] and state.stop is None:
