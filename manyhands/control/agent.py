@@ -79,7 +79,7 @@ class Agent:
     def __init__(self, request: LaunchRequest, premises: Premises, job: Job | None, display: Display) -> None:
         self._request, self._at, self._job, self._display = request, premises, job, display
         self._host = socket.gethostname()
-        self._term, self._generation = 0, ""
+        self._term, self._revision, self._generation = 0, 0, ""
         self._crew: Crew | None = None
         self._crew_started = 0.0
         self._lost: set[int] = set()
@@ -265,10 +265,11 @@ class Agent:
 
     def _obey(self, orders: Orders) -> None:
         """Make this host stand as ordered. Orders of an older term are from a coordinator that has been replaced."""
-        if orders.term < self._term or self._exit_code is not None:
+        if (orders.term, orders.revision) < (self._term, self._revision) or self._exit_code is not None:
             return
         if orders.term > self._term:
             self._meet_coordinator(orders)
+        self._revision = orders.revision
         if self._job is None and orders.job is not None:
             self._job = replace(orders.job, command=check_command(orders.job.command))
         if orders.run_dir is not None:

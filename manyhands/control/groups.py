@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from manyhands.control.membership import parse_generation
 from manyhands.control.messages import Place, Plan
+from manyhands.control.roster import parse_generation
 from manyhands.spec.seat import Group
 
 __all__ = ["Groups", "group_for", "is_later"]

@@ -287,7 +287,11 @@ class Job(_Value, frozen=True, kw_only=True):
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
-    """A process that should be there, in an elastic run."""
+    """A process that should be there, in an elastic run.
+
+    An incarnation is started at most once: one that has ended is reported as ended for as long as it is listed. It is
+    started only when the process that had its slot before is gone.
+    """
 
     slot: int
     incarnation: int
@@ -333,6 +337,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     """How a host should stand."""
 
     term: int
+    revision: int = 0
+    """Of the state behind these orders, within the term: lower ones are late, and an agent ignores them."""
     run: str
     do: Literal["wait", "run", "stop", "end"]
     plan: Plan | None = None

@@ -143,7 +143,7 @@ class Session:
             return None
         if not mine and announced.group.rank < 0:
             return None  # it offers itself, and others were admitted
-        return replace(announced.group, lost=is_later(announced.last_loss, mine))
+        return replace(announced.group, lost=bool(mine) and is_later(announced.last_loss, mine))
 
     def enter(self, group: Group) -> None:
         """From now on this worker speaks for that generation."""
@@ -182,7 +182,7 @@ class Session:
 
     def _loss(self) -> PeerLost | None:
         newest = self.newest
-        if newest is None or not newest.lost or not self.group.generation:
+        if newest is None or not newest.lost:
             return None
         return PeerLost(
             f"A member of generation {self.group.generation} is gone; {newest.generation} goes on without it."
