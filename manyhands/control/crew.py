@@ -113,9 +113,11 @@ class Crew:
 
     def is_chief(self, worker: Worker) -> bool:
         """Of the newest generation."""
-        if not self.elastic:
-            return worker.seat.rank == 0
-        return worker.seat.incarnation == self.plan.group[0].incarnation
+        return self.rank_of(worker) == 0
+
+    def rank_of(self, worker: Worker) -> int:
+        """In the newest generation; -1 if it is not in it."""
+        return group_for(self.plan, worker.seat.incarnation).rank if self.elastic else worker.seat.rank
 
     def member(self, generation: str, incarnation: int) -> Worker | None:
         """The living worker that may speak so: of this generation, or of one here that it has not left yet."""
@@ -279,7 +281,7 @@ class Crew:
 
     def _status(self, worker: Worker, now: float) -> MemberStatus:
         status = MemberStatus(
-            rank=worker.seat.rank,
+            rank=self.rank_of(worker),
             pid=worker.pid,
             status=worker.status,
             step=worker.step,
@@ -290,7 +292,6 @@ class Crew:
             return status
         return replace(
             status,
-            rank=group_for(self.plan, worker.seat.incarnation).rank,
             status=_standing(worker) if worker.alive else worker.status,
             slot=worker.number,
             generation=worker.generation,

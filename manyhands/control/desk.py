@@ -129,9 +129,9 @@ class Desk:
     def _positions(self, crew: Crew | None) -> dict[int, WorkerPosition]:
         now, here = time.monotonic(), crew.workers if crew else []
         mine = {
-            worker.number: WorkerPosition(step=worker.step, phase=worker.phase, age_s=now - worker.moved_at)
+            crew.rank_of(worker): WorkerPosition(step=worker.step, phase=worker.phase, age_s=now - worker.moved_at)
             for worker in here
-            if worker.step is not None
+            if crew is not None and worker.step is not None and crew.rank_of(worker) >= 0
         }
         return {**self.elsewhere, **mine}
 

@@ -186,6 +186,10 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
         (rank, rank, "live") for rank in range(4)
     ]
     assert (stood.workers_wanted, stood.run_call) == (4, 1)
+    for number, nearest in ((0, 1), (5, 4)):
+        with pytest.raises(UsageError, match=f"{number} workers are outside of this run's bounds, 1 to 4") as refused:
+            request_scale(directory, number)
+        assert refused.value.fix == (f"mh scale {directory} {nearest}",)
     request_scale(directory, 1)
     (left,) = run.members([0])
     assert left["pid"] == pids[0]
@@ -194,6 +198,8 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
     assert sorted(entry["slot"] for entry in run.notes("dismissed")) == [1, 2, 3]
     until(lambda: len(query(directory).members) == 1, 5, "only one member")
     run.end()
+    with pytest.raises(UsageError, match="is not running here"):
+        request_scale(directory, 2)
     assert run.run.events("WorkerLost") == []
 
 
@@ -212,29 +218,6 @@ def test_a_dismissed_worker_that_does_not_go_is_killed_after_the_grace_time(elas
     until(lambda: not alive(pids[1]), 5, "the end of the dismissed worker")
     run.end()
     assert run.run.events("WorkerLost") == []
-
-
-@pytest.mark.parametrize(
-    ("workers", "says"), [(0, "0 workers are outside of this run's bounds, 2 to 3"), (4, "4 workers are outside")]
-)
-def test_a_number_outside_of_the_bounds_is_refused(elastic, workers, says):
-    run = elastic(workers=2, elastic=[2, 3])
-    run.members([0, 1])
-    with pytest.raises(UsageError, match=says) as refused:
-        request_scale(run.run.run_dir(), workers)
-    assert refused.value.fix == (f"mh scale {run.run.run_dir()} {min(max(workers, 2), 3)}",)
-    run.end()
-    with pytest.raises(UsageError, match="is not running here"):
-        request_scale(run.run.run_dir(), 2)
-
-
-def test_a_static_run_cannot_be_scaled(launcher):
-    run = launcher("join(); mark('up'); wait_for('end')")
-    run.wait_for("up")
-    with pytest.raises(UsageError, match="is not elastic"):
-        request_scale(run.run_dir(), 2)
-    (run.folder / "end").touch()
-    assert run.wait() == 0
 
 
 def test_a_coordinator_killed_together_with_a_worker_does_not_cost_the_others_their_processes(elastic):
