@@ -25,6 +25,7 @@ __all__ = [
     "StepDone",
     "Warned",
     "WorkerLost",
+    "WorkerStarted",
     "decode",
     "encode",
     "encode_lines",
@@ -60,6 +61,18 @@ class GenerationStarted(_Event, frozen=True):
     generation: str
     workers: int
     hosts: int
+    why: str = ""
+    """What ended the one before: "worker 2 on a (pid 4121) died: SIGKILL", "1 joined", "2 left"."""
+
+
+class WorkerStarted(_Event, frozen=True):
+    """A process was started. Ranks change between the generations of an elastic run, its slot does not."""
+
+    slot: int
+    incarnation: int
+    host: str
+    pid: int
+    joining: bool = False
 
 
 class StepDone(_Event, frozen=True):
@@ -161,6 +174,7 @@ class RunEnded(_Event, frozen=True):
 Event = (
     RunStarted
     | GenerationStarted
+    | WorkerStarted
     | StepDone
     | EpochDone
     | Evaluated

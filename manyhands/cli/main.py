@@ -25,6 +25,7 @@ COMMANDS = {
     "tune": "Find the fastest settings for a script on this machine, by measurement.",
     "agent": "Lend this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
+    "scale": "Ask a live elastic run for more or fewer workers.",
     "status": "Show what a run is doing, or did.",
     "logs": "Show the output of a run's workers.",
     "ckpt": "List, verify and export checkpoints.",

@@ -28,6 +28,8 @@ HELP = {
     "seed": "All randomness and the data order follow from it.",
     "max_restarts": "How often a lost worker may restart the run from its last checkpoint.",
     "grace_s": "Seconds that workers get to commit a checkpoint after SIGTERM.",
+    "heartbeat_s": "Elastic runs: seconds without a sign of life after which a worker is replaced.",
+    "hang_s": "Elastic runs: seconds (at least ten slow steps) without a step after which a worker shows its stack.",
     "strategy": "How the work is shared out.",
     "precision": "Number format of forward and backward; weights stay fp32.",
     "slices": "V: the pieces that every global batch is cut into. Default: accumulate x workers.",
@@ -36,6 +38,7 @@ HELP = {
     "clip_norm": "Scale the gradient down to this global norm when it is longer.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
+    "elastic": "The least and the most workers, such as 2:8: they may come, go and die while the others train on.",
     "hosts_wanted": "Start when this many hosts have joined.",
     "listen": "Address (or ADDR:PORT) that other hosts reach this one at.",
     "insecure_data_plane": "Let tensors travel between hosts in the clear and without authentication.",
@@ -56,7 +59,9 @@ HELP = {
 def _click_type(key: Key) -> Any:
     is_union = typing.get_origin(key.type) in (typing.Union, types.UnionType)
     kind = next(one for one in typing.get_args(key.type) if one is not type(None)) if is_union else key.type
-    return click.Choice(typing.get_args(kind)) if typing.get_origin(kind) is Literal else kind
+    if typing.get_origin(kind) is Literal:
+        return click.Choice(typing.get_args(kind))
+    return str if typing.get_origin(kind) is tuple else kind
 
 
 def settings_options(command: Command, names: Collection[str] = KEYS) -> Command:
@@ -67,6 +72,8 @@ def settings_options(command: Command, names: Collection[str] = KEYS) -> Command
         if key.name == "workers":
             spellings.insert(0, "-n")
         option = {} if kind is bool else {"type": kind}
+        if key.name == "elastic":
+            option["metavar"] = "LEAST:MOST"
         command = click.option(*spellings, **option, default=None, help=HELP[key.name])(command)
     return command
 

@@ -77,18 +77,37 @@ def _lines(overview: Overview) -> list[str]:
         ("speed", _speed(overview)),
         ("evaluated", results(overview.results)),
         ("checkpoint", _checkpoint(overview)),
+        ("elastic", _elastic(overview)),
         ("restarts", _restarts(overview)),
         ("dropped", f"{overview.events_dropped} events could not be recorded" if overview.events_dropped else ""),
         ("warning", overview.last_warning or ""),
     ]
     rows += [("used", text) for text in used_lines(overview.used)]
-    rows += [(f"rank {place.rank}", _place(place)) for place in overview.ranks]
+    rows += [(_name(place), _place(place)) for place in overview.ranks]
     return [f"{name:<10}  {clean(text)}" for name, text in rows if text]
+
+
+def _name(place: MemberStatus) -> str:
+    """An elastic run's ranks change; its slots do not."""
+    return f"rank {place.rank}" if place.slot is None else f"worker {place.slot}"
 
 
 def _place(place: MemberStatus) -> str:
     where = f"step {place.step}, {place.phase}" if place.step is not None else place.status
+    if place.slot is not None:
+        rank = f"rank {place.rank}" if place.rank >= 0 else place.status
+        where = f"{rank}, {where}" if place.step is not None else rank
+        where += f", call {place.call}" if place.call else ""
     return f"{where}, {duration(place.age_s)} ago, pid {place.pid}"
+
+
+def _elastic(overview: Overview) -> str:
+    if overview.elastic is None:
+        return ""
+    least, most = overview.elastic
+    wanted = f", {overview.workers_wanted} wanted" if overview.workers_wanted is not None else ""
+    members = sum(place.rank >= 0 for place in overview.ranks)
+    return f"{members} workers on this host, {least} to {most} in all{wanted}; generation {overview.generation}"
 
 
 def _state(overview: Overview) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -41,32 +43,41 @@ class Segment:
             self.buffer.close()
 
 
+class _Plane(NamedTuple):
+    name: str
+    segment: Segment
+    ranks: int
+
+
 class HostMemory:
-    """One memfd per generation, and who has which region of it."""
+    """One memfd per attempt, and who has which region of it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("manyhands", os.MFD_CLOEXEC)
         self._end = 0
-        self._offsets: dict[str, int] = {}
-        self._refused: dict[str, EnvironmentProblem] = {}
-        self._planes: list[tuple[Segment, int]] = []
+        self._offsets: dict[tuple[str, str], int] = {}
+        self._refused: dict[tuple[str, str], EnvironmentProblem] = {}
+        self._planes: dict[str, list[_Plane]] = {}
 
-    def allot(self, name: str, num_bytes: int, ranks: int = 0) -> int:
+    def allot(self, name: str, num_bytes: int, ranks: int = 0, generation: str = "") -> int:
         """Where the region `name` begins; the same answer to everybody who asks, a refusal included.
 
-        With `ranks` it is a plane between so many: `lose` wakes those who wait in it.
+        With `ranks` it is a plane between so many in this generation: `lose` wakes those who wait in it, and another
+        generation has another one of that name.
         """
-        if name in self._refused:
-            raise self._refused[name]
-        if name not in self._offsets:
+        region = (generation if ranks else "", name)
+        if region in self._refused:
+            raise self._refused[region]
+        if region not in self._offsets:
             try:
-                self._offsets[name] = self._allocate(num_bytes)
+                self._offsets[region] = self._allocate(num_bytes)
             except EnvironmentProblem as problem:
-                self._refused[name] = problem
+                self._refused[region] = problem
                 raise
             if ranks:
-                self._planes.append((Segment(self.fd, num_bytes, self._offsets[name]), ranks))
-        return self._offsets[name]
+                plane = _Plane(name, Segment(self.fd, num_bytes, self._offsets[region]), ranks)
+                self._planes.setdefault(generation, []).append(plane)
+        return self._offsets[region]
 
     def _allocate(self, num_bytes: int) -> int:
         # Asked first: what the kernel cannot allocate in the end, it makes room for by killing somebody.
@@ -82,15 +93,25 @@ class HostMemory:
         self._end += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return offset
 
-    def lose(self, rank: int) -> None:
-        """A rank of this host, counted here from 0, has ended: nobody needs to wait for it any longer."""
-        for segment, ranks in self._planes:
-            library.abort_plane(segment.address, ranks, rank)
+    def lose(self, rank: int | None, generation: str = "") -> None:
+        """A rank of this host in a generation, counted here from 0, has ended: nobody waits for it any longer.
+
+        None: one of another host, so that those who wait here for each other do not wait in vain.
+        """
+        for plane in self._planes.get(generation, []):
+            library.abort_plane(plane.segment.address, plane.ranks, plane.ranks if rank is None else rank)
+
+    def free(self, generation: str) -> None:
+        """Give back the planes of a generation that nobody here is in any more."""
+        for plane in self._planes.pop(generation, []):
+            plane.segment.free()
+            plane.segment.close()
+            del self._offsets[generation, plane.name]
 
     def close(self) -> None:
-        for segment, _ in self._planes:
-            segment.close()
-        self._planes = []
+        for plane in itertools.chain.from_iterable(self._planes.values()):
+            plane.segment.close()
+        self._planes = {}
         os.close(self.fd)
 
 

@@ -141,8 +141,9 @@ class Plane:
                 ],
             )
         if code == library.ABORTED:
-            lost = self._first_rank + library.lost_rank(self._segment.address)
-            raise PeerLost(f"Rank {mine} was in {name!r} when rank {lost} was lost.")
+            lost = library.lost_rank(self._segment.address)
+            who = f"rank {self._first_rank + lost}" if lost < self.world else "a rank of another host"
+            raise PeerLost(f"Rank {mine} was in {name!r} when {who} was lost.")
         raise MemoryError if code == library.NO_MEMORY else ValueError(f"{name!r} was called with what cannot be.")
 
 

@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from msgspec.structs import replace
 from manyhands.control.crew import Crew, Surroundings
 from manyhands.control.desk import Desk
 from manyhands.control.failure import describe, escape
+from manyhands.control.groups import is_later
+from manyhands.control.hang import Limits
+from manyhands.control.hang_watch import HangWatch
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.membership import parse_generation
-from manyhands.control.messages import Hello, HostReport, Job, MemberStatus, Orders, Plan, Refusal, Status, StoreReply
+from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, Status, StoreReply
 from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, resolve
 from manyhands.control.premises import Premises
 from manyhands.control.reception import Reception
 from manyhands.control.workers import Worker
 from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
-from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, Warned, WorkerLost
+from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, Warned, WorkerLost, WorkerStarted
 
 __all__ = ["run_agent"]
 
@@ -66,6 +69,9 @@ def _job(request: LaunchRequest) -> Job | None:
         grace_s=request.grace_s,
         max_restarts=request.max_restarts,
         threads=request.threads,
+        most_workers=request.elastic[1] if request.elastic else 0,
+        heartbeat_s=request.heartbeat_s,
+        hang_s=request.hang_s,
     )
 
 
@@ -73,12 +79,16 @@ class Agent:
     def __init__(self, request: LaunchRequest, premises: Premises, job: Job | None, display: Display) -> None:
         self._request, self._at, self._job, self._display = request, premises, job, display
         self._host = socket.gethostname()
-        self._term, self._generation = 0, ""
+        self._term, self._revision, self._generation = 0, 0, ""
         self._crew: Crew | None = None
         self._crew_started = 0.0
         self._lost: set[int] = set()
         self._stop: tuple[str, int] | None = None
+        self._workers_wanted: int | None = None
+        self._leaving_by: float | None = None
+        """When this host, having been told to go, kills what has not gone by itself."""
         self._signalled = False
+        self._hangs = HangWatch()
         self._changed, self._reported_at = True, 0.0
         self._waiting_since, self._said_waiting = time.monotonic(), ""
         self._exit_code: int | None = None
@@ -132,7 +142,7 @@ class Agent:
                 at.meeting.waiting_fd if at.meeting else None,
             ]
         )
-        self._desk.attend(self._crew)
+        self._changed |= self._desk.attend(self._crew)
         for fd in sorted((fd for fd in crew_fds if fd in ready), key=lambda fd: fd == crew_fds[fd].pidfd):
             self._attend_worker(fd, crew_fds[fd])
         self._take_orders()
@@ -152,22 +162,36 @@ class Agent:
         if worker.failed_at is not None:
             self._reception.adopt_default(self._crew)
             self._note_loss(worker)
-        elif not worker.alive and worker.returned is not None and worker.seat.rank == 0 and self._request.result_file:
-            Path(self._request.result_file).write_text(worker.returned.value)
+        elif not worker.alive and self._crew.is_chief(worker):
+            self._keep_result(worker)
+
+    def _keep_result(self, chief: Worker) -> None:
+        if chief.returned is not None and self._request.result_file:
+            Path(self._request.result_file).write_text(chief.returned.value)
 
     def _tick(self, now: float) -> None:
         if self._crew is not None:
             self._crew.tick(now)
+            if self._crew.elastic:
+                self._watch_elastic(self._crew, now)
             if self._at.meeting is not None:
                 self._at.meeting.look(self._crew.workers, now - self._crew_started)
             if self._at.book.directory is None and now - self._crew_started > ADOPT_AFTER_S:
                 self._reception.adopt_default(self._crew)
         if self._changed or now - self._reported_at >= REPORT_EVERY_S:
             self._report(now)
+        if self._leaving_by is not None:
+            self._leave(self._leaving_by, now)
         self._watch_coordinator()
         self._reception.welcome(self._desk, self._stop[0] if self._stop else None)
         if self._reception.refusal is not None:
             self._exit_code = self._reception.refusal.exit_code
+
+    def _watch_elastic(self, crew: Crew, now: float) -> None:
+        self._desk.announce(crew, now)
+        job = self._job
+        assert job is not None
+        self._hangs.look(crew.workers, Limits(job.heartbeat_s, job.hang_s), now)
 
     def _watch_coordinator(self) -> None:
         link, coordinator = self._at.link, self._at.coordinator
@@ -209,6 +233,7 @@ class Agent:
                 agent=at.name,
                 host=self._host,
                 slots=self._request.workers,
+                workers_wanted=self._workers_wanted,
                 term=self._term,
                 versions=at.versions,
                 data_address=at.addresses.data,
@@ -224,7 +249,7 @@ class Agent:
                 log_base=book.log_base,
                 committed=self._desk.committed,
                 has_job=self._job is not None,
-                leaving=leaving,
+                leaving=leaving or self._leaving_by is not None,
             )
         )
 
@@ -240,10 +265,11 @@ class Agent:
 
     def _obey(self, orders: Orders) -> None:
         """Make this host stand as ordered. Orders of an older term are from a coordinator that has been replaced."""
-        if orders.term < self._term or self._exit_code is not None:
+        if (orders.term, orders.revision) < (self._term, self._revision) or self._exit_code is not None:
             return
         if orders.term > self._term:
             self._meet_coordinator(orders)
+        self._revision = orders.revision
         if self._job is None and orders.job is not None:
             self._job = replace(orders.job, command=check_command(orders.job.command))
         if orders.run_dir is not None:
@@ -270,52 +296,77 @@ class Agent:
         self._at.book.run = orders.run
         if not first and self._generation:
             self._report(time.monotonic())
-            self._desk.resend(self._generation)
+            self._desk.resend()
 
     def _run_plan(self, orders: Orders) -> None:
-        assert orders.plan is not None
-        self._desk.elsewhere = orders.positions
-        if self._job is None or not _later(orders.plan.generation, self._generation):
-            return
-        if self._crew is not None:
-            if not self._crew.clear:
-                return
-            self._crew.close()
-        self._start_crew(orders.plan, self._job)
+        plan, crew = orders.plan, self._crew
+        assert plan is not None
+        self._desk.elsewhere, self._desk.run_call = orders.positions, orders.run_call
+        if plan.group and crew is not None and plan.attempt == crew.plan.attempt:
+            self._follow(plan, crew)
+        elif self._job is not None and is_later(plan.generation, self._generation):
+            if crew is not None:
+                if not crew.clear:
+                    return
+                crew.close()
+            self._start_crew(plan, self._job)
 
-    def _start_crew(self, plan: Plan, job: Job) -> None:
+    def _follow(self, plan: Plan, crew: Crew) -> None:
+        """An elastic run goes on: with another generation, or with other workers beside it."""
+        if is_later(self._generation, plan.generation):
+            return
+        if plan.generation != self._generation:
+            self._changed = True
+            self._begin_generation(plan, {worker.generation for worker in crew.workers if worker.alive})
+        crew.follow(plan)
+        self._desk.announce(crew, time.monotonic())
+
+    def _begin_generation(self, plan: Plan, still_spoken_for: Collection[str] = ()) -> None:
         if plan.why:
             self._display.say(plan.why)
+        self._generation = plan.generation
+        self._at.book.note_generation(plan.generation)
+        self._desk.new_generation(still_spoken_for)
+        self._record(
+            GenerationStarted(
+                generation=plan.generation, workers=plan.world_size, hosts=plan.num_hosts, why=escape(plan.why)
+            )
+        )
+
+    def _start_crew(self, plan: Plan, job: Job) -> None:
         at = self._at
-        self._generation, self._crew_started, self._changed = plan.generation, time.monotonic(), True
+        self._crew_started, self._changed = time.monotonic(), True
         at.book.host = plan.host
-        at.book.note_generation(plan.generation)
+        self._begin_generation(plan)
         self._lost.clear()
-        self._desk.new_generation()
         self._reception.new_generation()
         around = Surroundings(
             agent=f"ipc://{at.directory}/agent",
             host=self._host,
             run=at.book.run,
             job=job,
+            num_workers=self._request.workers,
             data_address=at.addresses.data,
             environment=self._request.environment,
             guard=at.guard,
             output=self._show_output,
+            started=self._note_start,
         )
         self._crew = Crew(plan, around)
         if (folder := at.book.logs(plan.attempt)) is not None:
             self._crew.write_logs_to(folder)
-        self._record(GenerationStarted(generation=plan.generation, workers=plan.world_size, hosts=plan.num_hosts))
 
     def _stop_generation(self, generation: str | None) -> None:
         if generation is None:
             return
-        if _later(generation, self._generation):
+        crew = self._crew
+        if is_later(generation, self._generation):
             # Ordered to stop what was never started here: now it never will be.
             self._generation, self._changed = generation, True
-        elif generation == self._generation and self._crew is not None:
-            self._crew.stop_after_crash(time.monotonic())
+            if crew is not None and crew.elastic:
+                crew.stop_after_crash(time.monotonic())
+        elif generation == self._generation and crew is not None:
+            crew.stop_after_crash(time.monotonic())
 
     def _end(self, orders: Orders) -> None:
         assert orders.exit_code is not None
@@ -345,8 +396,22 @@ class Agent:
                 return
             self._signalled = True
             name = signal.Signals(number).name
+            if self._at.coordinator is None and self._job is not None and self._job.most_workers:
+                self._go(name)
+                continue
             self._display.say(f"{name}: workers have {self._grace_s():g} s to commit a checkpoint; again: end at once")
             self._ask_stop("preempt", number)
+
+    def _go(self, name: str) -> None:
+        """A host that had joined an elastic run leaves it; the others go on."""
+        self._display.say(f"{name}: this host's workers have {self._grace_s():g} s to leave; again: end at once")
+        self._leaving_by, self._changed = time.monotonic() + self._grace_s(), True
+
+    def _leave(self, by: float, now: float) -> None:
+        if self._crew is None or self._crew.clear:
+            self._exit_code = 0 if now < by else 143
+        elif now >= by:
+            self._crew.kill_by(by)
 
     def _ask_stop(self, kind: str, number: int) -> None:
         self._stop = self._stop or (kind, number)
@@ -370,17 +435,35 @@ class Agent:
 
     def _answer_people(self) -> None:
         for peer, question in self._at.people.receive():
-            if question.what == "stop":
-                self._ask_stop("stop", signal.SIGTERM)
-            self._at.people.send(self._status(), to=peer)
+            refusal = None
+            match question.what:
+                case "stop":
+                    self._ask_stop("stop", signal.SIGTERM)
+                case "scale":
+                    refusal = self._ask_scale(question.workers)
+            self._at.people.send(refusal or self._status(), to=peer)
+
+    def _ask_scale(self, workers: int) -> Refusal | None:
+        bounds = self._request.elastic
+        if bounds is None:
+            return Refusal(
+                error="UsageError", what=f"{self._at.book.run} is not elastic.", fix=["mh run --elastic 1:4"]
+            )
+        if not bounds[0] <= workers <= bounds[1]:
+            what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
+            nearest = min(max(workers, bounds[0]), bounds[1])
+            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} {nearest}"])
+        if self._stop is not None:
+            return Refusal(error="UsageError", what=f"{self._at.book.run} has been asked to stop.")
+        self._workers_wanted, self._changed = workers, True
+        return None
 
     def _status(self) -> Status:
         crew, coordinator = self._crew, self._at.coordinator
-        members = [
-            MemberStatus(rank=m.rank, pid=m.pid, status=m.status, step=m.step, phase=m.phase, age_s=m.age_s)
-            for m in (crew.reports(time.monotonic()) if crew else [])
-        ]
         return Status(
+            elastic=self._request.elastic,
+            workers_wanted=self._workers_wanted,
+            run_call=self._desk.run_call,
             run=self._at.book.run,
             run_dir=self._at.book.path,
             generation=self._generation or None,
@@ -389,15 +472,15 @@ class Agent:
             host=self._host,
             stop=self._stop[0] if self._stop else None,
             coordinator_pid=coordinator.pid if coordinator else 0,
-            members=members,
+            members=crew.statuses(time.monotonic()) if crew else [],
             committed=self._desk.committed,
         )
 
     # ---- showing ----
 
-    def _show_output(self, rank: int, stream: Stream, data: bytes) -> None:
-        if rank == 0:
-            self._display.output(rank, stream, data)
+    def _show_output(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        if self._crew is not None and self._crew.is_chief(worker):
+            self._display.output(0, stream, data)
 
     def _publish(self, event: Event) -> None:
         """A worker's fact. The chief records its own; what the others used, nobody else would."""
@@ -413,11 +496,24 @@ class Agent:
     def _warn(self, text: str) -> None:
         self._record(Warned(text=escape(text)))
 
+    def _note_start(self, worker: Worker) -> None:
+        seat = worker.seat
+        if seat.most_workers:
+            self._record(
+                WorkerStarted(
+                    slot=seat.slot,
+                    incarnation=seat.incarnation,
+                    host=self._host,
+                    pid=worker.pid,
+                    joining=seat.joining,
+                )
+            )
+
     def _note_loss(self, worker: Worker) -> None:
         end = worker.report(time.monotonic()).end
-        if end is None or end.rank in self._lost:
+        if end is None or worker.seat.incarnation in self._lost:
             return
-        self._lost.add(end.rank)
+        self._lost.add(worker.seat.incarnation)
         reason, collateral = describe(end), end.kind == "stopped"
         self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 
@@ -428,7 +524,3 @@ def _poll(watched: list[Any]) -> dict[Any, int]:
         if item is not None:
             poller.register(item, zmq.POLLIN)
     return dict(poller.poll(round(POLL_S * 1000)))
-
-
-def _later(generation: str, than: str) -> bool:
-    return not than or parse_generation(generation) > parse_generation(than)

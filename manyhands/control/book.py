@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.control.membership import parse_generation
+from manyhands.control.roster import parse_generation
 from manyhands.control.runs import RunDirectory, default_path
 from manyhands.errors import EnvironmentProblem
 from manyhands.events import Event, encode

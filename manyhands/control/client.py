@@ -1,43 +1,53 @@
-"""A person's side of the agent's control socket: how a live run stands, and the wish that it stop."""
+"""A person's side of the agent's control socket: how a live run stands, and the wish that it stop, grow or shrink."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 
 from manyhands.comm.transport import Port, open_port
-from manyhands.control.messages import Ask, Status
+from manyhands.control.messages import Ask, Refusal, Status
 from manyhands.control.runs import read_run
 from manyhands.errors import UsageError
 
-__all__ = ["query", "request_stop"]
+__all__ = ["query", "request_scale", "request_stop"]
 
 ANSWER_S = 3.0
 
 
 def query(run_dir: str | Path) -> Status:
     """Ranks, pids, steps and phases of a live run. Raises `UsageError` when nobody answers for it."""
-    return _ask(run_dir, "status")
+    return _ask(run_dir, Ask(what="status"))
 
 
 def request_stop(run_dir: str | Path) -> Status:
     """Ask the run to commit a checkpoint and end; returns at once, with how it stood."""
-    return _ask(run_dir, "stop")
+    return _ask(run_dir, Ask(what="stop"))
 
 
-def _ask(run_dir: str | Path, what: Literal["status", "stop"]) -> Status:
+def request_scale(run_dir: str | Path, workers: int) -> Status:
+    """Ask an elastic run to go on with so many workers; returns at once, with how it stood.
+
+    Raises `UsageError` where the run is not elastic, the number is outside of its bounds, or nobody answers.
+    """
+    return _ask(run_dir, Ask(what="scale", workers=workers))
+
+
+def _ask(run_dir: str | Path, question: Ask) -> Status:
     record = read_run(run_dir)
     if record.endpoint is None or not Path(record.endpoint.removeprefix("ipc://")).exists():
         raise UsageError(f"{run_dir} is not running here: its record says {record.status}, on {record.host}.")
     context: zmq.Context[Any] = zmq.Context()
-    port: Port[Status] = open_port(context, zmq.DEALER, record.endpoint, Status)
+    port: Port[Status | Refusal] = open_port(context, zmq.DEALER, record.endpoint, Status | Refusal)
     try:
-        port.send(Ask(what=what))
+        port.send(question)
         if port.socket.poll(int(ANSWER_S * 1000)):
-            for _, status in port.receive():
-                return status
+            for _, answer in port.receive():
+                if isinstance(answer, Refusal):
+                    raise UsageError(answer.what, fix=answer.fix)
+                return answer
         raise UsageError(f"The agent of {run_dir} (pid {record.pid}) did not answer within {ANSWER_S:g} s.")
     finally:
         port.close()

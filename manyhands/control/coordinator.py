@@ -20,10 +20,12 @@ import zmq
 from msgspec.structs import replace
 
 from manyhands.comm.transport import Port, open_port
-from manyhands.control.key_values import Client, KeyValues
+from manyhands.control.elastic import open_generations
+from manyhands.control.key_values import Client, Stores
 from manyhands.control.keys import server_curve
-from manyhands.control.membership import begin, orders_for, react, restored
+from manyhands.control.membership import begin, react, restored
 from manyhands.control.messages import FromAgent, HostReport, Orders, Refusal, Relay, Replay, StoreReply
+from manyhands.control.orders import orders_for
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.roster import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked
 
@@ -73,7 +75,8 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._log = Log(Path(config.directory) / "membership.log")
         self._state = self._first_state(config)
-        self._values = KeyValues(self._state.roster.generation if self._state.roster else None)
+        self._values = Stores()
+        self._keep_stores()
         self._where: dict[str, Client] = {}
         self._lacks_job: set[str] = set()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -143,8 +146,7 @@ class Coordinator:
 
     def _apply(self, state: Membership, outputs: list[Output]) -> None:
         self._state = state
-        if state.roster is not None and state.roster.generation != self._values.generation:
-            self._values = KeyValues(state.roster.generation)
+        self._keep_stores()
         for output in outputs:
             match output:
                 case Persist(state=durable):
@@ -153,6 +155,10 @@ class Coordinator:
                     self._send(agent, orders_for(state, agent, time.monotonic(), with_job=agent in self._lacks_job))
                 case Refuse(agent=agent, what=what, fix=fix):
                     self._send(agent, Refusal(error="JoinRefused", what=what, fix=fix))
+
+    def _keep_stores(self) -> None:
+        roster = self._state.roster
+        self._send_replies(self._values.keep(open_generations(roster) if roster else []))
 
     def _send(self, agent: str, message: Orders | Refusal) -> None:
         where = self._where.get(agent)

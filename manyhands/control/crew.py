@@ -1,6 +1,7 @@
-"""This host's workers in one generation: started together, watched, stopped, and reported as one.
+"""This host's workers in one attempt: started, watched, stopped, and reported as one.
 
-The crew knows processes and clocks; why it starts or stops, the coordinator's orders say.
+The crew knows processes and clocks; why it starts or stops, the coordinator's orders say. In a static run all are
+started together and an attempt is one generation; in an elastic one workers come and go as `follow` is told.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from manyhands.comm.segments import HostMemory
 from manyhands.control.fence import Guard
+from manyhands.control.groups import Groups, group_for
 from manyhands.control.memory import MemoryWatch
-from manyhands.control.messages import Job, MemberReport, Plan
+from manyhands.control.messages import Job, MemberReport, MemberStatus, MemoryRequest, Plan, PlannedWorker
 from manyhands.control.output import Stream
 from manyhands.control.workers import Worker, torchrun_environment
 from manyhands.spec.seat import Seat
@@ -37,13 +40,16 @@ class Surroundings:
         host: str,
         run: str,
         job: Job,
+        num_workers: int,
         data_address: str,
         environment: dict[str, str],
         guard: Guard,
-        output: Callable[[int, Stream, bytes], None],
+        output: Callable[[Worker, Stream, bytes], None],
+        started: Callable[[Worker], None],
     ) -> None:
-        self.agent, self.host, self.run, self.job = agent, host, run, job
-        self.data_address, self.environment, self.guard, self.output = data_address, environment, guard, output
+        self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
+        self.data_address, self.environment, self.guard = data_address, environment, guard
+        self.output, self.started = output, started
         self.memory = MemoryWatch()
 
 
@@ -54,41 +60,48 @@ class Crew:
         self._kill_at: float | None = None
         self._stop_kind: str | None = None
         self._looked_at = 0.0
+        self._logs: Path | None = None
         self.memory = HostMemory()
+        self.groups = Groups()
         self.workers: list[Worker] = []
-        for local_rank in range(len(plan.incarnations)):
-            worker = self._start(local_rank)
-            around.guard.watch(worker.pid)
-            self.workers.append(worker)
+        if plan.group:
+            self.follow(plan)
+        else:
+            for local_rank in range(len(plan.incarnations)):
+                self._start(_static_seat(plan, local_rank))
 
-    def _start(self, local_rank: int) -> Worker:
-        plan, around = self.plan, self._around
-        seat = Seat(
+    def _start(self, seat: Seat) -> None:
+        around = self._around
+        seat = replace(
+            seat,
             agent=around.agent,
-            rank=plan.first_rank + local_rank,
-            world_size=plan.world_size,
-            local_rank=local_rank,
-            local_world_size=len(plan.incarnations),
-            host=plan.host,
-            num_hosts=plan.num_hosts,
-            generation=plan.generation,
-            incarnation=plan.incarnations[local_rank],
-            attempt=plan.attempt,
             data_address=around.data_address,
             memory_fd=self.memory.fd,
             flags=around.job.flags,
+            most_workers=around.job.most_workers if self.plan.group else 0,
         )
+        # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
+        sharing = around.num_workers if self.plan.group else seat.local_world_size
         environment = {
             **around.environment,
-            **torchrun_environment(seat, around.run, plan.master, around.job.max_restarts),
-            **_threads(around.environment, around.job.threads, seat.local_world_size),
+            **torchrun_environment(seat, around.run, self.plan.master, around.job.max_restarts),
+            **_threads(around.environment, around.job.threads, sharing),
             "GLOO_SOCKET_IFNAME": interface_of(around.data_address),
         }
-        return Worker(seat, around.job.command, environment, around.host)
+        worker = Worker(seat, around.job.command, environment, around.host)
+        around.guard.watch(worker.pid)
+        self.workers.append(worker)
+        if self._logs is not None:
+            worker.log.move_to(self._logs)
+        around.started(worker)
 
     @property
     def generation(self) -> str:
         return self.plan.generation
+
+    @property
+    def elastic(self) -> bool:
+        return bool(self.plan.group)
 
     @property
     def clear(self) -> bool:
@@ -97,6 +110,84 @@ class Crew:
     @property
     def failed(self) -> bool:
         return any(worker.failed_at is not None for worker in self.workers)
+
+    def is_chief(self, worker: Worker) -> bool:
+        """Of the newest generation."""
+        return self.rank_of(worker) == 0
+
+    def rank_of(self, worker: Worker) -> int:
+        """In the newest generation; -1 if it is not in it."""
+        return group_for(self.plan, worker.seat.incarnation).rank if self.elastic else worker.seat.rank
+
+    def member(self, generation: str, incarnation: int) -> Worker | None:
+        """The living worker that may speak so: of this generation, or of one here that it has not left yet."""
+        worker = next((worker for worker in self.workers if worker.seat.incarnation == incarnation), None)
+        if worker is None or not self.elastic:
+            return worker if generation == self.generation else None
+        in_none_yet = not generation and worker.seat.joining
+        known = in_none_yet or self.groups.local_rank(generation, incarnation) is not None
+        return worker if worker.alive and known else None
+
+    # ---- an elastic run's changes ----
+
+    def follow(self, plan: Plan) -> None:
+        """Stand as the plan has it: whoever it adds is started, whoever it lacks is killed."""
+        self.plan = plan
+        for generation in self.groups.announce(plan):
+            self.memory.lose(None, generation)
+        planned = {worker.incarnation for worker in plan.workers}
+        for worker in list(self.workers):
+            incarnation = worker.seat.incarnation
+            if incarnation in plan.dismissed:
+                self._dismiss(worker)
+            elif incarnation not in planned:
+                worker.kill()
+                self._forget(worker)
+        self._fill_slots()
+
+    def _dismiss(self, worker: Worker) -> None:
+        if worker.dismissed_at is None:
+            worker.dismissed_at = time.monotonic()
+
+    def _forget(self, worker: Worker) -> None:
+        """One that has ended, was reported so, and is planned no more."""
+        if not worker.alive and worker.end_reported:
+            worker.log.close()
+            self.workers.remove(worker)
+
+    def _fill_slots(self) -> None:
+        """Start who is planned and was never started, once the process before in its slot is gone."""
+        if self._stop_kind is not None or self._kill_at is not None:
+            return
+        there = {worker.seat.incarnation for worker in self.workers}
+        taken = {worker.seat.slot for worker in self.workers if worker.alive}
+        for planned in self.plan.workers:
+            if planned.incarnation not in there and planned.slot not in taken:
+                self._start(_elastic_seat(self.plan, planned))
+
+    def _lose(self, worker: Worker) -> None:
+        """Wake whoever waits for a worker that has ended."""
+        if not self.elastic:
+            self.memory.lose(worker.seat.local_rank, self.generation)
+        for generation in self.groups.of(worker.seat.incarnation):
+            self.memory.lose(self.groups.local_rank(generation, worker.seat.incarnation), generation)
+
+    def allot(self, asked: MemoryRequest) -> int:
+        offset = self.memory.allot(asked.name, asked.num_bytes, asked.ranks, asked.generation)
+        if asked.ranks:
+            # Who died before the plane was there has to be known in it, too.
+            living = [worker.seat.incarnation for worker in self.workers if worker.alive]
+            for rank in self.groups.gone(asked.generation, living):
+                self.memory.lose(rank, asked.generation)
+        return offset
+
+    def free_left_generations(self) -> None:
+        if self.elastic:
+            speaks_for = {worker.seat.incarnation: worker.generation for worker in self.workers if worker.alive}
+            for generation in self.groups.leave(speaks_for):
+                self.memory.free(generation)
+
+    # ---- watching ----
 
     def descriptors(self) -> dict[int, Worker]:
         """What to watch: pipes for what is said, pidfds for who died."""
@@ -111,21 +202,33 @@ class Crew:
         """A descriptor is ready. True when a worker's fate changed, so that the coordinator should hear of it."""
 
         def forward(stream: Stream, data: bytes) -> None:
-            self._around.output(worker.seat.rank, stream, data)
+            self._around.output(worker, stream, data)
 
         failed_before = worker.failed_at
         if fd in worker.pipes:
             worker.read(fd, forward)
         elif worker.alive and fd == worker.pidfd:
+            self._lose(worker)  # first of all: others wait for it in the middle of a step
             worker.reap(forward, self._around.memory.hint)
             self._around.guard.forget(worker.pid)
-            self.memory.lose(worker.seat.local_rank)
+            self._fill_slots()
             return True
         return worker.failed_at != failed_before
 
     def tick(self, now: float) -> None:
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
+        if self.elastic:
+            self._end_stragglers(now)
+        self.free_left_generations()
+
+    def _end_stragglers(self, now: float) -> None:
+        """Those who were to end by themselves: dismissed, or raised and still not gone."""
+        for worker in self.workers:
+            grace_s = self._around.job.grace_s
+            overdue = worker.dismissed_at is not None and now - worker.dismissed_at > grace_s
+            if overdue or (worker.failed_at is not None and now - worker.failed_at > CRASH_GRACE_S):
+                worker.kill()
 
     def look_at_memory(self, now: float) -> None:
         """At most once a second; reports at every change come more often."""
@@ -152,12 +255,17 @@ class Crew:
     def _kill_by(self, when: float) -> None:
         self._kill_at = when if self._kill_at is None else min(when, self._kill_at)
 
+    def kill_by(self, when: float) -> None:
+        """At that time, whoever is still there is killed, and nobody is started any more."""
+        self._kill_by(when)
+
     def kill(self) -> None:
         for worker in self.workers:
             worker.kill()
 
     def kill_and_wait(self) -> None:
         """At once; for ends that do not wait for anyone."""
+        self._kill_by(time.monotonic())
         self.kill()
         for worker in self.workers:
             if worker.alive:
@@ -166,7 +274,32 @@ class Crew:
     def reports(self, now: float) -> list[MemberReport]:
         return [worker.report(now) for worker in self.workers]
 
+    def statuses(self, now: float) -> list[MemberStatus]:
+        """The same for people, by rank and then by slot."""
+        found = [self._status(worker, now) for worker in self.workers]
+        return sorted(found, key=lambda one: (one.rank < 0, one.rank, one.slot or 0))
+
+    def _status(self, worker: Worker, now: float) -> MemberStatus:
+        status = MemberStatus(
+            rank=self.rank_of(worker),
+            pid=worker.pid,
+            status=worker.status,
+            step=worker.step,
+            phase=worker.phase,
+            age_s=now - worker.moved_at,
+        )
+        if not self.elastic:
+            return status
+        return replace(
+            status,
+            status=_standing(worker) if worker.alive else worker.status,
+            slot=worker.number,
+            generation=worker.generation,
+            call=worker.call,
+        )
+
     def write_logs_to(self, folder: Path) -> None:
+        self._logs = folder
         for worker in self.workers:
             worker.log.move_to(folder)
 
@@ -174,6 +307,47 @@ class Crew:
         for worker in self.workers:
             worker.log.close()
         self.memory.close()
+
+
+def _static_seat(plan: Plan, local_rank: int) -> Seat:
+    return Seat(
+        agent="",
+        rank=plan.first_rank + local_rank,
+        world_size=plan.world_size,
+        local_rank=local_rank,
+        local_world_size=len(plan.incarnations),
+        host=plan.host,
+        num_hosts=plan.num_hosts,
+        generation=plan.generation,
+        incarnation=plan.incarnations[local_rank],
+        attempt=plan.attempt,
+    )
+
+
+def _elastic_seat(plan: Plan, planned: PlannedWorker) -> Seat:
+    group = group_for(plan, planned.incarnation)
+    here = sorted(worker.slot for worker in plan.workers)
+    joining = planned.joining or group.rank < 0
+    return Seat(
+        agent="",
+        rank=planned.slot if joining else group.rank,
+        world_size=group.world_size,
+        local_rank=here.index(planned.slot) if joining else group.local_rank,
+        local_world_size=len(here) if joining else group.local_world_size,
+        host=plan.host,
+        num_hosts=plan.num_hosts,
+        generation="" if joining else plan.generation,
+        incarnation=planned.incarnation,
+        attempt=plan.attempt,
+        slot=planned.slot,
+        joining=joining,
+    )
+
+
+def _standing(worker: Worker) -> str:
+    if worker.dismissed_at is not None:
+        return "leaving"
+    return "live" if worker.generation else "joining" if worker.offers else "starting"
 
 
 def _threads(inherited: dict[str, str], asked: int | None, workers: int) -> dict[str, str]:

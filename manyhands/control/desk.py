@@ -1,14 +1,15 @@
 """Where an agent talks with its workers: greets them, relays their store requests, and hears where they are.
 
 Values that this host's workers set are kept until the generation ends, so that a restarted coordinator can be given
-them again. Messages of another generation or incarnation are refused and counted.
+them again. Messages of another generation or incarnation are refused and counted; in an elastic run a worker may
+still speak for an older generation than the newest, until it has gone over.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -16,14 +17,18 @@ import zmq
 
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.crew import Crew
+from manyhands.control.groups import group_for
 from manyhands.control.messages import (
+    Announce,
     Commit,
     Committed,
     FromWorker,
     Goodbye,
+    Heartbeat,
     Hello,
     MemoryReply,
     MemoryRequest,
+    Offer,
     PositionReply,
     Publish,
     Refusal,
@@ -46,6 +51,8 @@ __all__ = ["Desk"]
 MAX_PENDING = 10_000
 MAX_KEPT_BYTES = 16 * 2**20
 REPLAY_BYTES = 512 * 1024
+# A worker that was told of a new generation goes over when its step ends; until then it may have missed the message.
+ANNOUNCE_EVERY_S = 1.0
 
 
 class Desk:
@@ -62,34 +69,50 @@ class Desk:
         self.port: Port[FromWorker] = open_port(context, zmq.ROUTER, endpoint, FromWorker, bind=True)
         self.committed: Commit | None = None
         self.elsewhere: dict[int, WorkerPosition] = {}
+        self.run_call = 0
+        """The public call that the members of an elastic run are in."""
         self.stale = 0
         self._agent, self._send, self._hello, self._event = agent, send, hello, event
         self._tickets = itertools.count(1)
         self._pending: dict[int, tuple[bytes, StoreRequest]] = {}
-        self._kept: dict[str, bytes] = {}
+        self._kept: dict[str, dict[str, bytes]] = {}
+        """By generation."""
         self._kept_bytes = 0
 
-    def new_generation(self) -> None:
-        self._pending.clear()
-        self._kept.clear()
-        self._kept_bytes = 0
+    def new_generation(self, still_spoken_for: Collection[str] = ()) -> None:
+        """What was asked and set in generations that nobody here speaks for any more is over."""
+        self._pending = {
+            ticket: entry for ticket, entry in self._pending.items() if entry[1].generation in still_spoken_for
+        }
+        self._kept = {name: values for name, values in self._kept.items() if name in still_spoken_for}
+        self._kept_bytes = sum(len(value) for values in self._kept.values() for value in values.values())
         self.elsewhere = {}
 
-    def attend(self, crew: Crew | None) -> None:
+    def attend(self, crew: Crew | None) -> bool:
+        """True when a worker's place in the run changed, so that the coordinator should hear of it at once."""
+        changed = False
         for peer, message in self.port.receive():
-            worker = _member(crew, message.generation, message.incarnation)
+            worker = crew.member(message.generation, message.incarnation) if crew is not None else None
             if worker is None:
                 self.stale += 1
-            else:
-                self._take(peer, worker, message, crew)
+                continue
+            before = worker.generation, worker.offers, worker.call
+            worker.heard(message.generation)
+            self._take(peer, worker, message, crew)
+            changed = changed or before != (worker.generation, worker.offers, worker.call)
+        return changed
 
     def _take(self, peer: bytes, worker: Worker, message: FromWorker, crew: Crew | None) -> None:
         match message:
             case Hello():
                 worker.greeted, worker.peer = True, peer
                 self._hello(worker, message)
-            case Report(step=step, phase=phase):
-                worker.moved(step, phase)
+            case Report(step=step, phase=phase, call=call):
+                worker.moved(step, phase, call)
+            case Offer(call=call):
+                worker.offers = call
+            case Heartbeat():
+                worker.offers = 0
             case Committed(step=step, path=path):
                 self.committed = Commit(step=step, path=path[:1000])
             case Publish(event=event):
@@ -106,9 +129,9 @@ class Desk:
     def _positions(self, crew: Crew | None) -> dict[int, WorkerPosition]:
         now, here = time.monotonic(), crew.workers if crew else []
         mine = {
-            worker.seat.rank: WorkerPosition(step=worker.step, phase=worker.phase, age_s=now - worker.moved_at)
+            crew.rank_of(worker): WorkerPosition(step=worker.step, phase=worker.phase, age_s=now - worker.moved_at)
             for worker in here
-            if worker.step is not None
+            if crew is not None and worker.step is not None and crew.rank_of(worker) >= 0
         }
         return {**self.elsewhere, **mine}
 
@@ -135,33 +158,49 @@ class Desk:
         self.port.send(msgspec.structs.replace(reply, ticket=request.ticket), to=peer)
 
     def _keep(self, request: StoreRequest, reply: StoreReply) -> None:
-        key = request.keys[0]
+        key, kept = request.keys[0], self._kept.setdefault(request.generation, {})
         if request.op in ("set", "add"):
             value = request.value if request.op == "set" else str(reply.number).encode()
             if self._kept_bytes + len(value) <= MAX_KEPT_BYTES:
-                self._kept_bytes += len(value) - len(self._kept.get(key, b""))
-                self._kept[key] = value
+                self._kept_bytes += len(value) - len(kept.get(key, b""))
+                kept[key] = value
         elif request.op == "delete":
-            self._kept_bytes -= len(self._kept.pop(key, b""))
+            self._kept_bytes -= len(kept.pop(key, b""))
 
-    def resend(self, generation: str) -> None:
+    def resend(self) -> None:
         """To a new coordinator: what was set, in pieces that fit a message, and what is still asked."""
+        for generation, values in self._kept.items():
+            self._replay(generation, values)
+        for ticket, (_, request) in self._pending.items():
+            self._send(self._relayed(ticket, request))
+
+    def _replay(self, generation: str, values: dict[str, bytes]) -> None:
         piece: dict[str, bytes] = {}
         size = 0
-        for key, value in self._kept.items():
+        for key, value in values.items():
             if size + len(value) > REPLAY_BYTES:
                 self._send(Replay(agent=self._agent, generation=generation, values=piece))
                 piece, size = {}, 0
             piece[key], size = value, size + len(value) + len(key)
         self._send(Replay(agent=self._agent, generation=generation, values=piece))
-        for ticket, (_, request) in self._pending.items():
-            self._send(self._relayed(ticket, request))
 
     # ---- answers ---------------------------------------------------------------------------------------------
 
     def welcome(self, worker: Worker, run: str, run_dir: str, stop: str | None) -> None:
         if worker.peer is not None:
-            self.port.send(Welcome(run=run, run_dir=run_dir, stop=stop), to=worker.peer)
+            self.port.send(Welcome(run=run, run_dir=run_dir, stop=stop, run_call=self.run_call), to=worker.peer)
+
+    def announce(self, crew: Crew, now: float) -> None:
+        """The newest generation, to each worker that does not speak for it yet; again until it does."""
+        for worker in crew.workers:
+            news = (crew.generation, self.run_call)
+            if worker.peer is None or (worker.generation == crew.generation and worker.told == news):
+                continue
+            if worker.told != news or now - worker.told_at >= ANNOUNCE_EVERY_S:
+                worker.told, worker.told_at = news, now
+                group = group_for(crew.plan, worker.seat.incarnation)
+                message = Announce(group=group, run_call=self.run_call, last_loss=crew.groups.last_loss)
+                self.port.send(message, to=worker.peer)
 
     def refuse(self, worker: Worker, error: ManyhandsError) -> None:
         if worker.peer is not None:
@@ -176,14 +215,8 @@ class Desk:
         self.port.close(linger_ms=200)
 
 
-def _member(crew: Crew | None, generation: str, incarnation: int) -> Worker | None:
-    if crew is None or crew.generation != generation:
-        return None
-    return next((worker for worker in crew.workers if worker.seat.incarnation == incarnation), None)
-
-
 def _allotted(crew: Crew, asked: MemoryRequest) -> MemoryReply:
     try:
-        return MemoryReply(ticket=asked.ticket, offset=crew.memory.allot(asked.name, asked.num_bytes, asked.ranks))
+        return MemoryReply(ticket=asked.ticket, offset=crew.allot(asked))
     except EnvironmentProblem as problem:
         return MemoryReply(ticket=asked.ticket, error=problem.what, fix=list(problem.fix))

@@ -17,13 +17,14 @@ __all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a worker ended, other than well.
 
-    stopped: the agent killed it because of another's end. lost: its host went silent.
+    stopped: the agent killed it because of another's end. lost: its host went silent. hung: it got nowhere, so its
+    agent killed it; `message` tells how that was seen, and where it stood.
     """
 
     rank: int
     host: str
     pid: int
-    kind: Literal["signal", "exception", "exit", "stopped", "lost"]
+    kind: Literal["signal", "exception", "exit", "stopped", "lost", "hung"]
     signal: int = 0
     exit_code: int = 0
     error: str = ""
@@ -76,6 +77,8 @@ def describe(end: WorkerEnd) -> str:
             return f"exit code {end.exit_code}"
         case "lost":
             return "its host went silent"
+        case "hung":
+            return f"hung: {end.message}"
         case _:
             return "stopped by its agent"
 

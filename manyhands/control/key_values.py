@@ -1,4 +1,4 @@
-"""The run's key-value store: pure bookkeeping of values and of who waits for them, for one generation.
+"""The run's key-value stores, one for each generation: pure bookkeeping of values and of who waits for them.
 
 Bounded in keys, bytes and waiters. The coordinator is its shell: it hands in requests with the time, and sends the
 replies.
@@ -6,13 +6,13 @@ replies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from manyhands.control.messages import StoreReply, StoreRequest
 
-__all__ = ["Client", "KeyValues"]
+__all__ = ["Client", "KeyValues", "Stores", "generation_is_over"]
 
 MAX_KEYS = 100_000
 MAX_BYTES = 64 * 2**20
@@ -22,6 +22,11 @@ MAX_WAIT_S = 24 * 3600.0
 
 Client = tuple[str, bytes]
 """Where a reply goes: which port, and which peer on it."""
+
+
+def generation_is_over(generation: str) -> str:
+    """What is answered to those who speak for a generation that is not this store's."""
+    return f"generation {generation} is over"
 
 
 class _Waiter(msgspec.Struct):
@@ -63,6 +68,13 @@ class KeyValues:
                 yield waiter.client, reply
         self._waiters = waiting
 
+    def close(self) -> Iterator[tuple[Client, StoreReply]]:
+        """Refusals to whoever waits: the generation is over."""
+        for waiter in self._waiters:
+            error = generation_is_over(self.generation or "")
+            yield waiter.client, StoreReply(ticket=waiter.request.ticket, ok=False, error=error)
+        self._waiters = []
+
     def put_back(self, generation: str, values: dict[str, bytes]) -> None:
         """Values an agent kept while the coordinator was away; what is already here is newer."""
         if generation != self.generation:
@@ -73,7 +85,7 @@ class KeyValues:
 
     def _objection(self, request: StoreRequest) -> str:
         if request.generation != self.generation:
-            return f"generation {request.generation} is over"
+            return generation_is_over(request.generation)
         if not request.keys or any(not key or len(key) > MAX_KEY_CHARS for key in request.keys):
             return f"a key must have 1 to {MAX_KEY_CHARS} characters"
         if request.op in ("get", "wait") and len(self._waiters) >= MAX_WAITERS:
@@ -117,3 +129,28 @@ class KeyValues:
     def _store(self, key: str, value: bytes) -> None:
         self._bytes += len(value) - len(self._values.get(key, b""))
         self._values[key] = value
+
+
+class Stores:
+    """The stores of the generations that members may speak for. A request for any other is told that it is over."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, KeyValues] = {}
+
+    def keep(self, generations: Sequence[str]) -> Iterator[tuple[Client, StoreReply]]:
+        """Open these, close all others."""
+        closed = [store for generation, store in self._open.items() if generation not in generations]
+        self._open = {generation: self._open.get(generation) or KeyValues(generation) for generation in generations}
+        for store in closed:
+            yield from store.close()
+
+    def handle(self, client: Client, request: StoreRequest, now: float) -> Iterator[tuple[Client, StoreReply]]:
+        return self._open.get(request.generation, KeyValues()).handle(client, request, now)
+
+    def due(self, now: float) -> Iterator[tuple[Client, StoreReply]]:
+        for store in self._open.values():
+            yield from store.due(now)
+
+    def put_back(self, generation: str, values: dict[str, bytes]) -> None:
+        if generation in self._open:
+            self._open[generation].put_back(generation, values)

@@ -48,6 +48,11 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """OMP_NUM_THREADS of each worker. None: as inherited, else cores / workers."""
     run_dir: str | None = None
     overwrite: bool = False
+    elastic: tuple[int, int] | None = None
+    """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
+    heartbeat_s: float = 3.0
+    hang_s: float = 10.0
+    """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""
     hosts_wanted: int = 1
     listen: str | None = None
     """ADDR or ADDR:PORT that other hosts reach this one at. For a joining host: the address its tensors travel by."""

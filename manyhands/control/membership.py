@@ -1,6 +1,6 @@
 """Who is in the run, decided: `react(state, event, now) -> (state, outputs)`, with no socket, clock or process.
 
-Agents report how their hosts stand, `orders_for` says how they should stand, and between the two lies a small machine:
+Agents report how their hosts stand, `orders` says how they should stand, and between the two lies a small machine:
 
     gathering --all hosts there--> running --a member failed--> stopping --every host clear--> gathering or ended
                                    running --every host clear-----------------------------------------> ended
@@ -12,21 +12,21 @@ outputs in order: `Persist` is on disk before any `Tell` of the same reaction le
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from manyhands.control.failure import Failure, WorkerEnd, short
-from manyhands.control.messages import Commit, HostReport, MemberReport, Orders, Plan, WorkerPosition
-from manyhands.control.policy import Ended, attribute, judge, signature
+from manyhands.control import attendance, elastic
+from manyhands.control.ending import conclude, end_run, give_up_on_silent, stopped_code
+from manyhands.control.failure import WorkerEnd
+from manyhands.control.messages import Commit, HostReport, MemberReport
+from manyhands.control.policy import Ended
 from manyhands.control.roster import (
     Event,
     Heard,
     Host,
     Member,
     Membership,
-    Outcome,
     Output,
     Persist,
     Refuse,
@@ -34,9 +34,10 @@ from manyhands.control.roster import (
     Settings,
     Tell,
     Ticked,
+    parse_generation,
 )
 
-__all__ = ["begin", "orders_for", "parse_generation", "react", "restored"]
+__all__ = ["begin", "parse_generation", "react", "restored"]
 
 
 def begin(settings: Settings, term: int, now: float) -> Membership:
@@ -47,12 +48,8 @@ def restored(state: Membership, term: int, now: float) -> Membership:
     """The state a restarted coordinator goes on with: a higher term, and nobody heard of yet."""
     assert term > state.term
     hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
-    return replace(state, term=term, hosts=hosts, since=now)
-
-
-def parse_generation(text: str) -> tuple[int, int]:
-    term, counter = text.split(".")
-    return int(term), int(counter)
+    roster = attendance.resumed(state.roster) if state.roster and state.settings.elastic else state.roster
+    return replace(state, term=term, hosts=hosts, roster=roster, since=now)
 
 
 def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
@@ -64,7 +61,7 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
                 return state, [refusal]
             known = state
             state = _hear(state, report, now)
-            news = (state.stop, state.run_dir) != (known.stop, known.run_dir)
+            news = _of_interest_to_all(state) != _of_interest_to_all(known)
             outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
         case Ticked():
             state = _note_silence(state, now)
@@ -73,8 +70,14 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
         state = after
     if state is not before:
         # The new state is durable before anyone acts on it; every agent then hears of it, the asking one included.
+        state = replace(state, revision=state.revision + 1)
         outputs = [Persist(state=state), *(Tell(agent=agent) for agent in state.hosts)]
     return state, outputs
+
+
+def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
+    call = attendance.call_of(state.roster) if state.roster and state.settings.elastic else 0
+    return state.stop, state.run_dir, call
 
 
 # ---- hearing ---------------------------------------------------------------------------------------------------
@@ -91,8 +94,9 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
         if theirs != ours:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
-    if len(state.hosts) >= settings.hosts_wanted:
-        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {settings.hosts_wanted} of its hosts.")
+    most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
+    if len(state.hosts) >= most_hosts:
+        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
     if report.host_rank is not None and report.host_rank in [host.host_rank for host in state.hosts.values()]:
         return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")
     return None
@@ -110,6 +114,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         host_rank=report.host_rank,
         master=report.master,
         heard_at=now,
+        leaving=report.leaving or (known is not None and known.leaving),
     )
     state = replace(
         state,
@@ -120,8 +125,11 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         log_base=report.log_base if report.local else state.log_base,
         stop=state.stop or report.stop,
         stop_signal=state.stop_signal or report.stop_signal,
+        workers_wanted=state.workers_wanted if report.workers_wanted is None else report.workers_wanted,
     )
-    if report.generation is not None and state.roster is not None:
+    if state.settings.elastic is not None and state.roster is not None:
+        state = attendance.hear(state, state.roster, report, now)
+    elif report.generation is not None and state.roster is not None:
         if report.generation == state.roster.generation:
             state = _hear_members(state, state.roster, report, now)
         elif report.members:
@@ -180,7 +188,9 @@ def _updated(member: Member, word: MemberReport, clear: bool, now: float) -> Mem
 
 def _leave(state: Membership, agent: str, now: float) -> Membership:
     """An agent that goes on its own, having given its word. Its members are lost to this generation."""
-    if state.roster is not None and state.phase == "running" and agent in state.roster.agents:
+    if state.settings.elastic is not None and state.roster is not None:
+        state = attendance.lose_host(state, state.roster, agent, gone=True)
+    elif state.roster is not None and state.phase == "running" and agent in state.roster.agents:
         state = _lose(state, state.roster, agent, now)
     return replace(state, hosts={name: host for name, host in state.hosts.items() if name != agent})
 
@@ -191,7 +201,9 @@ def _note_silence(state: Membership, now: float) -> Membership:
         if host.local or host.silent or now - host.heard_at <= limit:
             continue
         state = replace(state, hosts={**state.hosts, host.agent: replace(host, silent=True)})
-        if state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
+        if state.settings.elastic is not None and state.roster is not None and state.phase in ("running", "stopping"):
+            state = attendance.lose_host(state, state.roster, host.agent, gone=False)
+        elif state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
             state = _lose(state, state.roster, host.agent, host.heard_at)
         elif state.phase == "gathering" and (state.roster is None or host.agent not in state.roster.agents):
             state = replace(state, hosts={name: h for name, h in state.hosts.items() if name != host.agent})
@@ -222,23 +234,31 @@ def _advance(state: Membership, now: float) -> Membership:
             return _gather(state, now)
         case "running" | "stopping":
             assert state.roster is not None
-            return _watch(state, state.roster, now)
+            watch = elastic.advance if state.settings.elastic is not None else _watch
+            return watch(state, state.roster, now)
         case _:
             return state
 
 
 def _gather(state: Membership, now: float) -> Membership:
     if state.stop is not None:
-        return _end(state, now, _stopped_code(state), "stopped before its workers were started")
-    ready = [host for host in state.hosts.values() if not host.silent]
+        return end_run(state, now, stopped_code(state), "stopped before its workers were started")
+    ready = [host for host in state.hosts.values() if not host.silent and not host.leaving]
     chief = _in_order(ready)[0] if ready else None
-    if len(ready) == state.settings.hosts_wanted and chief is not None and chief.master is not None:
-        return _form(state, _in_order(ready), chief.master, now)
+    if _enough(state, ready) and chief is not None and chief.master is not None:
+        form = elastic.form if state.settings.elastic is not None else _form
+        return form(state, _in_order(ready), chief.master, now)
     again = state.roster is not None
     if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
         reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
-        return _end(state, now, 4 if again else 3, reason)
+        return end_run(state, now, 4 if again else 3, reason)
     return state
+
+
+def _enough(state: Membership, ready: Sequence[Host]) -> bool:
+    if state.settings.elastic is not None:
+        return elastic.enough(state, ready)
+    return len(ready) == state.settings.hosts_wanted
 
 
 def _in_order(hosts: Sequence[Host]) -> list[Host]:
@@ -280,159 +300,11 @@ def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: fl
 
 def _watch(state: Membership, roster: Roster, now: float) -> Membership:
     if set(roster.cleared) >= set(roster.agents):
-        return _conclude(state, roster, now)
+        return conclude(state, roster, now)
     missing = [state.hosts.get(agent) for agent in roster.agents if agent not in roster.cleared]
     if any(host is None or (host.silent and now - host.heard_at > state.settings.rejoin_wait_s) for host in missing):
-        return _give_up_on_silent(state, roster, now)
+        return give_up_on_silent(state, roster, set(roster.agents) - set(roster.cleared), now)
     # While a stop is under way the agents' grace time rules; one worker that fails then must not cut it short.
     if state.phase == "running" and roster.ends and state.stop is None:
         return replace(state, phase="stopping", since=now)
     return state
-
-
-def _conclude(state: Membership, roster: Roster, now: float) -> Membership:
-    """Every process of the generation is dead, by the agents' word. Done, stopped, again, or failed?"""
-    codes = [member.exit_code for member in roster.members if member.status == "done"]
-    if len(codes) == len(roster.members):
-        code = 75 if 75 in codes else 0
-        return _end(state, now, code, "preempted, with a committed checkpoint" if code else "finished")
-    if state.stop is not None:
-        chief = roster.members[0]
-        code = 75 if chief.status == "done" and chief.exit_code == 75 else _stopped_code(state)
-        return _end(state, now, code, "stopped on request")
-    return _after_failure(state, roster, now)
-
-
-def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
-    if not roster.ends:
-        return _end(state, now, 70, "workers ended without a reason that anyone saw")
-    first, _, _ = attribute(roster.ends)
-    history = (*state.history, signature(first))
-    settings = state.settings
-    progressed = (roster.last_step or 0) > (roster.first_step or 0)
-    verdict = judge(
-        first,
-        history,
-        restarts=state.restarts,
-        max_restarts=settings.job.max_restarts,
-        progressed=progressed,
-        always_restart=settings.always_restart,
-    )
-    state = replace(state, history=history)
-    if not verdict.restart:
-        return _end(state, now, verdict.exit_code, verdict.reason, failed=True)
-    where = f"from step {state.committed.step}" if state.committed else "from the start"
-    attempts = f"attempt {state.restarts + 2} of {settings.job.max_restarts + 1}"
-    return replace(
-        state,
-        phase="gathering",
-        since=now,
-        restarts=state.restarts + 1,
-        why=f"{short(first)}; restarting {where}, {attempts}",
-    )
-
-
-def _give_up_on_silent(state: Membership, roster: Roster, now: float) -> Membership:
-    lost = [
-        state.hosts[agent].name if agent in state.hosts else agent
-        for agent in roster.agents
-        if agent not in roster.cleared
-    ]
-    if state.stop is not None:
-        return _end(state, now, _stopped_code(state), f"stopped; no word from {', '.join(lost)}")
-    return _end(state, now, 4, f"{', '.join(lost)} did not come back to say that its workers are dead", failed=True)
-
-
-def _stopped_code(state: Membership) -> int:
-    """SIGINT ends with 130; SIGTERM, SIGUSR1 and `mh stop` with 143."""
-    return 130 if state.stop_signal == 2 else 143
-
-
-def _end(state: Membership, now: float, code: int, reason: str, *, failed: bool = False) -> Membership:
-    failure = _failure(state, state.roster, code, reason) if failed and state.roster and state.roster.ends else None
-    return replace(state, phase="ended", since=now, outcome=Outcome(exit_code=code, reason=reason, failure=failure))
-
-
-def _failure(state: Membership, roster: Roster, code: int, reason: str) -> Failure:
-    first, others, certain = attribute(roster.ends)
-    commit = state.committed
-    return Failure(
-        run=state.settings.run,
-        exit_code=code,
-        reason=reason,
-        attempt=roster.attempt,
-        max_attempts=state.settings.job.max_restarts + 1,
-        step=roster.last_step,
-        first=first,
-        certain=certain,
-        followers=[_brief(end) for end in others],
-        committed_step=commit.step if commit else None,
-        committed_path=commit.path if commit else "",
-        resume=state.settings.resume.replace("{run_dir}", shlex.quote(state.run_dir or "")),
-    )
-
-
-def _brief(end: WorkerEnd) -> WorkerEnd:
-    return replace(end, traceback="", stderr=[], message=end.message[:200])
-
-
-# ---- orders ----------------------------------------------------------------------------------------------------
-
-
-def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = False) -> Orders:
-    """How this host should stand."""
-    roster, outcome = state.roster, state.outcome
-    orders = Orders(
-        term=state.term,
-        run=state.settings.run,
-        do="wait",
-        stop=state.stop,
-        stop_signal=state.stop_signal,
-        run_dir=state.run_dir,
-        log_base=state.log_base,
-        job=state.settings.job if with_job else None,
-        generation=roster.generation if roster else None,
-    )
-    if outcome is not None:
-        return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
-    if state.phase == "gathering":
-        return replace(orders, waiting_for=_missing(state))
-    if roster is None or agent not in roster.agents:
-        return orders
-    if state.phase == "stopping":
-        return replace(orders, do="stop")
-    return replace(orders, do="run", plan=_plan(roster, agent), positions=_elsewhere(roster, agent, now))
-
-
-def _missing(state: Membership) -> str:
-    wanted = state.settings.hosts_wanted
-    ready = [host for host in state.hosts.values() if not host.silent]
-    if len(ready) >= wanted:
-        return ""
-    ranks = {host.host_rank for host in ready}
-    missing = sorted(set(range(wanted)) - ranks) if None not in ranks else []
-    names = f"; missing: {', '.join(f'host {rank}' for rank in missing)}" if ready and missing else ""
-    return f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
-
-
-def _plan(roster: Roster, agent: str) -> Plan:
-    mine = [member for member in roster.members if member.agent == agent]
-    return Plan(
-        generation=roster.generation,
-        attempt=roster.attempt,
-        world_size=len(roster.members),
-        num_hosts=len(roster.agents),
-        host=roster.agents.index(agent),
-        first_rank=mine[0].rank,
-        incarnations=[member.incarnation for member in mine],
-        master=roster.master,
-        why=roster.why,
-    )
-
-
-def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
-    return {
-        member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
-        for member in roster.members
-        if member.agent != agent and member.step is not None
-    }

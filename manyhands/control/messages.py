@@ -191,6 +191,8 @@ class Announce(_Message, frozen=True, kw_only=True):
 
     group: Group
     run_call: int = 0
+    last_loss: str = ""
+    """The newest generation that began with a loss. A worker that missed it tells from this that it has to hurry."""
 
 
 FromWorker = (
@@ -264,6 +266,9 @@ class HostReport(_Message, frozen=True, kw_only=True):
     committed: Commit | None = None
     has_job: bool = False
     leaving: bool = False
+    """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
+    workers_wanted: int | None = None
+    """What `mh scale` said last, from the launching agent, which repeats it in every report."""
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -274,10 +279,19 @@ class Job(_Value, frozen=True, kw_only=True):
     grace_s: float
     max_restarts: int
     threads: int | None = None
+    most_workers: int = 0
+    """Above 0: the run is elastic, and this is its upper bound over all hosts."""
+    heartbeat_s: float = 3.0
+    hang_s: float = 10.0
+    """Limits for workers of an elastic run; see `control.hang`."""
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
-    """A process that should be there, in an elastic run."""
+    """A process that should be there, in an elastic run.
+
+    An incarnation is started at most once: one that has ended is reported as ended for as long as it is listed. It is
+    started only when the process that had its slot before is gone.
+    """
 
     slot: int
     incarnation: int
@@ -323,6 +337,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     """How a host should stand."""
 
     term: int
+    revision: int = 0
+    """Of the state behind these orders, within the term: lower ones are late, and an agent ignores them."""
     run: str
     do: Literal["wait", "run", "stop", "end"]
     plan: Plan | None = None
@@ -372,11 +388,18 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 class MemberStatus(_Value, frozen=True, kw_only=True):
     rank: int
+    """-1: it is not in the newest generation (yet, or any more)."""
     pid: int
     status: str
+    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
     step: int | None
     phase: str
     age_s: float
+    slot: int | None = None
+    """Of an elastic run's worker."""
+    generation: str = ""
+    """The one that it speaks for."""
+    call: int = 0
 
 
 class Status(_Message, frozen=True, kw_only=True):
@@ -390,3 +413,7 @@ class Status(_Message, frozen=True, kw_only=True):
     coordinator_pid: int
     members: list[MemberStatus]
     committed: Commit | None = None
+    elastic: tuple[int, int] | None = None
+    workers_wanted: int | None = None
+    """What `mh scale` said last."""
+    run_call: int = 0

@@ -26,6 +26,8 @@ _SUFFIX: dict[Stream, str] = {"stdout": "out", "stderr": "err"}
 class WorkerLog:
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.headline = b""
+        """Written where the files already hold the words of another process: a replacement goes on in them."""
         self._early: deque[tuple[Stream, bytes]] = deque()
         self._early_bytes = 0
         self._fds: dict[Stream, int] = {}
@@ -61,6 +63,8 @@ class WorkerLog:
             for stream, suffix in _SUFFIX.items():
                 path = folder / f"rank-{self._rank}.{suffix}"
                 self._fds[stream] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+                if before is None and os.fstat(self._fds[stream]).st_size:
+                    os.write(self._fds[stream], self.headline)
             self.path = str(folder / f"rank-{self._rank}.err")
         except OSError:
             self._failed = True

@@ -12,7 +12,7 @@ import msgspec
 
 from manyhands.control.failure import WorkerEnd, describe
 
-__all__ = ["Ended", "Signature", "Verdict", "attribute", "judge", "signature"]
+__all__ = ["Ended", "Signature", "Verdict", "attribute", "cannot_be_retried", "judge", "signature"]
 
 SAME_FAILURE_LIMIT = 3
 PASSED_THROUGH = (2, 3)
@@ -64,6 +64,12 @@ def attribute(ends: Sequence[Ended]) -> tuple[WorkerEnd, list[WorkerEnd], bool]:
 
 def signature(end: WorkerEnd) -> Signature:
     return end.error or describe(end), end.message, end.step
+
+
+def cannot_be_retried(end: WorkerEnd) -> bool:
+    """A usage or environment error, or one of the maths: whoever tries again meets it again."""
+    raised = end.kind in ("exception", "exit")
+    return raised and (end.exit_code in PASSED_THROUGH or bool(REPEATABLE & set(end.bases)))
 
 
 def judge(

@@ -73,6 +73,7 @@ class Premises:
             always_restart=request.always_restart,
             resume=request.resume or "",
             gather_wait_s=request.join_timeout_s,
+            elastic=request.elastic,
         )
         config = CoordinatorConfig(
             settings=settings,

@@ -29,7 +29,8 @@ class Reception:
         self._waiting.clear()
 
     def greet(self, worker: Worker, facts: RunFacts, crew: Crew, desk: Desk, stop: str | None) -> None:
-        if self._owner and worker.seat.rank == 0:
+        # Where chiefs come and go, any worker's word will do: all run the same script.
+        if self._owner and (worker.seat.rank == 0 or crew.elastic):
             overwrite = self._request.overwrite or facts.overwrite
             try:
                 changed = self._book.adopt(self._request.run_dir or facts.run_dir, overwrite, crew.generation)

@@ -5,11 +5,16 @@ A pipe and not the message channel, because it needs no thread, no library and n
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
-__all__ = ["MAX_RECORD_BYTES", "Raised", "Record", "Returned", "WantsStore", "decode", "encode"]
+__all__ = ["MAX_RECORD_BYTES", "STACK_SIGNAL", "Raised", "Record", "Returned", "WantsStore", "decode", "encode"]
 
 MAX_RECORD_BYTES = 2**20
+
+# What a worker answers with the stacks of all its threads on standard error, also while one holds the interpreter.
+STACK_SIGNAL = signal.SIGRTMIN + 7
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -25,8 +25,10 @@ __all__ = [
     "Refuse",
     "Roster",
     "Settings",
+    "Slot",
     "Tell",
     "Ticked",
+    "parse_generation",
 ]
 
 
@@ -46,6 +48,10 @@ class Settings(_Value, frozen=True, kw_only=True):
     rejoin_wait_s: float = 60.0
     """How long the run waits for a lost host to come back and give its word."""
     gather_wait_s: float = 300.0
+    elastic: tuple[int, int] | None = None
+    """The fewest and the most workers, over all hosts. None: the run restarts as a whole, with as many as it had."""
+    workers_wanted: int | None = None
+    """Of an elastic run, at first. None: as many as its hosts have slots."""
 
 
 class Host(_Value, frozen=True, kw_only=True):
@@ -59,21 +65,51 @@ class Host(_Value, frozen=True, kw_only=True):
     master: tuple[str, int] | None
     heard_at: float
     silent: bool = False
+    leaving: bool = False
+    """Its agent is going: it takes no new workers, and those it has are dismissed."""
 
 
 class Member(_Value, frozen=True, kw_only=True):
-    """suspect: its host is silent; it may be alive. Only its agent's word makes it dead."""
+    """suspect: its host is silent; it may be alive. Only its agent's word makes it dead.
+
+    In an elastic attempt also a worker that is not in the group yet, or not any more; its rank is then -1.
+    """
 
     rank: int
     agent: str
     local_rank: int
     incarnation: int
-    status: Literal["live", "suspect", "done", "failed", "dead"] = "live"
+    status: Literal["live", "suspect", "done", "failed", "dead", "left"] = "live"
     exit_code: int | None = None
     pid: int = 0
     step: int | None = None
     phase: str = ""
     moved_at: float = 0.0
+    # From here on of elastic attempts only.
+    slot: int = 0
+    ended: bool = False
+    end: Ended | None = None
+    generation: str = ""
+    """The one that it speaks for."""
+    call: int = 0
+    offers: int = 0
+    offered_at: float = 0.0
+    catch_up: int | None = None
+    """Of a newcomer: the run's step when it was admitted. Until it reports that step it has no state of its own."""
+    done_at: float = 0.0
+
+
+class Slot(_Value, frozen=True, kw_only=True):
+    """A place for a worker on one host, and what is known of those who died in it."""
+
+    agent: str
+    died_at_step: int | None = None
+    died_of: Signature | None = None
+    quick_deaths: int = 0
+    """In a row, counted against the budget."""
+    refill_at: float = 0.0
+    retired: bool = False
+    """Not filled again: the budget is spent, or its worker was done."""
 
 
 class Roster(_Value, frozen=True, kw_only=True):
@@ -89,6 +125,20 @@ class Roster(_Value, frozen=True, kw_only=True):
     first_step: int | None = None
     last_step: int | None = None
     why: str = ""
+    # From here on of elastic attempts only.
+    joining: tuple[Member, ...] = ()
+    dismissed: tuple[Member, ...] = ()
+    slots: dict[int, Slot] = {}
+    lost: bool = False
+    call: int = 0
+    before: str = ""
+    """The generation that members leave at a step's end for this one: until then both are open."""
+    exit_codes: tuple[int, ...] = ()
+    """Of workers that were done and are in no later group."""
+    short_since: float | None = None
+    """When the group fell below the lower bound."""
+    fatal: bool = False
+    """A worker failed in a way that another try cannot change."""
 
 
 class Outcome(_Value, frozen=True, kw_only=True):
@@ -109,6 +159,12 @@ class Membership(_Value, frozen=True, kw_only=True):
     """When this phase began."""
     roster: Roster | None = None
     restarts: int = 0
+    deaths: int = 0
+    """Of single workers in elastic attempts, as far as they count against the restart budget."""
+    workers_wanted: int | None = None
+    """As `mh scale` said last."""
+    revision: int = 0
+    """Grows with every state that is persisted; orders carry it, so that an agent can tell older ones."""
     history: tuple[Signature, ...] = ()
     why: str = ""
     stop: str | None = None
@@ -147,3 +203,8 @@ class Refuse(_Value, frozen=True, kw_only=True):
 
 Event = Heard | Ticked
 Output = Persist | Tell | Refuse
+
+
+def parse_generation(text: str) -> tuple[int, int]:
+    term, counter = text.split(".")
+    return int(term), int(counter)

@@ -1,7 +1,8 @@
-"""A worker's line to its agent: joining the run, its store, where it stands, and the wish that it stop.
+"""A worker's line to its agent: joining the run, its store, where it stands, its group, and the wish that it stop.
 
 One background thread owns the socket; calls hand it messages through a queue and wait for a reply with a deadline.
-`report`, `committed` and `publish` never block. Start reading at `Session.join`.
+`report`, `committed` and `publish` never block. The thread also sends a heartbeat, whatever happens, and in an elastic
+run hears of newer generations: `newest` tells, `enter` goes over. Start reading at `Session.join`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -19,16 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from manyhands import errors
 from manyhands.comm.segments import Segment
 from manyhands.comm.transport import MAX_MESSAGE_BYTES, Port, open_port
+from manyhands.control.groups import is_later
+from manyhands.control.key_values import generation_is_over
 from manyhands.control.messages import (
+    Announce,
     Committed,
     Goodbye,
+    Heartbeat,
     Hello,
     MemoryReply,
     MemoryRequest,
+    Offer,
     PositionReply,
     Publish,
     Refusal,
@@ -42,9 +50,9 @@ from manyhands.control.messages import (
     WhereIsEveryone,
     WorkerPosition,
 )
-from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerTimeout
+from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, PeerTimeout
 from manyhands.events import Event
-from manyhands.spec.seat import Seat
+from manyhands.spec.seat import Group, Seat
 
 __all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
 
@@ -52,6 +60,7 @@ JOIN_TIMEOUT_S = 120.0
 # The agent clears what it hands out: seconds for many gigabytes.
 MEMORY_TIMEOUT_S = 300.0
 REPORT_EVERY_S = 0.1
+HEARTBEAT_EVERY_S = 0.2
 MAX_QUEUED = 10_000
 # A value shares its message with a key and a header.
 MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - 4096
@@ -80,14 +89,25 @@ class Session:
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
+        self.group = seat.group()
+        """The one that this worker is in and speaks for; of one that joins, until `enter`: no generation, rank -1."""
+        self.run_call = 0
+        """The public call that the run is in, as last heard; for a worker that joins."""
         self.run_dir = Path()
         self.run = ""
         self.stop_requested: str | None = None
         self.position: tuple[int, str] | None = None
         self.first_step: int | None = None
+        self.call = 0
         self._pid = os.getpid()
         self._tickets = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
+        self._in_vain_after_loss: set[int] = set()
+        """Tickets of calls whose answer depends on members of the group."""
+        self._heard = threading.Condition()
+        self._announced: Announce | None = None
+        self._offering = 0
+        self._sent_at = 0.0
         self._outbox: deque[Any] = deque()
         self._dropped = 0
         self._report_due = False
@@ -107,7 +127,66 @@ class Session:
         hello = Hello(**self._header(), rank=self.seat.rank, pid=os.getpid(), facts=facts)
         welcome = self._call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
         self.run, self.run_dir = welcome.run, Path(welcome.run_dir)
+        self.run_call = max(self.run_call, welcome.run_call)
         self.stop_requested = self.stop_requested or welcome.stop
+
+    # ---- groups ----------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> Group | None:
+        """The newest generation, if it is later than this worker's; with rank -1, this worker is dismissed from it.
+
+        `lost` of it tells whether a member of this worker's group, or of one that it missed since, is gone.
+        """
+        announced, mine = self._announced, self.group.generation
+        if announced is None or not is_later(announced.group.generation, mine):
+            return None
+        if not mine and announced.group.rank < 0:
+            return None  # it offers itself, and others were admitted
+        return replace(announced.group, lost=bool(mine) and is_later(announced.last_loss, mine))
+
+    def enter(self, group: Group) -> None:
+        """From now on this worker speaks for that generation."""
+        self.group, self._offering = group, 0
+        self._post(Heartbeat(**self._header()))
+
+    def await_group(self, timeout_s: float) -> Group:
+        """Wait for a generation later than this worker's; it is not entered yet. `PeerTimeout` if none comes."""
+        with self._heard:
+            self._heard.wait_for(lambda: self.newest is not None or self._closing, timeout_s)
+        if (newest := self.newest) is not None:
+            return newest
+        raise PeerTimeout(
+            f"No generation after {self.group.generation or 'the first'} was announced within {timeout_s:g} s.",
+            fix=["mh status, for who is missing", "--elastic with a lower bound that the living workers reach"],
+        )
+
+    def offer(self, call: int, timeout_s: float) -> Group | None:
+        """Ready to be admitted, inside public call number `call`: the group that this worker is admitted to.
+
+        None: the run has moved past that call. `PeerTimeout` if neither comes to pass.
+        """
+        self._offering = call
+        self._post(Offer(**self._header(), call=call))
+        try:
+            with self._heard:
+                self._heard.wait_for(lambda: self.newest or self.run_call > call or self._closing, timeout_s)
+        finally:
+            self._offering = 0
+        if (newest := self.newest) is not None:
+            return newest
+        if self.run_call > call:
+            self._post(Heartbeat(**self._header()))
+            return None
+        raise PeerTimeout(f"The run did not admit this worker to its call {call} within {timeout_s:g} s.")
+
+    def _loss(self) -> PeerLost | None:
+        newest = self.newest
+        if newest is None or not newest.lost:
+            return None
+        return PeerLost(
+            f"A member of generation {self.group.generation} is gone; {newest.generation} goes on without it."
+        )
 
     # ---- the store -------------------------------------------------------------------------------------------
 
@@ -136,10 +215,19 @@ class Session:
     def _store(self, op: Any, keys: list[str], *, timeout_s: float = 30.0, **fields: Any) -> StoreReply:
         ticket = next(self._tickets)
         request = StoreRequest(**self._header(), ticket=ticket, op=op, keys=keys, timeout_s=timeout_s, **fields)
-        reply: StoreReply = self._call(ticket, request, timeout_s + REPLY_SLACK_S, f"{op} {keys[0]}")
+        reply: StoreReply = self._call_group(ticket, request, timeout_s + REPLY_SLACK_S, f"{op} {keys[0]}")
         if not reply.ok:
-            raise PeerTimeout(f"The run's store: {reply.error}.")
+            over = self.seat.most_workers and reply.error == generation_is_over(request.generation)
+            raise (PeerLost if over else PeerTimeout)(f"The run's store: {reply.error}.")
         return reply
+
+    def _call_group(self, ticket: int, message: Any, timeout_s: float, what: str) -> Any:
+        """A call that other members of the group answer, if only by way of the store: in vain once one is lost."""
+        self._in_vain_after_loss.add(ticket)
+        try:
+            return self._call(ticket, message, timeout_s, what)
+        finally:
+            self._in_vain_after_loss.discard(ticket)
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -150,19 +238,20 @@ class Session:
             raise EnvironmentProblem("This worker's agent has no memory to share.")
         ticket = next(self._tickets)
         request = MemoryRequest(**self._header(), ticket=ticket, name=name, num_bytes=num_bytes, ranks=ranks)
-        reply: MemoryReply = self._call(ticket, request, MEMORY_TIMEOUT_S, f"memory for {name}")
+        call = self._call_group if ranks else self._call
+        reply: MemoryReply = call(ticket, request, MEMORY_TIMEOUT_S, f"memory for {name}")
         if reply.error:
             raise EnvironmentProblem(reply.error, fix=reply.fix)
         return Segment(fd, num_bytes, reply.offset)
 
     # ---- telling ---------------------------------------------------------------------------------------------
 
-    def report(self, step: int, phase: str) -> None:
-        """Where this worker is. Sent at most ten times a second; the latest always gets there."""
-        first, self.position = self.position is None, (step, phase)
+    def report(self, step: int, phase: str, call: int = 0) -> None:
+        """Where this worker is, in which public call. Sent at most ten times a second; the latest always gets there."""
+        first, self.position, self.call = self.position is None, (step, phase), call
         if first:
             self.first_step = step
-            self._post(Report(**self._header(), step=step, phase=phase))
+            self._post(Report(**self._header(), step=step, phase=phase, call=call))
         elif not self._report_due:
             self._report_due = True
 
@@ -189,6 +278,8 @@ class Session:
         self._flush_report()
         self._post(Goodbye(**self._header()))
         self._closing = True
+        with self._heard:
+            self._heard.notify_all()
         self._nudge()
         self._thread.join(5.0)
         _open_sessions.discard(self)
@@ -198,7 +289,7 @@ class Session:
     # ---- the thread and its queue ----------------------------------------------------------------------------
 
     def _header(self) -> dict[str, Any]:
-        return {"generation": self.seat.generation, "incarnation": self.seat.incarnation}
+        return {"generation": self.group.generation, "incarnation": self.seat.incarnation}
 
     def _post(self, message: Any) -> None:
         if self._closing or os.getpid() != self._pid:
@@ -218,8 +309,10 @@ class Session:
             raise ManyhandsError("This session is closed, or belongs to the process that forked this one.")
         future: Future[Any] = Future()
         self._waiting[ticket] = future
-        self._post(message)
         try:
+            if ticket in self._in_vain_after_loss and (loss := self._loss()) is not None:
+                raise loss
+            self._post(message)
             return future.result(timeout_s)
         except FutureTimeout:
             raise EnvironmentProblem(f"No answer within {timeout_s:g} s from the agent: {what}.") from None
@@ -239,6 +332,7 @@ class Session:
             for _, message in port.receive():
                 self._take(message)
             self._flush_report()
+            self._beat()
             while self._outbox:
                 port.send(self._outbox.popleft())
         port.close(linger_ms=1000)
@@ -248,18 +342,40 @@ class Session:
         if self._report_due and self.position is not None:
             self._report_due = False
             step, phase = self.position
-            self._outbox.append(Report(**self._header(), step=step, phase=phase))
+            self._outbox.append(Report(**self._header(), step=step, phase=phase, call=self.call))
+
+    def _beat(self) -> None:
+        """A sign of life, which also says anew what may have been missed: the generation, and the offer."""
+        now = time.monotonic()
+        if self._outbox:
+            self._sent_at = now
+        elif now - self._sent_at >= HEARTBEAT_EVERY_S and not self._closing:
+            self._sent_at, call = now, self._offering
+            self._outbox.append(Offer(**self._header(), call=call) if call else Heartbeat(**self._header()))
 
     def _take(self, message: ToWorker) -> None:
         match message:
             case StopRequest(kind=kind):
                 self.stop_requested = kind
+            case Announce():
+                self._hear(message)
             case Welcome():
                 self._settle(0, message)
             case Refusal():
                 self._settle(0, _error(message))
             case StoreReply(ticket=ticket) | PositionReply(ticket=ticket) | MemoryReply(ticket=ticket):
                 self._settle(ticket, message)
+
+    def _hear(self, announced: Announce) -> None:
+        before = self._announced
+        if before is not None and is_later(before.group.generation, announced.group.generation):
+            return
+        with self._heard:
+            self._announced, self.run_call = announced, max(self.run_call, announced.run_call)
+            self._heard.notify_all()
+        if (loss := self._loss()) is not None:
+            for ticket in list(self._in_vain_after_loss):
+                self._settle(ticket, loss)
 
     def _settle(self, ticket: int, result: Any) -> None:
         future = self._waiting.get(ticket)

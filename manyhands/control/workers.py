@@ -12,16 +12,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.fence import kill_session
+from manyhands.control.groups import is_later
+from manyhands.control.hang import Pulse, Verdict, main_stack
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.messages import MemberReport
 from manyhands.control.output import Stream, WorkerLog
-from manyhands.control.records import MAX_RECORD_BYTES, Raised, Record, Returned, WantsStore, decode
+from manyhands.control.records import MAX_RECORD_BYTES, STACK_SIGNAL, Raised, Record, Returned, WantsStore, decode
 from manyhands.spec.seat import Seat, seat_environment
 
 __all__ = ["DONE_CODES", "Worker", "torchrun_environment"]
@@ -30,19 +34,37 @@ READ_BYTES = 65536
 # What a dead worker's pipes still hold, and what a grandchild that outlives it may have put there.
 DRAIN_BYTES = 16 * 2**20
 DONE_CODES = (0, 75)
+DUMP_BYTES = 128 * 1024
+RECENT_STEPS = 100
 
 
 class Worker:
     def __init__(self, seat: Seat, command: WorkerCommand, environment: dict[str, str], host: str) -> None:
         self.seat, self.host = seat, host
-        self.log = WorkerLog(seat.rank)
+        self.number = seat.slot if seat.most_workers else seat.rank
+        """What it is called in reports and logs: its rank, or where ranks change its slot."""
+        self.log = WorkerLog(self.number)
         self.greeted = False
         self.peer: bytes | None = None
         self.wants_store = False
+        self.generation = seat.generation
+        """The one that it last spoke for."""
+        self.told: object = None
+        """What it was last announced, and when."""
+        self.told_at = 0.0
+        self.dismissed_at: float | None = None
+        self.end_reported = False
+        self.call, self.offers = 0, 0
         self.first_step: int | None = None
         self.step: int | None = None
         self.phase = ""
-        self.moved_at = time.monotonic()
+        self.heard_at = self.moved_at = self.stepped_at = time.monotonic()
+        self.step_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.verdict: Verdict = "fine"
+        """Whether it was found to hang, and when its stack was asked for."""
+        self.asked_at = 0.0
+        self.hung = ""
+        self._dump: bytes | None = None
         self.raised: Raised | None = None
         self.returned: Returned | None = None
         self.failed_at: float | None = None
@@ -80,6 +102,8 @@ class Worker:
             lifeline: None,
         }
         self._lifeline = lifeline
+        if self.seat.joining:
+            self.log.headline = b"--- worker %d again: pid %d ---\n" % (self.number, self.pid)
         for fd in self.pipes:
             os.set_blocking(fd, False)
 
@@ -87,10 +111,40 @@ class Worker:
     def alive(self) -> bool:
         return self.exit_code is None
 
-    def moved(self, step: int, phase: str) -> None:
+    def heard(self, generation: str) -> None:
+        """It said something, speaking for this generation."""
+        if is_later(generation, self.generation):
+            self.generation, self.offers = generation, 0
+        self.heard_at = time.monotonic()
+
+    def moved(self, step: int, phase: str, call: int = 0) -> None:
         """The worker says where it is."""
+        now = time.monotonic()
+        if self.step is not None and step > self.step and (call, phase) == (self.call, self.phase):
+            self.step_s.append((now - self.stepped_at) / (step - self.step))
+        if step != self.step or (call, phase) != (self.call, self.phase):
+            self.stepped_at = now
         self.first_step = step if self.first_step is None else self.first_step
-        self.step, self.phase, self.moved_at = step, phase[:100], time.monotonic()
+        self.step, self.phase, self.call, self.moved_at = step, phase[:100], call, now
+
+    def pulse(self) -> Pulse:
+        return Pulse(
+            judged=self.alive and self.step is not None and bool(self.generation),
+            training=self.phase == "training",
+            heard_at=self.heard_at,
+            moved_at=self.stepped_at,
+            step_s=tuple(self.step_s),
+        )
+
+    def ask_for_stack(self, now: float) -> None:
+        """It writes the stacks of its threads to its standard error, if it can."""
+        self.asked_at, self._dump = now, b""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL)
+
+    def stack(self) -> list[str]:
+        """Of its main thread, as far as it has come since it was asked for."""
+        return main_stack((self._dump or b"").decode(errors="replace"))
 
     def read(self, fd: int, forward: Callable[[Stream, bytes], None], most: int = READ_BYTES) -> None:
         """Take what a pipe holds; forget the pipe at its end."""
@@ -109,6 +163,8 @@ class Worker:
             if stream is None:
                 self._take_record(data)
             else:
+                if stream == "stderr" and self._dump is not None:
+                    self._dump = (self._dump + data)[:DUMP_BYTES]
                 self.log.write(stream, data)
                 forward(stream, data)
 
@@ -145,21 +201,31 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
+    @property
+    def status(self) -> Literal["live", "done", "failed", "left"]:
+        if self.dismissed_at is not None:
+            return "live" if self.alive else "left"
+        return "failed" if self.failed_at is not None else "live" if self.alive else "done"
+
     def report(self, now: float) -> MemberReport:
-        failed = self.failed_at is not None
-        end = self.end or (self._ending("") if failed else None)
+        status, self.end_reported = self.status, not self.alive
+        end = self.end or (self._ending("") if status == "failed" else None)
         return MemberReport(
-            rank=self.seat.rank,
+            rank=self.number,
             incarnation=self.seat.incarnation,
             pid=self.pid,
+            ended=not self.alive,
+            generation=self.generation,
+            call=self.call,
+            offers=self.offers,
             exit_code=self.exit_code,
-            status="failed" if failed else "live" if self.alive else "done",
+            status=status,
             first_step=self.first_step,
             step=self.step,
             phase=self.phase,
             age_s=now - self.moved_at,
             greeted=self.greeted,
-            end=replace(end, log=self.log.path) if end else None,
+            end=replace(end, log=self.log.path) if end and status == "failed" else None,
             ended_s_ago=now - self.failed_at if self.failed_at is not None else 0.0,
         )
 
@@ -167,11 +233,12 @@ class Worker:
         code, raised = self.exit_code or 0, self.raised
         killed = self.killed_by_us and raised is None
         end = WorkerEnd(
-            rank=self.seat.rank,
+            rank=self.number,
             host=self.host,
             pid=self.pid,
             greeted=self.greeted,
-            kind="stopped" if killed else "exception" if raised else "signal" if code < 0 else "exit",
+            kind=self._kind_of_end(code),
+            message=self.hung,
             signal=-code if code < 0 else 0,
             exit_code=max(code, 0),
             step=self.step,
@@ -193,6 +260,13 @@ class Worker:
             step=self.step if raised.step is None else raised.step,
             phase=raised.phase or self.phase,
         )
+
+    def _kind_of_end(self, code: int) -> Literal["signal", "exception", "exit", "stopped", "hung"]:
+        if self.raised is not None:
+            return "exception"
+        if self.hung:
+            return "hung"
+        return "stopped" if self.killed_by_us else "signal" if code < 0 else "exit"
 
     def _close_pipe(self, fd: int) -> None:
         self.pipes.pop(fd)

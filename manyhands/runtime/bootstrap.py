@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
-from manyhands.control.records import Raised, Record, Returned, WantsStore, encode
+from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(asked.parent)
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)  # for the agent, when this process gets nowhere
     load_compiler_late()
     tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
     _leave(_run_to_the_end(asked))

@@ -67,7 +67,7 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     if seat(environ) is not None:
         return False
     launch = resolved.spec.launch
-    if (launch.workers or 1) > 1 or launch.hosts_wanted > 1:
+    if (launch.workers or 1) > 1 or launch.hosts_wanted > 1 or launch.elastic is not None:
         return True
     if resolved.spec.train.strategy == "single":
         return False  # As in TensorFlow, only strategies for several workers look at the cluster.
@@ -125,6 +125,9 @@ def make_request(
         threads=launch.threads or (1 if resolved.spec.train.exact else None),
         run_dir=run_dir,
         overwrite=run.overwrite,
+        elastic=launch.elastic,
+        heartbeat_s=run.heartbeat_s,
+        hang_s=run.hang_s,
         hosts_wanted=placement.num_hosts,
         listen=placement.listen,
         key=_key(placement, environ),

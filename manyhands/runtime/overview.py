@@ -77,6 +77,10 @@ class Overview(msgspec.Struct, kw_only=True):
     """What each worker used in its last call of `fit`, by its last word; by rank."""
     ranks: list[MemberStatus] = []
     """Where each worker is right now; empty when the run does not answer."""
+    elastic: tuple[int, int] | None = None
+    """Of a live elastic run: the least and the most workers, the number last asked for, and the generation."""
+    workers_wanted: int | None = None
+    generation: str | None = None
 
 
 def find_run(named: str | None, root: Path = Path("runs")) -> Path:
@@ -120,7 +124,7 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
         _take_in(overview, _last_events(file))
     overview.used.sort(key=lambda one: one.rank)
     if ask and overview.state == "running":
-        overview.ranks = _live_ranks(path)
+        _ask_agent(overview, path)
     return overview
 
 
@@ -195,13 +199,15 @@ def _lines_backwards(file: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _live_ranks(path: Path) -> list[MemberStatus]:
+def _ask_agent(overview: Overview, path: Path) -> None:
     try:
         from manyhands.control.client import query
 
-        return list(query(path).members)
+        status = query(path)
     except (ImportError, OSError, ManyhandsError):
-        return []  # nobody answers, or it ended while we asked: the files say all that is left to say
+        return  # nobody answers, or it ended while we asked: the files say all that is left to say
+    overview.ranks, overview.generation = list(status.members), status.generation
+    overview.elastic, overview.workers_wanted = status.elastic, status.workers_wanted
 
 
 def attempts_of(path: Path) -> list[int]:

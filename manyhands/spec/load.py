@@ -218,23 +218,30 @@ def _from_mapping(values: Mapping[str, Any], origin_of: typing.Callable[[str], s
         yield _Given(key, _typed(key, value, origin_of(name), loose=False), origin_of(name))
 
 
-_SHORT_FLAGS = {"grace_s": "--grace", "timeout_s": "--timeout"}
+_SHORT_FLAGS = {"grace_s": "--grace", "timeout_s": "--timeout", "heartbeat_s": "--heartbeat", "hang_s": "--hang"}
 
 
 def flag_name(name: str) -> str:
     return _SHORT_FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
+def _is_range(key: Key) -> bool:
+    return any(typing.get_origin(one) is tuple for one in _plain_types(key.type))
+
+
 def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
+    given = value
     if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(key.type):
         return None
+    if isinstance(value, str) and _is_range(key):
+        value, loose = value.split(":"), True
     try:
         typed = msgspec.convert(value, key.type, strict=not loose)
     except msgspec.ValidationError:
         typed = None
     fits = typed is not None and not (isinstance(typed, float) and not math.isfinite(typed))
     if not fits or (isinstance(typed, str) and len(typed) > MAX_TEXT):
-        what = f"[{key.section}] {key.name} is {_shown(value)}, but must be {_expected(key.type)}."
+        what = f"[{key.section}] {key.name} is {_shown(given)}, but must be {_expected(key.type)}."
         raise SpecError(what, where=where, fix=[_in_words_of(where, _example(key, value))]) from None
     return typed
 
@@ -244,6 +251,11 @@ def _in_words_of(origin: str | None, suggestion: str) -> str:
     name, equals, value = suggestion.partition(" = ")
     if not equals or name not in KEYS or origin is None:
         return suggestion
+    if value.startswith("["):
+        pair = value.strip("[]")
+        value = f"({pair})" if origin == "constructor" else value
+        if origin.startswith(("--", PREFIX)):
+            value = pair.replace(", ", ":")
     if origin == "constructor":
         return f"{name}={value.title() if value in ('true', 'false') else value}"
     bare = value.strip('"')
@@ -272,13 +284,15 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", 
 def _expected(kind: Any) -> str:
     if choices := _choices(kind):
         return f"one of {', '.join(choices)}"
-    return " or ".join(_TYPE_WORDS[one] for one in _plain_types(kind))
+    return " or ".join(_TYPE_WORDS.get(one, "two whole numbers, such as 2:8") for one in _plain_types(kind))
 
 
 def _example(key: Key, value: Any) -> str:
     if choices := _choices(key.type):
         right = (nearest(str(value), choices) or choices)[0]
         return f'{key.name} = "{right}"'
+    if _is_range(key):
+        return f"{key.name} = [2, 8]"
     examples = {int: "2", float: "1.0", bool: "true", str: '"name"'}
     default = key.default if isinstance(key.default, int | float) and not isinstance(key.default, bool) else None
     return f"{key.name} = {examples[_plain_types(key.type)[0]] if default is None else default}"
@@ -301,6 +315,8 @@ def _shown(value: Any) -> str:
         return f'"{_clip(value)}"'
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int) for one in value):
+        return f"{value[0]}:{value[1]}"
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 

@@ -93,24 +93,39 @@ def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
             where="--hosts-wanted",
             fix=["--listen ADDR, the address of this host on the network that joins them"],
         )
-    workers = launch.workers or machine.default_workers
+    workers = launch.workers or _most(launch, launch.hosts_wanted) or machine.default_workers
     if launch.hosts_wanted > 1:
         return Placement(workers=workers, num_hosts=launch.hosts_wanted, listen=launch.listen)
     ignored = ["--listen is ignored: one host alone listens to nobody; --hosts-wanted says how many there are."]
     return Placement(workers=workers, notes=ignored if launch.listen else [])
 
 
+def _most(launch: LaunchSection, num_hosts: int) -> int | None:
+    """Where an elastic run's workers are not counted, it starts with as many as it may have."""
+    return max(1, launch.elastic[1] // num_hosts) if launch.elastic else None
+
+
+def _check_elastic(launch: LaunchSection, workers: int, num_hosts: int, where: str) -> None:
+    """Whoever counts workers and hosts other than in the settings is told here that it does not fit."""
+    if launch.elastic is None or launch.elastic[0] <= workers * num_hosts <= launch.elastic[1]:
+        return
+    least, most = launch.elastic
+    what = f"{workers} workers on each of {num_hosts} hosts are not within elastic, {least}:{most}."
+    raise SpecError(what, where=where, fix=[f"--elastic {min(least, workers * num_hosts)}:{workers * num_hosts}"])
+
+
 def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Machine) -> Placement:
     """`flags` by name, only those given; values as text or numbers."""
     num_hosts = 1 if flags.get("standalone") else _num_nodes(flags.get("nnodes", "1"))
     # torchrun starts one process per node where nobody says how many.
-    nproc = flags.get("nproc_per_node", launch.workers or 1)
+    nproc = flags.get("nproc_per_node", launch.workers or _most(launch, num_hosts) or 1)
     common: dict[str, Any] = {
         "workers": _num_workers(str(nproc), machine),
         "num_hosts": num_hosts,
         "listen": flags.get("local_addr") or launch.listen if num_hosts > 1 else None,
         "notes": _notes(flags),
     }
+    _check_elastic(launch, common["workers"], num_hosts, "--nproc-per-node")
     if num_hosts == 1:
         return Placement(**common)
     if flags.get("rdzv_backend", "static") == "static":
@@ -186,9 +201,11 @@ def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> 
     """Each chief and worker task is a host of the run; ps and evaluator tasks train nothing under these strategies."""
     num_hosts, address = len(task.trainers), task.address
     own = launch.listen or (address[0] if address else None)
+    workers = launch.workers or _most(launch, num_hosts) or machine.default_workers
+    _check_elastic(launch, workers, num_hosts, "TF_CONFIG")
     alone_with_waiters = task.is_chief and num_hosts == 1 and len(task.cluster.jobs) > 1
     return Placement(
-        workers=launch.workers or machine.default_workers,
+        workers=workers,
         num_hosts=num_hosts,
         host_rank=task.host_rank if task.trains else None,
         coordinates=task.is_chief,

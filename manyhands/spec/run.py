@@ -35,10 +35,18 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How often a lost worker may restart the run from its last checkpoint."""
     grace_s: float = 30.0
     """How long workers get to commit a checkpoint after SIGTERM before they are killed."""
+    heartbeat_s: float = 3.0
+    """Elastic runs: a worker that gave no sign of life for this long is killed and replaced. A worker gives one five
+    times a second, unless it is stopped or a C function of it keeps the interpreter to itself."""
+    hang_s: float = 10.0
+    """Elastic runs: a worker that finished no step for this long, and for ten of its slowest, has to show its stack;
+    after twice that it is killed and replaced, unless it only waits for another one."""
 
     def __post_init__(self) -> None:
         _at_least("run", "max_restarts", self.max_restarts, 0)
         _at_least("run", "grace_s", self.grace_s, 0)
+        _at_least("run", "heartbeat_s", self.heartbeat_s, 1)
+        _at_least("run", "hang_s", self.hang_s, 1)
 
 
 class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +73,8 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Workers on this host. Default: one per accelerator; without accelerators, one."""
     threads: int | None = None
     """Threads per worker. Default: cores / workers; with `exact`, 1."""
+    elastic: tuple[int, int] | None = None
+    """The least and the most workers, over all hosts: they may come, go and die while the others train on."""
     hosts_wanted: int = 1
     """The run starts when this many hosts have joined."""
     listen: str | None = None
@@ -85,6 +95,21 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise SpecError(
                 f"[launch] listen is {self.listen}, which is every interface.",
                 fix=["listen = the one address the other hosts use"],
+            )
+        if self.elastic is not None:
+            self._check_elastic(*self.elastic)
+
+    def _check_elastic(self, least: int, most: int) -> None:
+        if not 1 <= least <= most:
+            what = f"[launch] elastic is {least}:{most}, but must be the least, from 1 on, and the most workers."
+            least, most = max(1, min(least, most)), max(1, least, most)
+            raise SpecError(what, fix=[f"elastic = [{least}, {most}]"])
+        if self.workers is not None and not least <= self.workers * self.hosts_wanted <= most:
+            on_hosts = f" on each of {self.hosts_wanted} hosts" if self.hosts_wanted > 1 else ""
+            nearest = min(max(self.workers, -(-least // self.hosts_wanted)), max(1, most // self.hosts_wanted))
+            raise SpecError(
+                f"[launch] workers is {self.workers}{on_hosts}, but must be within elastic, {least}:{most}.",
+                fix=[f"workers = {nearest}"],
             )
 
 
@@ -124,6 +149,11 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint: CheckpointSection = CheckpointSection()
 
     def __post_init__(self) -> None:
+        if self.launch.elastic is not None and self.train.strategy == "single":
+            raise SpecError(
+                "[launch] elastic is for workers that come and go, but strategy is single: one worker, for good.",
+                fix=['strategy = "mirrored"', 'elastic = "none"'],
+            )
         reducer = self.comm.reducer
         if self.train.exact and reducer != "exact":
             raise SpecError(

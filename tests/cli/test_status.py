@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from manyhands.cli.main import report
 from manyhands.cli.status import status
-from manyhands.control.messages import MemberStatus
+from manyhands.control.messages import MemberStatus, Status
 from manyhands.control.runs import RunDirectory
 from manyhands.errors import UsageError
 from manyhands.events import (
@@ -143,12 +143,34 @@ def answering(monkeypatch, query):
     monkeypatch.setitem(sys.modules, "manyhands.control.client", client)
 
 
+def live(members: list[MemberStatus], **more) -> Status:
+    known = {"run": "a", "run_dir": None, "generation": "7.3", "attempt": 1, "hosts": 1, "host": "here", "stop": None}
+    return Status(**known, coordinator_pid=1, members=members, **more)
+
+
+def test_an_elastic_run_shows_its_slots_and_who_joins(tmp_path, monkeypatch):
+    common = {"phase": "training", "age_s": 0.1, "call": 2}
+    members = [
+        MemberStatus(rank=0, slot=3, pid=40, status="live", step=99, **common),
+        MemberStatus(rank=-1, slot=1, pid=41, status="leaving", step=98, **common),
+        MemberStatus(rank=-1, slot=0, pid=42, status="joining", step=None, phase="", age_s=2.0),
+    ]
+    answering(monkeypatch, lambda path: live(members, elastic=(2, 8), workers_wanted=2))
+    run = make_run(tmp_path / "a", state="running", events=[step(99)])
+    shown = show(run)
+    assert re.search(r"^elastic +1 workers on this host, 2 to 8 in all, 2 wanted; generation 7\.3$", shown, re.M)
+    assert re.search(r"^worker 3 +rank 0, step 99, training, call 2, 0s ago, pid 40$", shown, re.M)
+    assert re.search(r"^worker 1 +leaving, step 98, training, call 2, 0s ago, pid 41$", shown, re.M)
+    assert re.search(r"^worker 0 +joining, 2s ago, pid 42$", shown, re.M)
+    assert json.loads(show(run, "--json"))["elastic"] == [2, 8]
+
+
 def test_a_live_run_that_answers_shows_where_each_worker_is(tmp_path, monkeypatch):
     members = [
         MemberStatus(rank=0, pid=40, status="running", step=99, phase="backward", age_s=0.1),
         MemberStatus(rank=1, pid=41, status="starting", step=None, phase="", age_s=2.0),
     ]
-    answering(monkeypatch, lambda path: types.SimpleNamespace(members=members))
+    answering(monkeypatch, lambda path: live(members))
     run = make_run(tmp_path / "a", state="running", events=[step(99)])
     assert re.search(r"^rank 0 +step 99, backward, 0s ago, pid 40\nrank 1 +starting, 2s ago, pid 41$", show(run), re.M)
     assert [place["phase"] for place in json.loads(show(run, "--json"))["ranks"]] == ["backward", ""]

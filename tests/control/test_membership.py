@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.membership import begin, orders_for, parse_generation, react, restored
+from manyhands.control.membership import begin, parse_generation, react, restored
 from manyhands.control.messages import Commit, HostReport, Job, MemberReport
+from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Persist, Refuse, Settings, Tell, Ticked
 
 VERSIONS = {"python": "3.11", "torch": "2.13.0"}

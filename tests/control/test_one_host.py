@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import alive, until
 
-from manyhands.control.client import query, request_stop
+from manyhands.control.client import query, request_scale, request_stop
 from manyhands.control.runs import read_run
 from manyhands.errors import UsageError
 
@@ -252,6 +252,8 @@ def test_status_is_answered_and_a_stop_is_passed_on(launcher):
     until(lambda: [m.step for m in query(run.run_dir()).members] == [41, 41])
     status = query(run.run_dir())
     assert [(m.rank, m.status, m.phase) for m in status.members] == [(0, "live", "forward"), (1, "live", "forward")]
+    with pytest.raises(UsageError, match="is not elastic"):
+        request_scale(run.run_dir(), 2)
     request_stop(run.run_dir())
     assert run.wait() == 75
     with pytest.raises(UsageError, match="not running"):

@@ -8,7 +8,7 @@ import pytest
 from manyhands.errors import SpecError
 from manyhands.spec.config_file import MAX_BYTES
 from manyhands.spec.load import KEYS, dump_toml, resolve, torchrun_defaults, torchrun_task
-from manyhands.spec.run import CheckpointSection, RunSection, RunSpec, TrainSection
+from manyhands.spec.run import CheckpointSection, LaunchSection, RunSection, RunSpec, TrainSection
 
 
 @pytest.fixture
@@ -178,6 +178,49 @@ def test_a_lossy_exchange_is_refused_where_the_same_bits_are_promised():
     assert list(error.fix) == ["--reducer exact", "exact=False"]
     error = refused(flags={"exact": True}, environ={"MANYHANDS_REDUCER": "bf16"})
     assert list(error.fix) == ["MANYHANDS_REDUCER=exact", "--no-exact"]
+
+
+def test_elastic_bounds_are_said_in_the_words_of_each_source(config):
+    for given in (
+        {"flags": {"elastic": "2:8"}},
+        {"flags": {"launch.elastic": [2, 8]}},
+        {"arguments": {"elastic": (2, 8)}},
+        {"environ": {"MANYHANDS_ELASTIC": "2:8"}},
+        {"config_file": config("[launch]\nelastic = [2, 8]\n")},
+        {"config_file": config('[launch]\nelastic = "2:8"\n')},
+    ):
+        assert resolve(**{"environ": {}, **given}).spec.launch.elastic == (2, 8), given
+    assert resolve(environ={"MANYHANDS_ELASTIC": "none"}).spec.launch.elastic is None
+    spec = RunSpec(launch=LaunchSection(elastic=(2, 8), workers=3))
+    assert resolve(environ={}, config_file=config(dump_toml(spec))).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("given", "says", "fix"),
+    [
+        ({"flags": {"elastic": "2:1"}}, "elastic is 2:1, but must be the least", "--elastic 1:2"),
+        ({"flags": {"elastic": "0:4"}}, "elastic is 0:4, but must be the least", "--elastic 1:4"),
+        ({"arguments": {"elastic": (3, 2)}}, "elastic is 3:2", "elastic=(2, 3)"),
+        ({"environ": {"MANYHANDS_ELASTIC": "2"}}, "must be two whole numbers", "MANYHANDS_ELASTIC=2:8"),
+        ({"flags": {"elastic": "a:b"}}, "must be two whole numbers", "--elastic 2:8"),
+        ({"flags": {"elastic": "1:2:3"}}, "must be two whole numbers", "--elastic 2:8"),
+        ({"arguments": {"elastic": 4}}, "must be two whole numbers", "elastic=(2, 8)"),
+        ({"flags": {"elastic": "2:4", "workers": 5}}, "workers is 5, but must be within elastic, 2:4", "--workers 4"),
+        ({"flags": {"elastic": "2:4", "workers": 1}}, "workers is 1, but must be within elastic, 2:4", "--workers 2"),
+        (
+            {"flags": {"elastic": "2:4", "workers": 4, "hosts_wanted": 2, "listen": "10.0.0.1"}},
+            "workers is 4 on each of 2 hosts",
+            "--workers 2",
+        ),
+        ({"flags": {"elastic": "2:4", "strategy": "single"}}, "strategy is single", "--strategy mirrored"),
+        ({"flags": {"heartbeat_s": 0.1}}, "heartbeat_s is 0.1, but must be at least 1", "--heartbeat 1"),
+        ({"flags": {"hang_s": 0.1}}, "hang_s is 0.1, but must be at least 1", "--hang 1"),
+    ],
+)
+def test_elastic_settings_that_cannot_work_are_refused(given, says, fix):
+    error = refused(**given)
+    assert says in error.what
+    assert error.fix[0] == fix
 
 
 def test_every_setting_has_a_name_of_its_own():

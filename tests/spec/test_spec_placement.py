@@ -24,6 +24,17 @@ def test_without_a_number_there_is_a_worker_per_accelerator_else_one():
     assert from_settings(LaunchSection(workers=3), GPUS).workers == 3
 
 
+def test_an_elastic_run_starts_with_as_many_as_it_may_have_unless_told():
+    elastic = LaunchSection(elastic=(2, 6))
+    assert from_settings(elastic, CPUS).workers == 6
+    assert from_settings(LaunchSection(elastic=(2, 6), workers=3), CPUS).workers == 3
+    assert from_settings(LaunchSection(elastic=(2, 6), hosts_wanted=2, listen="10.0.0.1"), CPUS).workers == 3
+    assert from_torchrun({"nnodes": "2"}, elastic, CPUS).workers == 3
+    assert from_torchrun({"nproc_per_node": "2"}, elastic, CPUS).workers == 2
+    with pytest.raises(SpecError, match="8 workers on each of 2 hosts are not within elastic, 2:6"):
+        from_torchrun({"nnodes": "2", "nproc_per_node": "8"}, elastic, CPUS)
+
+
 def test_several_hosts_need_an_address():
     with pytest.raises(SpecError, match="2 hosts are wanted"):
         from_settings(LaunchSection(hosts_wanted=2), CPUS)

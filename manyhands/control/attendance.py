@@ -1,0 +1,182 @@
+"""What is known of each worker of an elastic attempt, from what the agents report. Pure; nothing is decided here.
+
+All of it can be lost: agents repeat their reports, so a coordinator that was restarted soon knows it again. Start
+reading at `hear`; below it are the questions that `elastic` asks of a roster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.failure import WorkerEnd
+from manyhands.control.messages import HostReport, MemberReport
+from manyhands.control.policy import Ended
+from manyhands.control.roster import Member, Membership, Roster, parse_generation
+from manyhands.control.slots import open_to
+
+__all__ = [
+    "alive",
+    "call_of",
+    "can_go_on",
+    "done",
+    "hear",
+    "lose_host",
+    "lost",
+    "missing",
+    "offering",
+    "quiet",
+    "resumed",
+]
+
+
+def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> Membership:
+    """What this host says of workers that are planned there. Late reports do no harm: nothing is taken back."""
+    said = {word.incarnation: word for word in report.members}
+    known = {worker.incarnation for worker in _everyone(roster) if worker.agent == report.agent}
+    # Whoever is not known was declared gone, or belongs to an older attempt. It is in no plan, so its agent kills it.
+    strangers = [word for word in report.members if word.incarnation not in known and not word.ended]
+
+    def heard(workers: Sequence[Member]) -> tuple[Member, ...]:
+        return tuple(
+            _merged(worker, said[worker.incarnation], now)
+            if worker.agent == report.agent and worker.incarnation in said
+            else worker
+            for worker in workers
+        )
+
+    steps = [
+        step
+        for word in report.members
+        if word.incarnation in known
+        for step in (word.first_step, word.step)
+        if step is not None
+    ]
+    cleared = set(roster.cleared) - {report.agent}
+    if report.clear and report.generation == roster.generation:
+        cleared.add(report.agent)
+    roster = replace(
+        roster,
+        members=heard(roster.members),
+        joining=heard(roster.joining),
+        dismissed=heard(roster.dismissed),
+        cleared=tuple(sorted(cleared)),
+        first_step=min([*steps, *_some(roster.first_step)], default=None),
+        last_step=max([*steps, *_some(roster.last_step)], default=None),
+    )
+    return replace(state, roster=roster, stale=state.stale + len(strangers))
+
+
+def _some(value: int | None) -> list[int]:
+    return [] if value is None else [value]
+
+
+def _everyone(roster: Roster) -> tuple[Member, ...]:
+    return (*roster.members, *roster.joining, *roster.dismissed)
+
+
+def _merged(worker: Member, word: MemberReport, now: float) -> Member:
+    if worker.ended or worker.status in ("dead", "done"):
+        return worker
+    end = worker.end
+    if word.end is not None and end is None:
+        end = Ended(end=word.end, at=now - word.ended_s_ago)
+    return replace(
+        worker,
+        status=word.status,
+        ended=word.ended,
+        end=end,
+        exit_code=word.exit_code,
+        pid=word.pid,
+        step=max([*_some(worker.step), *_some(word.step)], default=None),
+        phase=word.phase,
+        moved_at=now - word.age_s,
+        generation=max(worker.generation, word.generation, key=_number),
+        call=max(worker.call, word.call),
+        offers=max(worker.offers, word.offers),
+        offered_at=now if word.offers > worker.offers else worker.offered_at,
+        done_at=now if word.status == "done" else 0.0,
+    )
+
+
+def _number(generation: str) -> tuple[int, int]:
+    return parse_generation(generation) if generation else (0, 0)
+
+
+def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> Membership:
+    """A host is silent, and its workers may live; or it is gone, and they are dead by its agent's word."""
+
+    def marked(workers: Sequence[Member]) -> tuple[Member, ...]:
+        return tuple(
+            replace(worker, status="dead" if gone else "suspect", ended=gone)
+            if worker.agent == agent and worker.status not in ("dead", "done") and not worker.ended
+            else worker
+            for worker in workers
+        )
+
+    joining, dismissed = roster.joining, roster.dismissed
+    if gone:
+        joining = tuple(worker for worker in joining if worker.agent != agent)
+        dismissed = tuple(worker for worker in dismissed if worker.agent != agent)
+    ends = roster.ends
+    if gone:
+        ends = (*ends, *(lost(state, member) for member in alive(roster) if member.agent == agent))
+    members = marked(roster.members)
+    return replace(state, roster=replace(roster, members=members, joining=joining, dismissed=dismissed, ends=ends))
+
+
+def lost(state: Membership, member: Member) -> Ended:
+    host = state.hosts[member.agent]
+    end = WorkerEnd(rank=member.rank, host=host.name, pid=member.pid, kind="lost", step=member.step)
+    return Ended(end=end, at=host.heard_at)
+
+
+def resumed(roster: Roster) -> Roster:
+    """As a restarted coordinator takes it up: it has heard of nobody yet, so nobody has been silent for long."""
+
+    def awake(member: Member) -> Member:
+        return replace(member, status="live") if member.status == "suspect" else member
+
+    return replace(roster, members=tuple(awake(member) for member in roster.members))
+
+
+# ---- questions ---------------------------------------------------------------------------------------------------
+
+
+def alive(roster: Roster) -> list[Member]:
+    return [m for m in roster.members if m.status not in ("dead", "done", "suspect") and not m.ended]
+
+
+def missing(roster: Roster) -> list[Member]:
+    return [member for member in roster.members if member.status in ("dead", "suspect")]
+
+
+def done(roster: Roster) -> list[Member]:
+    return [member for member in roster.members if member.status == "done"]
+
+
+def can_go_on(member: Member) -> bool:
+    """It has the run's state: it was there from the start, or has caught up since it was admitted."""
+    return member.catch_up is None or (member.step is not None and member.step >= member.catch_up)
+
+
+def quiet(roster: Roster) -> bool:
+    return all(
+        member.status == "live" and not member.ended and member.generation == roster.generation
+        for member in roster.members
+    )
+
+
+def call_of(roster: Roster) -> int:
+    """The public call that the run is in."""
+    return max((member.call for member in roster.members), default=0)
+
+
+def offering(state: Membership, roster: Roster) -> list[Member]:
+    call = call_of(roster)
+    return [
+        worker
+        for worker in roster.joining
+        if worker.offers and worker.offers == call and worker.status == "live" and open_to(state, worker.agent)
+    ]

@@ -1,0 +1,308 @@
+"""An elastic attempt: workers die, come and go while the others stay. Pure, as `membership` is, which calls it.
+
+`attendance` takes in what agents say of their workers. `advance` decides, one transition at a time, and each is on disk
+before anyone is told:
+
+    a member is gone          -> a generation of the living, at once
+    a slot is vacant          -> a new incarnation, which starts, and offers itself when it is ready
+    members are asked to go,
+    or newcomers are ready    -> a generation without the ones and with the others, once everyone is in the newest
+    nobody is left            -> the attempt is over, and `ending` says what comes next
+
+docs/protocols/elastic.md is the whole protocol. Start reading at `advance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.attendance import alive, call_of, can_go_on, done, lose_host, lost, missing, offering, quiet
+from manyhands.control.ending import conclude, give_up_on_silent
+from manyhands.control.failure import WorkerEnd, short
+from manyhands.control.policy import Ended, attribute, cannot_be_retried
+from manyhands.control.roster import Host, Member, Membership, Roster, Slot
+from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
+
+__all__ = ["advance", "enough", "form", "open_generations"]
+
+JOIN_WINDOW_S = 1.0
+"""How long a worker that is ready waits for others that are being started, so that one generation admits them all."""
+DONE_GRACE_S = 5.0
+"""The others are usually done soon after the first. If not, they need a group without it."""
+
+
+# ---- the first generation of an attempt ------------------------------------------------------------------------
+
+
+def enough(state: Membership, ready: Sequence[Host]) -> bool:
+    """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
+    if len(ready) >= state.settings.hosts_wanted:
+        return True
+    return state.roster is not None and sum(host.slots for host in ready) >= bounds(state)[0]
+
+
+def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
+    share = lay_out(state, hosts)
+    places = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
+    generation = f"{state.term}.{state.counter + 1}"
+    members = tuple(
+        Member(
+            rank=rank,
+            agent=agent,
+            local_rank=local_rank,
+            incarnation=state.next_incarnation + rank,
+            slot=rank,
+            moved_at=now,
+        )
+        for rank, (agent, local_rank) in enumerate(places)
+    )
+    roster = Roster(
+        generation=generation,
+        attempt=state.restarts + 1,
+        members=members,
+        agents=tuple(host.agent for host in hosts if share[host.agent]),
+        master=master,
+        why=state.why,
+        slots={member.slot: Slot(agent=member.agent) for member in members},
+    )
+    return replace(
+        state,
+        counter=state.counter + 1,
+        next_incarnation=state.next_incarnation + len(members),
+        roster=roster,
+        phase="running",
+        since=now,
+    )
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+
+def advance(state: Membership, roster: Roster, now: float) -> Membership:
+    """One transition, if one is due; the same state otherwise."""
+    decisions: tuple[Callable[[Membership, Roster, float], Membership], ...]
+    if state.phase == "stopping":
+        decisions = (_stop,)
+    else:
+        decisions = (_refuse_retrying, _bury, _forget_hosts, _finish, _lose, _give_up, _staff, _change)
+    for decide in decisions:
+        after = decide(state, roster, now)
+        if after is not state:
+            return after
+    return state
+
+
+def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membership:
+    """A member's usage error, or an error of the maths, ends the run: the others would meet it too."""
+    if state.stop is not None:
+        return state
+    for member in roster.members:
+        if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
+            return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
+    return state
+
+
+def _bury(state: Membership, roster: Roster, now: float) -> Membership:
+    """Take note, once, of each worker that has ended: in its slot's book, and in the list of what went wrong."""
+    dismissed = tuple(worker for worker in roster.dismissed if not worker.ended)
+    if len(dismissed) < len(roster.dismissed):
+        return replace(state, roster=replace(roster, dismissed=dismissed))
+    for worker in roster.joining:
+        if worker.ended or worker.status == "done":
+            return _bury_newcomer(state, roster, worker, now)
+    for member in roster.members:
+        if member.ended and member.status not in ("dead", "done"):
+            end = _end_of(state, member, now)
+            members = tuple(replace(m, status="dead") if m is member else m for m in roster.members)
+            roster = replace(roster, members=members, ends=(*roster.ends, end))
+            return count_death(state, roster, member, end.end, now)
+    return state
+
+
+def _bury_newcomer(state: Membership, roster: Roster, worker: Member, now: float) -> Membership:
+    roster = replace(roster, joining=tuple(other for other in roster.joining if other is not worker))
+    end = _end_of(state, worker, now)
+    if worker.status == "done" or cannot_be_retried(end.end):
+        # It found nothing left to do, or cannot run here. That is no reason to end a run that goes well without it.
+        slot = roster.slots.get(worker.slot)
+        slots = {**roster.slots, worker.slot: replace(slot, retired=True)} if slot else roster.slots
+        roster = replace(roster, slots=slots)
+    if worker.status == "done":
+        return replace(state, roster=roster)
+    if missing(roster):
+        roster = replace(roster, ends=(*roster.ends, end))
+    return count_death(state, roster, worker, end.end, now)
+
+
+def _end_of(state: Membership, worker: Member, now: float) -> Ended:
+    if worker.end is not None:
+        return worker.end
+    host = state.hosts[worker.agent].name if worker.agent in state.hosts else worker.agent
+    code = worker.exit_code or 0
+    kind = WorkerEnd(rank=worker.rank, host=host, pid=worker.pid, kind="exit", exit_code=code, step=worker.step)
+    return Ended(end=kind, at=now)
+
+
+def _forget_hosts(state: Membership, roster: Roster, now: float) -> Membership:
+    """A host that stays away takes its slots with it, once the group goes on without its members."""
+    needed = {member.agent for member in roster.members if member.status != "dead"}
+    for host in state.hosts.values():
+        if host.silent and host.agent not in needed and now - host.heard_at > state.settings.rejoin_wait_s:
+            state = lose_host(state, roster, host.agent, gone=True)
+            return replace(state, hosts={name: other for name, other in state.hosts.items() if name != host.agent})
+    return state
+
+
+def _finish(state: Membership, roster: Roster, now: float) -> Membership:
+    """Over, when no member is left that could go on. Suspects are waited for unless the chief was done."""
+    if any(can_go_on(member) for member in alive(roster)):
+        return state
+    suspects = {member.agent for member in roster.members if member.status == "suspect" and can_go_on(member)}
+    if suspects and roster.members[0].status != "done":
+        waited_out = all(
+            agent not in state.hosts or now - state.hosts[agent].heard_at > state.settings.rejoin_wait_s
+            for agent in suspects
+        )
+        return give_up_on_silent(state, _with_suspects(state, roster), suspects, now) if waited_out else state
+    return replace(state, phase="stopping", since=now)
+
+
+def _with_suspects(state: Membership, roster: Roster) -> Roster:
+    """With the suspects among what went wrong."""
+    suspects = [member for member in roster.members if member.status == "suspect" and member.agent in state.hosts]
+    return replace(roster, ends=(*roster.ends, *(lost(state, member) for member in suspects)))
+
+
+def _lose(state: Membership, roster: Roster, now: float) -> Membership:
+    """Go on without those who are gone, or were done long before the others."""
+    living, finished = alive(roster), done(roster)
+    early = [member for member in finished if now - member.done_at > DONE_GRACE_S]
+    if (not missing(roster) and not early) or not any(can_go_on(member) for member in living):
+        return state
+    newcomers: list[Member] = []
+    if len(living) + len(finished) < bounds(state)[0] and state.stop is None:
+        newcomers = offering(state, roster)
+        if len(living) + len(finished) + len(newcomers) < bounds(state)[0]:
+            return state
+    why = f"{len(early)} done" if early else ""
+    roster = _with_suspects(state, roster)
+    if roster.ends:
+        first, others, _ = attribute(roster.ends)
+        why = short(first) + (f", and {len(others)} more" if others else "")
+    roster = replace(roster, exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in finished)))
+    for member in finished:
+        if member.slot in roster.slots:
+            retired = replace(roster.slots[member.slot], retired=True)
+            roster = replace(roster, slots={**roster.slots, member.slot: retired})
+    return _regroup(state, roster, living, newcomers, lost=True, why=why)
+
+
+def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
+    """Too few members, and nobody to join them: over at once if the budget is spent, else after some patience."""
+    if not missing(roster) or state.stop is not None:
+        return state
+    if roster.short_since is None:
+        return replace(state, roster=replace(roster, short_since=now))
+    waited = now - roster.short_since
+    held = {member.slot for member in roster.members if member.status != "dead"}
+    may_come_back = any(member.status == "suspect" and member.agent in state.hosts for member in roster.members)
+    joining = any(worker.agent in state.hosts for worker in roster.joining)
+    hopeful = joining or any(
+        number not in held and not slot.retired and slot.agent in state.hosts for number, slot in roster.slots.items()
+    )
+    spent = any(slot.retired for slot in roster.slots.values())
+    if hopeful or not ((spent and not may_come_back) or waited > state.settings.rejoin_wait_s):
+        return state
+    return replace(state, phase="stopping", since=now)
+
+
+def _staff(state: Membership, roster: Roster, now: float) -> Membership:
+    if state.stop is not None or done(roster):
+        return state
+    return staff(state, roster, now)
+
+
+def _change(state: Membership, roster: Roster, now: float) -> Membership:
+    """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest."""
+    if state.stop is not None or not quiet(roster):
+        return state
+    leaving = _to_dismiss(state, roster)
+    newcomers = _ready(state, roster, now)
+    staying = [member for member in roster.members if member not in leaving]
+    if not leaving and not newcomers:
+        return state
+    if len(staying) + len(newcomers) < bounds(state)[0] or not any(can_go_on(member) for member in staying):
+        return state
+    words = [f"{len(newcomers)} joined"] * bool(newcomers) + [f"{len(leaving)} left"] * bool(leaving)
+    gone = {member.slot for member in leaving}
+    roster = replace(
+        roster,
+        slots={number: slot for number, slot in roster.slots.items() if number not in gone},
+        dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in leaving)),
+    )
+    return _regroup(state, roster, staying, newcomers, lost=False, why=", ".join(words))
+
+
+def _to_dismiss(state: Membership, roster: Roster) -> list[Member]:
+    going = [member for member in roster.members if not _stays(state, member)]
+    rest = [member for member in roster.members if _stays(state, member)]
+    extra = max(0, surplus(state, roster))
+    return going + rest[len(rest) - extra :]
+
+
+def _stays(state: Membership, member: Member) -> bool:
+    host = state.hosts.get(member.agent)
+    return host is not None and not host.leaving
+
+
+def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
+    """Those who offer themselves; nobody yet, while others that are being started may soon be ready too."""
+    ready = offering(state, roster)
+    if not ready or len(ready) == len(roster.joining):
+        return ready
+    return ready if now - min(worker.offered_at for worker in ready) >= JOIN_WINDOW_S else []
+
+
+def _regroup(
+    state: Membership, roster: Roster, staying: Sequence[Member], newcomers: Sequence[Member], *, lost: bool, why: str
+) -> Membership:
+    admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
+    members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
+    names = {worker.incarnation for worker in newcomers}
+    roster = replace(
+        roster,
+        generation=f"{state.term}.{state.counter + 1}",
+        members=members,
+        joining=tuple(worker for worker in roster.joining if worker.incarnation not in names),
+        lost=lost,
+        call=call_of(roster) if newcomers else 0,
+        before="" if lost else roster.generation,
+        why=why,
+        ends=(),
+        cleared=(),
+        short_since=None,
+    )
+    return replace(state, counter=state.counter + 1, roster=roster)
+
+
+def _stop(state: Membership, roster: Roster, now: float) -> Membership:
+    """Wait until every process is gone, by the agents' word; not for silent hosts once the chief was done."""
+    finished = roster.members[0].status == "done" and not roster.fatal
+    owed = {agent for agent in roster.agents if agent in state.hosts and not state.hosts[agent].silent}
+    suspects = {member.agent for member in roster.members if member.status == "suspect"}
+    if not finished:
+        owed |= suspects
+    if owed <= set(roster.cleared):
+        return conclude(state, roster, now)
+    silent = owed & suspects
+    hosts = [state.hosts.get(agent) for agent in silent]
+    if any(host is None or now - host.heard_at > state.settings.rejoin_wait_s for host in hosts):
+        return give_up_on_silent(state, _with_suspects(state, roster), silent, now)
+    return state
+
+
+def open_generations(roster: Roster) -> list[str]:
+    """Those that members may speak for: after a planned change also the one before, which they leave in their time."""
+    return [roster.before, roster.generation] if roster.before else [roster.generation]

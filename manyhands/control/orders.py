@@ -1,0 +1,107 @@
+"""What membership has decided, as the orders that each host is sent. Pure; start reading at `orders_for`."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from manyhands.control.attendance import call_of
+from manyhands.control.messages import Orders, Place, Plan, PlannedWorker, WorkerPosition
+from manyhands.control.roster import Member, Membership, Roster
+
+__all__ = ["orders_for"]
+
+
+def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = False) -> Orders:
+    """How this host should stand."""
+    roster, outcome = state.roster, state.outcome
+    orders = Orders(
+        term=state.term,
+        revision=state.revision,
+        run=state.settings.run,
+        do="wait",
+        stop=state.stop,
+        stop_signal=state.stop_signal,
+        run_dir=state.run_dir,
+        log_base=state.log_base,
+        job=state.settings.job if with_job else None,
+        generation=roster.generation if roster else None,
+    )
+    if outcome is not None:
+        return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
+    if state.phase == "gathering":
+        return replace(orders, waiting_for=_missing(state))
+    if roster is None or agent not in roster.agents:
+        return orders
+    if state.phase == "stopping":
+        return replace(orders, do="stop")
+    elastic = state.settings.elastic is not None
+    return replace(
+        orders,
+        do="run",
+        plan=_elastic_plan(roster, agent) if elastic else _plan(roster, agent),
+        positions=_elsewhere(roster, agent, now),
+        run_call=call_of(roster) if elastic else 0,
+    )
+
+
+def _missing(state: Membership) -> str:
+    wanted = state.settings.hosts_wanted
+    ready = [host for host in state.hosts.values() if not host.silent]
+    if len(ready) >= wanted:
+        return ""
+    ranks = {host.host_rank for host in ready}
+    missing = sorted(set(range(wanted)) - ranks) if None not in ranks else []
+    names = f"; missing: {', '.join(f'host {rank}' for rank in missing)}" if ready and missing else ""
+    return f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
+
+
+def _plan(roster: Roster, agent: str) -> Plan:
+    mine = [member for member in roster.members if member.agent == agent]
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len(roster.agents),
+        host=roster.agents.index(agent),
+        first_rank=mine[0].rank,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+    )
+
+
+def _elastic_plan(roster: Roster, agent: str) -> Plan:
+    """As `_plan`, and which processes should be there. A host may have none in the group."""
+    mine = [member for member in roster.members if member.agent == agent]
+    number = {name: place for place, name in enumerate(roster.agents)}
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len({member.agent for member in roster.members}),
+        host=number[agent],
+        first_rank=mine[0].rank if mine else -1,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+        workers=[
+            *(_planned(member, joining=False) for member in mine if member.status != "dead"),
+            *(_planned(worker, joining=True) for worker in roster.joining if worker.agent == agent),
+        ],
+        dismissed=[worker.incarnation for worker in roster.dismissed if worker.agent == agent],
+        group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
+        lost=roster.lost,
+        call=roster.call,
+    )
+
+
+def _planned(worker: Member, *, joining: bool) -> PlannedWorker:
+    return PlannedWorker(slot=worker.slot, incarnation=worker.incarnation, joining=joining)
+
+
+def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
+    return {
+        member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
+        for member in roster.members
+        if member.agent != agent and member.step is not None
+    }

@@ -1,0 +1,192 @@
+"""A crew that follows plans, with real processes and real memory; the plans are made up here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import alive, until
+
+from manyhands.comm.segments import Segment
+from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.fence import Guard
+from manyhands.control.launch_request import WorkerCommand
+from manyhands.control.messages import Job, MemoryRequest, Place, Plan, PlannedWorker
+from manyhands.control.workers import Worker
+from manyhands.native import library
+
+PLANE_BYTES = 1 << 20
+
+
+def plan(counter: int, group: list[int], *, workers: list[int] | None = None, **more) -> Plan:
+    """Incarnation n is in slot n % 10; `workers` are planned in all, those in the group among them."""
+    return Plan(
+        generation=f"7.{counter}",
+        attempt=1,
+        world_size=len(group),
+        num_hosts=1,
+        host=0,
+        first_rank=0,
+        incarnations=group,
+        master=("127.0.0.1", 1),
+        workers=[
+            PlannedWorker(slot=number % 10, incarnation=number, joining=number not in group)
+            for number in (group if workers is None else workers)
+        ],
+        group=[Place(incarnation=number, slot=number % 10, host=0) for number in group],
+        **more,
+    )
+
+
+class Hands:
+    def __init__(self, folder: Path) -> None:
+        (folder / "sleep.py").write_text("import time\ntime.sleep(60)\n")
+        (folder / "guarded").mkdir()
+        self.guard = Guard(folder / "guarded")
+        self.started: list[Worker] = []
+        self.around = Surroundings(
+            agent="ipc://nobody",
+            host="here",
+            run="r",
+            job=Job(
+                command=WorkerCommand("script", str(folder / "sleep.py")),
+                flags={},
+                grace_s=30.0,
+                max_restarts=0,
+                most_workers=4,
+            ),
+            num_workers=2,
+            data_address="127.0.0.1",
+            environment=dict(os.environ),
+            guard=self.guard,
+            output=lambda worker, stream, data: None,
+            started=self.started.append,
+        )
+        self.crew: Crew | None = None
+
+    def begin(self, first: Plan) -> Crew:
+        self.crew = Crew(first, self.around)
+        return self.crew
+
+    def see_deaths(self) -> None:
+        """As the agent's loop does."""
+        assert self.crew is not None
+        for worker in list(self.crew.workers):
+            if worker.alive and not alive(worker.pid):
+                self.crew.attend(worker.pidfd, worker)
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.kill_and_wait()
+            self.crew.close()
+        self.guard.close()
+
+
+@pytest.fixture
+def hands(tmp_path: Path) -> Iterator[Hands]:
+    made = Hands(tmp_path)
+    yield made
+    made.close()
+
+
+def ask(crew: Crew, generation: str, incarnation: int = 1, name: str = "plane", ranks: int = 2) -> int:
+    return crew.allot(
+        MemoryRequest(
+            generation=generation, incarnation=incarnation, ticket=1, name=name, num_bytes=PLANE_BYTES, ranks=ranks
+        )
+    )
+
+
+def lost_rank(crew: Crew, offset: int) -> int:
+    segment = Segment(crew.memory.fd, 4096, offset)
+    try:
+        return int(library.lost_rank(segment.address))
+    finally:
+        segment.close()
+
+
+def held_bytes(crew: Crew) -> int:
+    return os.fstat(crew.memory.fd).st_blocks * 512
+
+
+def test_fifty_generations_hold_no_more_memory_than_two(hands):
+    crew = hands.begin(plan(1, [1, 2]))
+    weights = ask(crew, "7.1", name="weights", ranks=0)
+    for counter in range(2, 52):
+        ask(crew, f"7.{counter - 1}")
+        crew.follow(plan(counter, [1, 2], lost=True))
+        assert ask(crew, f"7.{counter}") not in (weights, None)
+        assert held_bytes(crew) <= 3 * PLANE_BYTES, "weights, and the planes of two generations"
+        for worker in crew.workers:
+            worker.heard(f"7.{counter}")
+        crew.tick(0.0)
+        assert held_bytes(crew) == 2 * PLANE_BYTES
+    assert [worker.seat.incarnation for worker in hands.started] == [1, 2]
+    assert ask(crew, "7.51", name="weights", ranks=0) == weights
+
+
+def test_a_death_ends_the_planes_of_every_generation_it_was_in_those_asked_for_later_included(hands):
+    crew = hands.begin(plan(1, [1, 2, 3]))
+    first = ask(crew, "7.1", ranks=3)
+    crew.follow(plan(2, [3, 1, 2]))
+    second = ask(crew, "7.2", ranks=3)
+    hands.started[1].kill(ours=False)
+    until(lambda: not alive(hands.started[1].pid))
+    hands.see_deaths()
+    assert (lost_rank(crew, first), lost_rank(crew, second)) == (1, 2)
+    assert lost_rank(crew, ask(crew, "7.2", name="late", ranks=3)) == 2
+    assert lost_rank(crew, ask(crew, "7.1", name="late", ranks=3)) == 1
+
+
+def test_a_generation_that_began_with_a_loss_elsewhere_ends_the_planes_of_those_before(hands):
+    crew = hands.begin(plan(1, [1, 2]))
+    first = ask(crew, "7.1")
+    crew.follow(plan(2, [1, 2]))
+    assert lost_rank(crew, first) == -1
+    second = ask(crew, "7.2")
+    crew.follow(plan(3, [1, 2], lost=True))
+    assert (lost_rank(crew, first), lost_rank(crew, second)) == (2, 2), "none of the two here"
+    assert lost_rank(crew, ask(crew, "7.3")) == -1
+
+
+def test_whoever_is_not_planned_is_killed_and_its_slot_filled_only_when_it_is_gone(hands):
+    crew = hands.begin(plan(1, [1, 2]))
+    crew.follow(plan(2, [1], workers=[1, 12], lost=True))
+    assert [worker.seat.incarnation for worker in hands.started] == [1, 2], "slot 2 is still taken"
+    until(lambda: not alive(hands.started[1].pid), 5, "the end of the one that is not planned")
+    hands.see_deaths()
+    assert [worker.seat.incarnation for worker in hands.started] == [1, 2, 12]
+    seat = hands.started[2].seat
+    assert (seat.slot, seat.joining, seat.generation, seat.most_workers) == (2, True, "", 4)
+    assert [(report.incarnation, report.ended) for report in crew.reports(0.0)] == [(1, False), (2, True), (12, False)]
+    crew.follow(plan(2, [1], workers=[1, 12], lost=True))
+    assert [worker.seat.incarnation for worker in crew.workers] == [1, 12], "its end was told; nobody asks for it"
+
+
+def test_a_dismissed_worker_ends_by_itself_and_has_left(hands):
+    crew = hands.begin(plan(1, [1, 2]))
+    crew.follow(plan(2, [1], dismissed=[2]))
+    assert hands.started[1].alive
+    assert crew.reports(0.0)[1].status == "live"
+    hands.started[1].kill(ours=False)
+    until(lambda: not alive(hands.started[1].pid))
+    hands.see_deaths()
+    report = crew.reports(0.0)[1]
+    assert (report.status, report.ended, report.end) == ("left", True, None)
+    crew.follow(plan(2, [1]))
+    assert len(crew.workers) == 1
+
+
+def test_messages_are_taken_from_the_living_for_generations_that_they_were_in(hands):
+    crew = hands.begin(plan(1, [1, 2]))
+    crew.follow(plan(2, [1], workers=[1, 13], dismissed=[2]))
+    assert crew.member("7.1", 1) is hands.started[0]
+    assert crew.member("7.2", 1) is hands.started[0]
+    assert crew.member("7.1", 2) is hands.started[1], "dismissed, and still at its last step"
+    assert crew.member("", 13) is hands.started[2]
+    assert crew.member("7.2", 2) is None, "it is not in this one"
+    assert crew.member("", 1) is None
+    assert crew.member("7.9", 1) is None
+    assert crew.member("7.1", 99) is None
