@@ -183,8 +183,13 @@ class Regrouping:
 
     def wait_for_end_of_call(self) -> None:
         """The same in a call without steps, which nobody can join."""
-        while self._session.run_call <= self._worker.call:
+        while self.run_call <= self._worker.call:
             time.sleep(0.05)
+
+    @property
+    def run_call(self) -> int:
+        """The public call that the run is in, as a newcomer is told."""
+        return self._session.run_call
 
     # ---- going over ----
 

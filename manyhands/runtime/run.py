@@ -84,7 +84,7 @@ class Run:
         self.calls = Calls(worker.run_dir / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
-            self.calls.resume_at = worker.session.run_call
+            self.calls.resume_at = self.regrouping.run_call
         while self._training is None:
             self._set_up(resume)
         return self._training
@@ -213,7 +213,7 @@ class Run:
         context = InputContext(
             worker=worker.rank,
             num_workers=worker.world_size,
-            slices=tuple(slices_of(worker.rank, worker.world_size, slices)),
+            slices=() if worker.is_waiting else tuple(slices_of(worker.rank, worker.world_size, slices)),
             num_slices=slices,
             host=worker.session.seat.host,
         )

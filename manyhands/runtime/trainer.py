@@ -98,7 +98,7 @@ class Trainer:
 
     @property
     def is_chief(self) -> bool:
-        return self._run.worker.is_chief
+        return bool(self._run.worker.is_chief)
 
     @property
     def run_dir(self) -> Path:
