@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.batches import Batches, Piece, Step
-from manyhands.errors import Preempted, UsageError
+from manyhands.errors import PeerLost, Preempted, UsageError
 from manyhands.events import Logged
 from manyhands.runtime import evaluating
-from manyhands.runtime.fitting import LEAVE, SAVE
+from manyhands.runtime.fitting import LEAVE, REGROUP, SAVE
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
+from manyhands.runtime.regroup import Arrival
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import StrategyChoice, enter
-from manyhands.strategies.base import LossFn, MetricFn
+from manyhands.strategies.base import LossFn, MetricFn, StepStats
 
 __all__ = ["Hands", "join"]
 
@@ -73,6 +74,11 @@ class Hands:
         self._piece: Piece | None = None
         self._context: AbstractContextManager[None] | None = None
         self._backward_done = False
+        self._todo: list[int] = []
+        self._anew = False
+        self._lost: PeerLost | None = None
+        self._make_batches: Callable[[], Batches]
+        self._batches: Batches | None = None
         self._means = 0
         self._last_step: Step | None = None
         self.stepped = False
@@ -103,8 +109,11 @@ class Hands:
         return model, optimizer
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint of the run directory, if there is one. Call after `setup`."""
-        return self._known_run.resume()
+        """Go on from the newest checkpoint of the run directory, if there is one. Call after `setup`.
+
+        A worker that comes to a running run gets the others' state instead.
+        """
+        return self._worker.is_waiting or self._known_run.resume()
 
     def batches(
         self,
@@ -122,26 +131,41 @@ class Hands:
         if run.calls.already_done:
             return
         source = run.source(data, collate=collate, num_workers=num_workers)
-        batches = run.batches(source, run.batch_size(source, batch_size), epochs, steps)
+        size = run.batch_size(source, batch_size)
+        joined = self._worker.is_waiting
+        if joined and not run.regrouping.wait_for_admission():
+            return
+        self._make_batches = lambda: run.batches(source, size, epochs, steps)
+        self._batches = self._make_batches()
         self._saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
-        run.announce("batches", batches.total_steps)
-        if not run.calls.goes_on:
-            self._saver.save_now(required=True)
-        self._worker.wait_for_chief("first checkpoint")
-        try:
-            yield from self._slices(batches)
-            self._worker.end_trial()
-            self._saver.save_now()
-            self._worker.wait_for_chief("end of batches")
-        except GeneratorExit:  # the loop was left by `break`
-            self._worker.end_trial()
-            raise
-        finally:
-            training.tell_used(ended=True)
-            self._leave_slice()
-            batches.close()
-            self._saver.close()
+        if not joined:
+            run.announce("batches", self._batches.total_steps)
+        with run.regrouping.listening(self._saver.take_office):
+            try:
+                if not joined and not run.calls.goes_on:
+                    self._save("first checkpoint", required=True)
+                yield from self._slices()
+                self._worker.end_trial()
+                self._save("end of batches")
+            except GeneratorExit:  # the loop was left by `break`
+                self._worker.end_trial()
+                raise
+            finally:
+                training.tell_used(ended=True)
+                self._leave_slice()
+                self._close_batches()
+                self._saver.close()
         run.calls.finish(None)
+
+    def _save(self, what: str, *, required: bool = False) -> None:
+        """Save, and have everybody wait for it."""
+
+        def work() -> None:
+            assert self._saver is not None
+            self._saver.save_now(required=required)
+            self._worker.wait_for_chief(what)
+
+        self._known_run.regrouping.agreed(work)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Backward of this slice's loss: its mean, or a sum with its weight."""
@@ -149,18 +173,25 @@ class Hands:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
         self._leave_slice()
         self._training.engine.phases.mark("forward")
-        self._training.engine.backward(self._piece, loss if weight is None else (loss, weight))
+        try:
+            self._training.engine.backward(self._piece, loss if weight is None else (loss, weight))
+        except PeerLost as lost:
+            if not self._worker.is_elastic:
+                raise
+            self._lost = lost  # `step` sees to it
         self._training.engine.phases.mark("backward")
         self._backward_done = True
 
     def step(self) -> None:
-        """Update the weights when this was the worker's last slice of the step; else do nothing."""
+        """Update the weights when this was the worker's last slice of the step; else do nothing.
+
+        In an elastic run the worker may be given further slices of the same step: those of one that was lost.
+        """
         if not self._backward_done:
             raise UsageError("step was called without backward for this slice.", fix=["hands.backward(loss)"])
         assert self._piece is not None and self._step is not None
-        self.stepped = self._piece.index == self._step.indices[-1]
-        if self.stepped:
-            self._finish_step(self._step)
+        self._todo.remove(self._piece.index)
+        self.stepped = (not self._todo or self._lost is not None) and self._finish_step(self._step)
         self._piece = None
 
     def every(self, steps: int) -> bool:
@@ -180,6 +211,8 @@ class Hands:
         step, world = self._last_step, self._worker.world_size
         shares = self._training.engine.shares(step.num_slices)
         rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in shares]
+        if self._worker.is_elastic:
+            return self._mean_of_living(_number(value))
         if world == 1:
             return _number(value)
         self._means += 1
@@ -192,6 +225,18 @@ class Hands:
             if rows[rank]
         ]
         return sum(count * part for count, part in parts) / sum(rows)
+
+    def _mean_of_living(self, value: float) -> float:
+        """In an elastic run, of the workers that there are when all have called; one that has died says nothing."""
+        assert self._last_step is not None
+        step = self._last_step
+        mine = msgspec.msgpack.encode((sum(step.bounds[v][1] - step.bounds[v][0] for v in self._computed), value))
+        told = self._gathered(mine)
+        parts = [msgspec.msgpack.decode(data, type=tuple[int, float]) for data in told]
+        return sum(rows * part for rows, part in parts) / max(1, sum(rows for rows, _ in parts))
+
+    def _gathered(self, data: bytes) -> list[bytes]:
+        return self._known_run.regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("hands", data))
 
     def save(self) -> None:
         """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
@@ -210,14 +255,16 @@ class Hands:
     ) -> dict[str, float]:
         """Loss and per-example metrics over all of `data`, every example once. All workers must call it."""
         run, engine = self._known_run, self._training.engine
-        pieces = run.pieces(run.source(data, collate=collate, shuffle=False), batch_size)
+        source = run.source(data, collate=collate, shuffle=False)
         with engine.using_loss(loss):
-            results, _ = evaluating.evaluate(engine, self._worker.axis, pieces, metrics or {})
+            results, _ = run.regrouping.agreed(
+                lambda: evaluating.evaluate(engine, self._worker.axis, run.pieces(source, batch_size), metrics or {})
+            )
         return results
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ. All workers must call it."""
-        return evaluating.gather_tensors(self._worker.axis, tensor)
+        return self._known_run.regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
         """Sum or mean over the workers, the same bits on each. All workers must call it."""
@@ -235,30 +282,60 @@ class Hands:
     def _training(self) -> Training:
         return self._known_run.ready()
 
-    def _slices(self, batches: Batches) -> Iterator[Any]:
-        engine = self._training.engine
+    def _slices(self) -> Iterator[Any]:
+        engine, regrouping = self._training.engine, self._known_run.regrouping
         self._training.start_clock()
         self._training.meter.start()
-        self._total_steps = batches.total_steps
-        for step in batches:
-            self._step = step
-            self._worker.session.report(step.number, "training")
+        while (step := self._next_step()) is not None:
+            self._step, self._anew, self._lost = step, False, None
+            self._worker.report(step.number, "training")
+            regrouping.division = self._worker.group.generation
             engine.begin_step(step, stop=self._wish(step.number))
-            for piece in step.mine():
-                engine.phases.mark("load")
-                self._piece, self._backward_done = piece, False
-                self._context = engine.slice_context(piece)
-                self._context.__enter__()
-                yield piece.batch
-                self._check_slice_done()
-            if not len(step.indices):
+            self._todo = self._computed = list(step.indices)
+            pieces = step.mine()
+            if not self._todo:
                 self._finish_step(step)
+            while self._todo and not self._anew:
+                for piece in pieces:
+                    engine.phases.mark("load")
+                    self._piece, self._backward_done = piece, False
+                    self._context = engine.slice_context(piece)
+                    self._context.__enter__()
+                    yield piece.batch
+                    self._check_slice_done()
+                    if self._anew:
+                        break
+                pieces = map(step.slice, list(self._todo))
+
+    def _next_step(self) -> Step | None:
+        while True:
+            if self._batches is None:
+                self._batches = self._make_batches()
+            self._total_steps = self._batches.total_steps
+            try:
+                return next(self._batches, None)
+            except PeerLost as lost:  # rows that some workers lack are sent around here
+                self._recover(lost)
+
+    def _recover(self, lost: PeerLost) -> Arrival:
+        if not self._worker.is_elastic:
+            raise lost
+        arrival = self._known_run.regrouping.go_over()
+        self._close_batches()
+        return arrival
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _wish(self, step: int) -> int:
         assert self._saver is not None
         if self._worker.stop_requested:
             return LEAVE
-        return SAVE if self._saver.is_due(step) else 0
+        if self._saver.is_due(step):
+            return SAVE
+        return REGROUP if self.is_chief and self._known_run.regrouping.change_is_due else 0
 
     def _check_slice_done(self) -> None:
         if self._piece is not None:
@@ -272,20 +349,47 @@ class Hands:
             context, self._context = self._context, None
             context.__exit__(None, None, None)
 
-    def _finish_step(self, step: Step) -> None:
-        training = self._training
-        stats = training.engine.end_step()
-        self._last_step, self._means, self.loss = step, 0, stats.loss
-        training.progress.results = {"loss": stats.loss}
-        if training.scheduler is not None and not stats.skipped:
-            training.scheduler.step()
-        training.step_done(step, stats, self._total_steps)
+    def _finish_step(self, step: Step) -> bool:
+        """Whether the step is committed. If not, there are slices of lost workers to do, or it begins anew."""
+        training, self._todo = self._training, []
+        while True:
+            try:
+                if self._lost is not None:
+                    raise self._lost
+                stats = training.engine.end_step()
+            except PeerLost as lost:
+                self._lost = None
+                arrival = self._recover(lost)
+                if arrival.received:  # others have committed it
+                    assert training.last_stats is not None
+                    self._after_step(step, training.last_stats)
+                    return True
+                if not (arrival.same_step and training.engine.can_go_on):
+                    self._anew = True
+                    return False
+                self._todo = training.engine.lost_slices()
+                self._computed = [*self._computed, *self._todo]
+                if self._todo:
+                    return False
+            else:
+                training.progress.results = {"loss": stats.loss}
+                if training.scheduler is not None and not stats.skipped:
+                    training.scheduler.step()
+                training.step_done(step, stats, self._total_steps)
+                self._known_run.regrouping.step_done()
+                self._after_step(step, stats)
+                return True
+
+    def _after_step(self, step: Step, stats: StepStats) -> None:
         assert self._saver is not None
+        self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
-            self._saver.save_now(required=True)
-            self._worker.wait_for_chief("checkpoint before leaving")
+            self._save("checkpoint before leaving", required=True)
             raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
         self._saver.after_step(save=stats.stop == SAVE)
+        if stats.stop == REGROUP:
+            self._known_run.regrouping.go_over(done=True)
+            self._close_batches()
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

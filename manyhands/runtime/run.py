@@ -119,7 +119,7 @@ class Run:
     def resume(self) -> bool:
         """Go back to the newest checkpoint, for loops that ask for it themselves."""
         training = self.ready(resume=False)
-        loaded = load_newest(self.worker)
+        loaded = self.regrouping.agreed(lambda: load_newest(self.worker))
         if loaded is None:
             return False
         training.slices = self._choose_slices(loaded.manifest.slices)

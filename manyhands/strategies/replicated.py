@@ -300,30 +300,31 @@ class Replicated:
 
     def resume_step(self) -> StepStats:
         """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
-        for piece in self.pieces_of_lost():
-            self.phases.mark("load")
-            result = self._forward(piece)
-            self.phases.mark("forward")
-            self.backward(piece, result)
-            self.phases.mark("backward")
+        for v in self.lost_slices():
+            self._compute(self._step.slice(v))
         return self.end_step()
 
-    def pieces_of_lost(self) -> Iterator[PieceLike]:
+    def lost_slices(self) -> list[int]:
         """Slices of ranks that are lost, which this one computes in their place. What they had done, stays done."""
         assert isinstance(self._summed, SharedGradients)
         gradients, exchange = self._summed, self._exchange
         exchange.move(self._axis)
         slice_at = {place: v for v, place in self._place.items()}
+        found: list[int] = []
         for turn, seat in enumerate(gradients.lost_seats()):
             if turn % self._axis.size != self._axis.rank or (gradients.is_complete(seat) and exchange.is_whole(seat)):
                 continue
-            gradients.leave_seat()
-            gradients.take_seat(seat)
-            self._mine, self._reports = exchange.shares[seat], []
-            for place in self._mine:
-                yield self._step.slice(slice_at[place])
-            if not self._mine:
+            found += [slice_at[place] for place in exchange.shares[seat]]
+            if not exchange.shares[seat]:
+                self._take_seat(seat)
                 exchange.post(())
+        return found
+
+    def _take_seat(self, seat: int) -> None:
+        assert isinstance(self._summed, SharedGradients)
+        self._summed.leave_seat()
+        self._summed.take_seat(seat)
+        self._mine, self._reports = self._exchange.shares[seat], []
 
     # The step, and its parts for those who write their own loop.
 
@@ -333,12 +334,15 @@ class Replicated:
             return self._train_step_with_closure(step, stop)
         self.begin_step(step, stop=stop)
         for piece in step.mine():
-            self.phases.mark("load")
-            result = self._forward(piece)
-            self.phases.mark("forward")
-            self.backward(piece, result)
-            self.phases.mark("backward")
+            self._compute(piece)
         return self.end_step()
+
+    def _compute(self, piece: PieceLike) -> None:
+        self.phases.mark("load")
+        result = self._forward(piece)
+        self.phases.mark("forward")
+        self.backward(piece, result)
+        self.phases.mark("backward")
 
     def begin_step(self, step: StepLike, *, stop: int = 0) -> None:
         self.phases.begin()
@@ -361,14 +365,19 @@ class Replicated:
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
-        self._buffers.enter(self._place[piece.index])
+        self._enter_slice(self._place[piece.index])
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
+
+    def _enter_slice(self, place: int) -> None:
+        if place not in self._mine:  # of a rank that is lost
+            self._take_seat(next(seat for seat, share in enumerate(self._exchange.shares) if place in share))
+        self._buffers.enter(place)
 
     @contextmanager
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
         """The same around a forward that somebody else runs."""
-        self._buffers.enter(self._place[piece.index])
+        self._enter_slice(self._place[piece.index])
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             yield
 
