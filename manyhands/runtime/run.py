@@ -72,6 +72,8 @@ class Run:
         self._training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
         if loaded is not None:
             self._restore(loaded)
+            del loaded
+            process.give_freed_memory_back()
         return self._training
 
     def resume(self) -> bool:
@@ -82,6 +84,8 @@ class Run:
             return False
         training.slices = self._choose_slices(loaded.manifest.slices)
         self._restore(loaded)
+        del loaded
+        process.give_freed_memory_back()
         return True
 
     def _restore(self, loaded: Loaded) -> None:
