@@ -25,7 +25,7 @@ VENVS = ROOT / ".bench-venvs"
 
 def plain_environment(*, allocator: bool = True) -> dict[str, str]:
     """This process's, without what would set up a peer behind its back."""
-    ours = ("MALLOC_", "MANYHANDS_", "OMP_", "MKL_", "TF_", "PYTHONPATH")
+    ours = ("MALLOC_", "GLIBC_", "MANYHANDS_", "OMP_", "MKL_", "TF_", "PYTHONPATH")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     return kept | {"OMP_NUM_THREADS": "1"} | (ALLOCATOR if allocator else {})
 

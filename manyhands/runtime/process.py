@@ -31,7 +31,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Once, after something large is done with: a model's own weights, when shared ones have taken their place."""
+    """After something large is done with: weights that shared ones took the place of, or what a checkpoint held."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

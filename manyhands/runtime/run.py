@@ -104,6 +104,8 @@ class Run:
         self._training = self.regrouping.training = training
         if loaded is not None:
             self._restore(loaded)
+            del loaded
+            process.give_freed_memory_back()
         self.regrouping.settled()
 
     def _set_up_for_joining(self) -> None:
@@ -124,6 +126,8 @@ class Run:
             return False
         training.slices = self._choose_slices(loaded.manifest.slices)
         self._restore(loaded)
+        del loaded
+        process.give_freed_memory_back()
         return True
 
     def _restore(self, loaded: Loaded) -> None:
