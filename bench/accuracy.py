@@ -40,15 +40,15 @@ def _accuracy(hosts: Hosts, options: Sequence[str], seed: int) -> float:
 
 
 def _run(processes: Sequence[Process]) -> str:
-    """What the first process wrote; all of them end with it."""
+    """What the first process wrote; all of them end with it, or after `TIMEOUT_S`."""
     started: list[subprocess.Popen[str]] = []
+    deadline = time.monotonic() + TIMEOUT_S
     try:
         for process in processes:
-            while process.after is not None and not process.after.exists() and started[0].poll() is None:
-                time.sleep(0.05)
+            _wait_until_it_may_start(process, started, deadline)
             both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if not started else {}
             started.append(_start(process, **both))
-        output, _ = started[0].communicate(timeout=TIMEOUT_S)
+        output, _ = started[0].communicate(timeout=max(0.0, deadline - time.monotonic()))
         if started[0].returncode:
             raise ScriptFailed(f"exit code {started[0].returncode}\n{output[-4000:]}")
         for other in started[1:]:
@@ -60,6 +60,16 @@ def _run(processes: Sequence[Process]) -> str:
         for process_ in started:
             process_.kill()
             process_.wait()
+
+
+def _wait_until_it_may_start(process: Process, started: Sequence[subprocess.Popen[str]], deadline: float) -> None:
+    """Not once another has ended: what is waited for may then never come, and the first process says why."""
+    while process.after is not None and not process.after.exists():
+        if any(other.poll() is not None for other in started):
+            return
+        if time.monotonic() > deadline:
+            raise ScriptFailed(f"{process.after.name} was not there after {TIMEOUT_S:g} s")
+        time.sleep(0.05)
 
 
 def _start(

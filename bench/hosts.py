@@ -22,8 +22,9 @@ ADDRESSES = ("10.231.8.1", "10.231.8.2")
 RATE = "1gbit"
 REDUCER = "--reducer"
 """The flag of `mh run` that says how gradients travel between hosts."""
-LOSSY = ("bf16", "int8")
 MODEL = "mlp-10m"
+# By workload: how gradients travel, and how many workers there are on each host.
+SIDES = {"mlp-10m": (("bf16", "int8"), 1), "two-each": (("exact",), 2)}
 
 
 class Hosts(NamedTuple):
@@ -41,14 +42,15 @@ def why_not(_workload: str = "") -> str | None:
     return None if REDUCER in told.stdout else f"`mh run` has no {REDUCER}"
 
 
-def measure(_workload: str, size: Size) -> Measured:
-    batch = WORKLOADS[MODEL].batch
+def measure(workload: str, size: Size) -> Measured:
+    reducers, each = SIDES[workload]
+    workers, model = 2 * each, WORKLOADS[MODEL]
     with two_hosts() as hosts:
-        sides = [_trainer(hosts, reducer) for reducer in LOSSY]
-        sides += [_ddp(hosts, name, port) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
+        sides = [_trainer(hosts, reducer, each) for reducer in reducers]
+        sides += [_ddp(hosts, name, port, each) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
         found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
     told = found[-1][1]
-    settings = {"model": WORKLOADS[MODEL].model, "batch": 2 * batch, "workers": 2, "threads": 1, "link": RATE}
+    settings = {"model": model.model, "batch": workers * model.batch, "workers": workers, "threads": 1, "link": RATE}
     return Measured([seconds for seconds, _ in found], {**settings, **told})
 
 
@@ -76,36 +78,37 @@ def two_hosts() -> Iterator[Hosts]:
         subprocess.run(["ip", "link", "delete", links[0]], capture_output=True, check=False)
 
 
-def run_on(hosts: Hosts, folder: str, options: Sequence[str], script: Sequence[str]) -> list[Process]:
-    """`mh run` on the first host with one worker, and `mh agent` with another on the second."""
+def run_on(hosts: Hosts, folder: str, options: Sequence[str], script: Sequence[str], each: int = 1) -> list[Process]:
+    """`mh run` on the first host with `each` workers, and `mh agent` with as many on the second."""
     join = f"{folder}/join"
-    lead = ("run", "-n", "1", "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
+    common = ("-n", str(each), "--threads", "1", "--ui", "none")
+    lead = ("run", *common, "--run-dir", f"{folder}/run")
     meet = ("--hosts-wanted", "2", "--listen", ADDRESSES[0], "--join-file", join, "--insecure-data-plane")
     environment = plain_environment(allocator=False)
     return [
         Process([*hosts.prefixes[0], *MH, *lead, *meet, *options, *script], environment),
         Process(
-            [*hosts.prefixes[1], *MH, "agent", "--join", join, "--threads", "1", "--ui", "none"],
+            [*hosts.prefixes[1], *MH, "agent", "--join", join, *common],
             environment,
             after=Path(join),
         ),
     ]
 
 
-def _trainer(hosts: Hosts, reducer: str) -> Side:
-    script = ("-m", "bench.trainer_side", MODEL, "multi_worker", "2")
-    return Side(reducer, 2, lambda folder: run_on(hosts, folder, (REDUCER, reducer), script))
+def _trainer(hosts: Hosts, reducer: str, each: int) -> Side:
+    script = ("-m", "bench.trainer_side", MODEL, "multi_worker", str(2 * each))
+    return Side(reducer, 2 * each, lambda folder: run_on(hosts, folder, (REDUCER, reducer), script, each))
 
 
-def _ddp(hosts: Hosts, name: str, port: int) -> Side:
+def _ddp(hosts: Hosts, name: str, port: int, each: int) -> Side:
     command = (MH[0], "-m", "bench.torch_side", "ddp", MODEL)
-    meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    each = zip(hosts.prefixes, hosts.links, strict=True)
-    processes = [
-        Process([*prefix, *command], {**plain_environment(), **meet, "RANK": str(rank), "GLOO_SOCKET_IFNAME": link})
-        for rank, (prefix, link) in enumerate(each)
-    ]
-    return Side(name, 2, lambda _: processes)
+    meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(2 * each)}
+    processes = []
+    for rank in range(2 * each):
+        prefix, link = hosts.prefixes[rank // each], hosts.links[rank // each]
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GLOO_SOCKET_IFNAME": link}
+        processes.append(Process([*prefix, *command], {**plain_environment(), **meet, **place}))
+    return Side(name, 2 * each, lambda _: processes)
 
 
 def _do(*words: str) -> None:

@@ -29,7 +29,8 @@ class Codec(Protocol):
 
     def num_bytes(self, numel: int) -> int: ...
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None: ...
-    def decode(self, data: Tensor, out: Tensor) -> None: ...
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """With `add`, to what is there."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -52,8 +53,14 @@ class Bf16:
         assert residual is None
         self._halves(out, values.numel()).copy_(_as_fp32(values))
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        out.copy_(self._halves(data, out.numel()))
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        halves = self._halves(data, out.numel())
+        if not add:
+            out.copy_(halves)
+        elif out.dtype == torch.float32 and _is_native(out, data):
+            library.bf16_add(halves.data_ptr(), out.data_ptr(), out.numel())
+        else:
+            out.add_(halves)
 
     def _halves(self, data: Tensor, numel: int) -> Tensor:
         return data[: 2 * numel].view(torch.bfloat16)
@@ -105,17 +112,17 @@ class Int8:
         if residual is not None:
             self._forgive(residual, scales)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         scales, codes = self._parts(data, out.numel())
         if out.dtype == torch.float32 and _is_native(out, data):
-            library.int8_decode(scales.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), self.BLOCK)
+            library.int8_decode(scales.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), self.BLOCK, add)
             return
         for start, stop, block in self._spans(out.numel()):
             wanted, steps = out[start:stop].view(-1, block), codes[start:stop].view(-1, block)
-            values = wanted if out.dtype == torch.float32 else self._scratch(wanted)
+            values = wanted if out.dtype == torch.float32 and not add else self._scratch(wanted)
             values.copy_(steps).mul_(scales[start // self.BLOCK :][: len(wanted)].view(-1, 1))
             if values is not wanted:
-                wanted.copy_(values)
+                wanted.add_(values) if add else wanted.copy_(values)
 
     def _find_scale(self, wanted: Tensor, scale: Tensor) -> Tensor:
         """Each block's largest magnitude / 127, into `scale`; NaN for a block that is not finite. Returns 1 / scale."""

@@ -40,6 +40,10 @@ MH_FOR_THIS_CPU static void decode_block(const int8_t *codes, float scale, float
     for (size_t i = 0; i < count; i++) values[i] = (float)codes[i] * scale;
 }
 
+MH_FOR_THIS_CPU static void add_block(const int8_t *codes, float scale, float *values, size_t count) {
+    for (size_t i = 0; i < count; i++) values[i] += (float)codes[i] * scale;
+}
+
 void mh_int8_encode(const float *values, float *residual, float *scales, int8_t *codes, size_t count, size_t block) {
     for (size_t start = 0; start < count; start += block, scales++) {
         size_t here = count - start < block ? count - start : block;
@@ -66,8 +70,20 @@ void mh_int8_encode(const float *values, float *residual, float *scales, int8_t 
     }
 }
 
-void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block) {
+void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block, int add) {
     for (size_t start = 0; start < count; start += block, scales++) {
-        decode_block(codes + start, *scales, values + start, count - start < block ? count - start : block);
+        size_t here = count - start < block ? count - start : block;
+        (add ? add_block : decode_block)(codes + start, *scales, values + start, here);
     }
+}
+
+static inline float from_bf16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+MH_FOR_THIS_CPU void mh_bf16_add(const uint16_t *halves, float *values, size_t count) {
+    for (size_t i = 0; i < count; i++) values[i] += from_bf16(halves[i]);
 }

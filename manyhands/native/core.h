@@ -109,6 +109,8 @@ int mh_update(const struct mh_update *update, const struct mh_piece *pieces, siz
 /* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
  * values first, and holds afterwards what the codes do not tell. */
 void mh_int8_encode(const float *values, float *residual, float *scales, int8_t *codes, size_t count, size_t block);
-void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block);
+/* With `add`, to what is in `values`; so does the one below, with halves of floats. */
+void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block, int add);
+void mh_bf16_add(const uint16_t *halves, float *values, size_t count);
 
 #endif

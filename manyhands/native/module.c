@@ -239,10 +239,21 @@ static PyObject *int8_encode(PyObject *self, PyObject *args) {
 static PyObject *int8_decode(PyObject *self, PyObject *args) {
     unsigned long long scales, codes, values;
     Py_ssize_t count, block;
-    if (!PyArg_ParseTuple(args, "KKKnn:int8_decode", &scales, &codes, &values, &count, &block)) return NULL;
+    int add;
+    if (!PyArg_ParseTuple(args, "KKKnnp:int8_decode", &scales, &codes, &values, &count, &block, &add)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     mh_int8_decode((const float *)(uintptr_t)scales, (const int8_t *)(uintptr_t)codes, (float *)(uintptr_t)values,
-                   (size_t)count, (size_t)block);
+                   (size_t)count, (size_t)block, add);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *bf16_add(PyObject *self, PyObject *args) {
+    unsigned long long halves, values;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "KKn:bf16_add", &halves, &values, &count)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_bf16_add((const uint16_t *)(uintptr_t)halves, (float *)(uintptr_t)values, (size_t)count);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -264,7 +275,8 @@ static PyMethodDef methods[] = {
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
     {"update", update, METH_VARARGS, "update(how, pieces, addresses, program): gradients to new weights"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
-    {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block)"},
+    {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},
+    {"bf16_add", bf16_add, METH_VARARGS, "bf16_add(halves, values, count)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ MAX_CARRIED_BYTES = 1024
 class GradientSum:
     """Sums per-slice gradients of `params` over `axis`; the same bits for every division of the slices over ranks."""
 
-    most_under_way: ClassVar[int] = 2**31
+    most_under_way = 2**31
     """How many buckets may be on their way to their owners before the first of them is waited for."""
 
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis, bucket_bytes: int) -> None:

@@ -291,7 +291,7 @@ class Hands:
             self._worker.report(step.number, "training")
             regrouping.division = self._worker.group.generation
             engine.begin_step(step, stop=self._wish(step.number))
-            self._todo = self._computed = list(step.indices)
+            self._todo, self._computed = list(step.indices), list(step.indices)
             pieces = step.mine()
             if not self._todo:
                 self._finish_step(step)

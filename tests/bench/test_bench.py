@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import accuracy, report
 from bench.__main__ import main
+from bench.baton import Process
+from bench.child import ScriptFailed
 from bench.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,21 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(capsys: pytest.
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "dpp" in said and "ddp-mlp-10m" in said
+
+
+def process(code: str, after: Path | None = None) -> Process:
+    return Process([sys.executable, "-c", code], dict(os.environ), after=after)
+
+
+def test_processes_that_wait_for_each_other_in_vain_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = tmp_path / "join"
+    with pytest.raises(ScriptFailed, match="exit code 3\nwhy"):
+        accuracy._run([process("print('why'); exit(3)"), process("", after=never)])
+    monkeypatch.setattr(accuracy, "TIMEOUT_S", 0.5)
+    with pytest.raises(ScriptFailed, match=r"join was not there after 0\.5 s"):
+        accuracy._run([process("import time; time.sleep(60)"), process("", after=never)])
+    with pytest.raises(ScriptFailed, match=r"no end after 0\.5 s"):
+        accuracy._run([process("import time; time.sleep(60)")])
 
 
 def test_results_replace_what_stands_between_the_marks(tmp_path: Path) -> None:

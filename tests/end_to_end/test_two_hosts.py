@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from namespaces import ADDRESSES, two_hosts, why_not
+
+from manyhands.events import StepDone
+from manyhands.runtime.recorder import read_events
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 MH = [sys.executable, "-m", "manyhands.cli.main"]
@@ -43,18 +50,25 @@ def digest(output: str) -> str:
     return found.group(1)
 
 
-def lead(prefix: list[str], cwd: Path, name: str, *words: str) -> subprocess.Popen[str]:
+def lead(prefix: list[str], cwd: Path, name: str, *words: str, workers: int = 1) -> subprocess.Popen[str]:
     return start(
-        prefix, *MH, "run", "-n", "1", "--run-dir", name, "--hosts-wanted", "2", "--listen", ADDRESSES[0],
+        prefix, *MH, "run", "-n", str(workers), "--run-dir", name, "--hosts-wanted", "2", "--listen", ADDRESSES[0],
         "--join-file", f"{name}.join", *words, str(SCRIPT), "--strategy", "multi_worker", "--pause", "0.05", cwd=cwd,
     )  # fmt: skip
 
 
-def test_two_hosts_end_where_one_process_ends_bit_for_bit(hosts: tuple[list[str], list[str]], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     alone = subprocess.run(
         [*MH, "run", "-n", "1", "--ui", "none", "--run-dir", "alone", str(SCRIPT)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path_factory.mktemp("alone"), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
+    return digest(alone.stdout)
+
+
+def test_two_hosts_end_where_one_process_ends_bit_for_bit(
+    hosts: tuple[list[str], list[str]], tmp_path: Path, of_one_process: str
+) -> None:
     first = lead(hosts[0], tmp_path, "both", "--insecure-data-plane")
     wait_for(tmp_path / "both.join")
     assert (tmp_path / "both.join").stat().st_mode & 0o777 == 0o600
@@ -62,9 +76,76 @@ def test_two_hosts_end_where_one_process_ends_bit_for_bit(hosts: tuple[list[str]
     out, err = first.communicate(timeout=60)
     second.communicate(timeout=30)
     assert first.returncode == second.returncode == 0, err
-    assert digest(out) == digest(alone.stdout)
+    assert digest(out) == of_one_process
     assert "2 workers" in err
     assert re.search(r"in the clear|not encrypted|insecure", err), "the first lines say that tensors are not encrypted"
+
+
+@contextlib.contextmanager
+def two_workers_on_each(
+    hosts: tuple[list[str], list[str]], cwd: Path, name: str, *words: str
+) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    first = lead(hosts[0], cwd, name, "--insecure-data-plane", *words, workers=2)
+    started = [first]
+    try:
+        wait_for(cwd / f"{name}.join")
+        started.append(start(hosts[1], *MH, "agent", "--join", f"{name}.join", "-n", "2", cwd=cwd))
+        yield first, started[1]
+    finally:
+        for process in started:
+            process.kill()  # whoever has ended does not mind
+            process.communicate(timeout=30)
+
+
+# Sums travel in many buckets, also those of a small model.
+SMALL_BUCKETS = ("--bucket-bytes", "1024")
+
+
+def test_two_workers_on_each_of_two_hosts_end_where_one_process_ends(
+    hosts: tuple[list[str], list[str]], tmp_path: Path, of_one_process: str
+) -> None:
+    with two_workers_on_each(hosts, tmp_path, "four", *SMALL_BUCKETS) as (first, second):
+        out, err = first.communicate(timeout=60)
+        _, err_of_second = second.communicate(timeout=30)
+    assert first.returncode == second.returncode == 0, err + err_of_second
+    assert "4 workers" in err
+    assert digest(out) == of_one_process
+
+
+def wait_for_step(run_dir: Path, step: int, deadline_s: float = 40.0) -> None:
+    path, deadline = run_dir / "events" / "chief.jsonl", time.monotonic() + deadline_s
+    while not path.exists() or not any(
+        event.step >= step for event in read_events(path) if isinstance(event, StepDone)
+    ):
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(agent.pid).children(recursive=True)
+    return sorted((p for p in children if "manyhands.runtime.bootstrap" in p.cmdline()), key=lambda p: p.pid)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("reducer", ["exact", "int8"])
+def test_a_worker_killed_on_the_other_host_ends_the_run_by_name_and_nothing_is_left(
+    hosts: tuple[list[str], list[str]], tmp_path: Path, reducer: str
+) -> None:
+    words = ("--max-restarts", "0", "--reducer", reducer, *(() if reducer == "exact" else ("--no-exact",)))
+    with two_workers_on_each(hosts, tmp_path, "killed", *SMALL_BUCKETS, *words) as (first, second):
+        wait_for_step(tmp_path / "killed", 3)
+        family = [p for agent in (first, second) for p in psutil.Process(agent.pid).children(recursive=True)]
+        victim = workers_of(second)[-1]
+        began = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        _, err = first.communicate(timeout=30)
+        second.communicate(timeout=30)
+        took_s = time.monotonic() - began
+    assert first.returncode == second.returncode == 4, err
+    assert re.search(r"first failure +rank [23] on .*SIGKILL", err), err
+    assert took_s < 15
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, alive
 
 
 def test_without_asking_for_the_insecure_data_plane_nothing_starts(

@@ -110,8 +110,16 @@ static void encode_and_decode(size_t count, size_t block, int with_residual) {
     for (size_t i = 0; i < count; i++) values[i] = i % 97 == 13 ? -3e38f : 0.01f * (float)(i % 251);
     if (count > 5) values[5] = values[4] / 0.0f;
     mh_int8_encode(values, with_residual ? residual : NULL, scales, codes, count, block);
-    mh_int8_decode(scales, codes, found, count, block);
+    mh_int8_decode(scales, codes, found, count, block, 0);
     for (size_t i = block; i < count; i++) CHECK(found[i] - values[i] <= scales[i / block]);
+    memset(found, 0, count * sizeof(float));
+    mh_int8_decode(scales, codes, found, count, block, 1);
+    for (size_t i = block; i < count; i++) CHECK(found[i] - values[i] <= scales[i / block]);
+    uint16_t *halves = malloc(count * sizeof(uint16_t));
+    for (size_t i = 0; i < count; i++) halves[i] = 0x3f80, found[i] = 2; /* 1, as half a float */
+    mh_bf16_add(halves, found, count);
+    for (size_t i = 0; i < count; i++) CHECK(found[i] == 3);
+    free(halves);
     free(values), free(found), free(scales), free(residual), free(codes);
 }
 

@@ -90,7 +90,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("world_size", "slices"), [(2, 2), (2, 5), (3, 5), (3, 2)])
+@pytest.mark.parametrize(("world_size", "slices"), [(2, 2), (2, 5), (3, 5), (3, 2), (4, 4), (5, 7)])
 def test_every_rank_gets_the_same_bits_close_to_the_sum(
     ranks: RankPool, tmp_path: Path, codec: str, world_size: int, slices: int
 ) -> None:

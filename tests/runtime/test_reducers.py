@@ -49,7 +49,7 @@ def train_with_unused(reducer: str) -> Weights:
     return weights_of(trainer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_replicas_are_bitwise_equal_and_near_the_exact_ones(ranks: RankPool, world_size: int) -> None:
     """Momentum, weight decay, clipping, accumulation, a short last batch, and a parameter that nobody uses."""
     exact = ranks(world_size, train_with_unused, "exact")[0]
