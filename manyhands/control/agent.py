@@ -38,6 +38,7 @@ from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, 
 __all__ = ["run_agent"]
 
 POLL_S = 0.2
+SWEEP_POLL_S = 0.01
 REPORT_EVERY_S = 1.0
 # Until then the script may still name the run directory.
 ADOPT_AFTER_S = 10.0
@@ -140,7 +141,8 @@ class Agent:
                 *crew_fds,
                 at.coordinator.pidfd if at.coordinator else None,
                 at.meeting.waiting_fd if at.meeting else None,
-            ]
+            ],
+            SWEEP_POLL_S if self._crew and self._crew.sweeping else POLL_S,
         )
         self._changed |= self._desk.attend(self._crew)
         for fd in sorted((fd for fd in crew_fds if fd in ready), key=lambda fd: fd == crew_fds[fd].pidfd):
@@ -170,8 +172,12 @@ class Agent:
             Path(self._request.result_file).write_text(chief.returned.value)
 
     def _tick(self, now: float) -> None:
+        if self._changed:
+            self._report(now)  # before anything that takes time: others may wait for the news of a death
         if self._crew is not None:
-            self._crew.tick(now)
+            if self._crew.tick(now):
+                self._changed = True
+                self._at.renew_meeting()
             if self._crew.elastic:
                 self._watch_elastic(self._crew, now)
             if self._at.meeting is not None:
@@ -225,8 +231,6 @@ class Agent:
         self._changed, self._reported_at = False, now
         at, crew, book = self._at, self._crew, self._at.book
         stop, stop_signal = self._stop or (None, 0)
-        if crew is not None:
-            crew.look_at_memory(now)
         at.link.send(
             HostReport(
                 run=book.run,
@@ -252,6 +256,8 @@ class Agent:
                 leaving=leaving or self._leaving_by is not None,
             )
         )
+        if crew is not None:
+            crew.look_at_memory(now)
 
     def _take_orders(self) -> None:
         for message in self._at.link.receive():
@@ -518,9 +524,9 @@ class Agent:
         self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 
 
-def _poll(watched: list[Any]) -> dict[Any, int]:
+def _poll(watched: list[Any], timeout_s: float) -> dict[Any, int]:
     poller = zmq.Poller()
     for item in watched:
         if item is not None:
             poller.register(item, zmq.POLLIN)
-    return dict(poller.poll(round(POLL_S * 1000)))
+    return dict(poller.poll(round(timeout_s * 1000)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,7 @@ class Hands:
         for worker in list(self.crew.workers):
             if worker.alive and not alive(worker.pid):
                 self.crew.attend(worker.pidfd, worker)
+        self.crew.tick(time.monotonic())
 
     def close(self) -> None:
         if self.crew is not None:

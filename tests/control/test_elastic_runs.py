@@ -371,7 +371,7 @@ def test_a_stopped_process_is_found_by_its_silence(elastic):
     reason, took_s = hung(run)
     assert reason.startswith("hung: no sign of life for 1.")
     assert "the process is stopped, in step " in reason
-    assert 1.0 <= took_s < 4.0
+    assert 0.75 <= took_s < 4.0  # its last sign of life came up to 0.2 s before it hung
 
 
 DEADLOCK = """
@@ -392,7 +392,7 @@ def test_a_deadlock_that_holds_the_interpreter_is_found_and_its_line_named(elast
     assert f"train.py line {line}, in hang" in reason
     assert ", in step " in reason
     assert f"line {line} in hang" in (run.run.run_dir() / "logs" / "attempt-1" / "rank-1.err").read_text()
-    assert 1.0 <= took_s < 5.0
+    assert 0.75 <= took_s < 5.0
 
 
 def test_a_loop_without_progress_is_found_although_its_heart_beats(elastic):
