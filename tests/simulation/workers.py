@@ -1,0 +1,204 @@
+"""A simulated worker: it steps in its group, drops it at the first error, goes over to a newer one, and offers itself.
+
+Its state is a step and a digest of everything that went into it. A step changes both in one place, when a collective
+that every member contributed to has come back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from manyhands.control.messages import Plan
+
+from .history import Adopted, Applied, Committed, Entered
+
+if TYPE_CHECKING:
+    from .hosts import Agent
+    from .world import World
+
+SAVE_EVERY = 4
+
+
+def number(generation: str) -> tuple[int, int]:
+    term, counter = generation.split(".")
+    return int(term), int(counter)
+
+
+def digest(before: int, step: int, slices: tuple[int, ...]) -> int:
+    value = before
+    for part in (step, *sorted(slices)):
+        value = (value * 1_000_003 + part + 1) % (2**61 - 1)
+    return value
+
+
+class Worker:
+    def __init__(self, world: World, agent: Agent, slot: int, incarnation: int, *, joining: bool, attempt: int) -> None:
+        self._world, self.agent = world, agent
+        self.slot, self.incarnation, self.joining, self.attempt = slot, incarnation, joining, attempt
+        self.alive, self.hanging = True, False
+        self.status: Literal["live", "done", "failed", "left"] = "live"
+        self.generation = ""
+        self.group: tuple[int, ...] = ()
+        self.offers = 0
+        self.step, self.digest, self.has_state = -1, 0, False
+        self._booted = self._broken = False
+        self._newest: Plan | None = None
+        self._moment = 0
+        if not joining:
+            _, self.step, self.digest = world.checkpoint
+            self.has_state = True
+        self._later(world.random.uniform(0.1, 1.5), self._begin)
+
+    # ---- life and death ----
+
+    def _later(self, delay_s: float, action: Any) -> None:
+        """Unless it dies, or does something else meanwhile; a process that hangs does it when it goes on."""
+        self._moment += 1
+        self._world.at(delay_s, lambda moment=self._moment: self._if_still(moment, action))
+
+    def _if_still(self, moment: int, action: Any) -> None:
+        if not self.alive or moment != self._moment:
+            return
+        if self.hanging:
+            self._world.at(0.1, lambda: self._if_still(moment, action))
+        else:
+            action()
+
+    def die(self) -> None:
+        self._end("failed")
+
+    def hang(self, seconds: float) -> None:
+        self.hanging = True
+        self._world.at(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self.hanging = False
+
+    def _end(self, status: Literal["done", "failed", "left"]) -> None:
+        if self.alive:
+            self.alive, self.status = False, status
+            self.agent.saw_end(self)
+            if self.generation and status != "done":
+                self._world.plane.abort(self.generation, self.group, self.agent.name)
+
+    @property
+    def call(self) -> int:
+        """Two public calls: the first takes half of the steps."""
+        return 1 + (self.step >= self._world.history.num_steps // 2)
+
+    # ---- groups ----
+
+    def announce(self, plan: Plan) -> None:
+        """The newest generation, from the agent."""
+        if not self.alive or (self._newest and number(plan.generation) <= number(self._newest.generation)):
+            return
+        self._newest = plan
+        if not self._booted:
+            return
+        if not self.generation or self._broken:
+            self._later(0.005, self._regroup)
+        elif plan.lost and number(plan.generation) > number(self.generation):
+            self.lose(self.generation)
+
+    def lose(self, generation: str) -> None:
+        """A collective failed, or is known to be about to."""
+        if self.alive and generation == self.generation and not self._broken:
+            self._broken = True
+            self._later(0.001, self._regroup)
+
+    def _begin(self) -> None:
+        self._booted = True
+        self.offer()
+        self._regroup()
+
+    def offer(self) -> None:
+        """Ready, in the call that the run is in, as last heard. Asked again whenever that changes."""
+        if self.alive and self._booted and self.joining and self.agent.run_call:
+            self.offers = self.agent.run_call
+            self.agent.report_soon()
+
+    def _regroup(self) -> None:
+        """Go over to the newest generation, if it is newer than this worker's own; else wait for one."""
+        plan = self._newest
+        if plan is None or (self.generation and number(plan.generation) <= number(self.generation)):
+            return
+        group = tuple(place.incarnation for place in plan.group)
+        if self.incarnation not in group:
+            if self.generation:
+                self._end("left")
+            return
+        self.generation, self.group, self._broken, self.joining = plan.generation, group, False, False
+        self._world.note(Entered(self._world.now, self.incarnation, self.generation))
+        self.agent.report_soon()
+        self._give("meet", (self.step, self.digest, self.has_state))
+
+    def _give(self, what: str, value: Any) -> None:
+        self._world.plane.contribute(self, self.generation, self.group, what, value)
+
+    def receive(self, generation: str, what: str, values: list[tuple[int, Any]]) -> None:
+        if not self.alive or self._broken or generation != self.generation:
+            return
+        if what == "meet":
+            self._later(0.001, lambda: self._level([value for _, value in values]))
+        else:
+            self._later(0.001, lambda: self._apply(int(what), values))
+
+    def _level(self, values: list[tuple[int, int, bool]]) -> None:
+        """Take over the state of the first that is furthest."""
+        with_state = [(step, value) for step, value, has_state in values if has_state]
+        if not with_state:
+            self._end("failed")
+            return
+        step, value = max(with_state, key=lambda pair: pair[0])
+        if step > self.step or not self.has_state:
+            self.step, self.digest, self.has_state = step, value, True
+            self._world.note(Adopted(self._world.now, self.incarnation, self.generation, step, value))
+        self._compute()
+
+    # ---- steps ----
+
+    def _compute(self) -> None:
+        if self.step >= self._world.history.num_steps:
+            self._later(0.05, lambda: self._end("done"))
+        else:
+            self._later(self._world.random.uniform(0.05, 0.5), self._contribute)
+
+    def _contribute(self) -> None:
+        rank, size = self.group.index(self.incarnation), len(self.group)
+        mine = tuple(v for v in range(self._world.history.num_slices) if v % size == rank)
+        plan = self._newest
+        later = plan is not None and number(plan.generation) > number(self.generation)
+        # The chief's word makes all members go over after the same step.
+        go_over = plan.generation if rank == 0 and plan is not None and later else ""
+        self._give(str(self.step + 1), (mine, go_over))
+
+    def _apply(self, step: int, values: list[tuple[int, Any]]) -> None:
+        slices = tuple(v for _, (theirs, _) in values for v in theirs)
+        self.step, self.digest = step, digest(self.digest, step, slices)
+        contributors = tuple(incarnation for incarnation, _ in values)
+        self._world.note(
+            Applied(
+                self._world.now,
+                self.incarnation,
+                self.generation,
+                self.attempt,
+                step,
+                slices,
+                contributors,
+                self.digest,
+            )
+        )
+        if self.group[0] == self.incarnation and step % SAVE_EVERY == 0:
+            self._save()
+        if any(go_over for _, (_, go_over) in values):
+            self._broken = True
+            self._later(0.001, self._regroup)
+        else:
+            self._compute()
+
+    def _save(self) -> None:
+        generation = number(self.generation)
+        if generation >= self._world.checkpoint_generation:
+            self._world.checkpoint_generation = generation
+            self._world.checkpoint = (0, self.step, self.digest)
+            self._world.note(Committed(self._world.now, self.generation, self.attempt, self.step))
