@@ -84,6 +84,8 @@ class Agent:
         self._crew: Crew | None = None
         self._crew_started = 0.0
         self._lost: set[int] = set()
+        self._told_of_loss = False
+        """Since the last generation: what would be said of the next one stands in a WorkerLost already."""
         self._stop: tuple[str, int] | None = None
         self._workers_wanted: int | None = None
         self._leaving_by: float | None = None
@@ -328,8 +330,9 @@ class Agent:
         self._desk.announce(crew, time.monotonic())
 
     def _begin_generation(self, plan: Plan, still_spoken_for: Collection[str] = ()) -> None:
-        if plan.why:
+        if plan.why and not (plan.lost and self._told_of_loss):
             self._display.say(plan.why)
+        self._told_of_loss = False
         self._generation = plan.generation
         self._at.book.note_generation(plan.generation)
         self._desk.new_generation(still_spoken_for)
@@ -520,6 +523,7 @@ class Agent:
         if end is None or worker.seat.incarnation in self._lost:
             return
         self._lost.add(worker.seat.incarnation)
+        self._told_of_loss = True
         reason, collateral = describe(end), end.kind == "stopped"
         self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 

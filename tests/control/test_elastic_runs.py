@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from conftest import Launched, Launcher, alive, until
 
+from manyhands.cli.scale import scale
 from manyhands.control.client import query, request_scale, request_stop
 from manyhands.errors import UsageError
 
@@ -178,7 +180,13 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
     run = elastic(workers=2)
     pids = by_slot(run.members([0, 1]))
     directory = until(lambda: query(run.run.run_dir())) and run.run.run_dir()
-    assert request_scale(directory, 4).elastic == (1, 4)
+    said = CliRunner().invoke(scale, [str(directory), "4", "--json"], catch_exceptions=False)
+    assert json.loads(said.output) == {
+        "run": directory.name,
+        "run_dir": str(directory),
+        "workers_wanted": 4,
+        "elastic": [1, 4],
+    }
     grown = by_slot(run.members([0, 1, 2, 3]))
     assert {slot: grown[slot] for slot in (0, 1)} == pids
     stood = query(directory)
@@ -190,7 +198,8 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
         with pytest.raises(UsageError, match=f"{number} workers are outside of this run's bounds, 1 to 4") as refused:
             request_scale(directory, number)
         assert refused.value.fix == (f"mh scale {directory} {nearest}",)
-    request_scale(directory, 1)
+    said = CliRunner().invoke(scale, [str(directory), "1"], catch_exceptions=False)
+    assert said.output == f"{directory} was asked to go on with 1 worker; here it has 4.\n"
     (left,) = run.members([0])
     assert left["pid"] == pids[0]
     assert not left["lost"]
