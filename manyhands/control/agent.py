@@ -81,6 +81,8 @@ class Agent:
         self._request, self._at, self._job, self._display = request, premises, job, display
         self._host = socket.gethostname()
         self._term, self._revision, self._generation = 0, 0, ""
+        self._term_before = 0
+        """The last one that was heard before the coordinator was started again."""
         self._crew: Crew | None = None
         self._crew_started = 0.0
         self._lost: set[int] = set()
@@ -224,7 +226,8 @@ class Agent:
     def _revive_coordinator(self, what: str) -> None:
         assert self._at.coordinator is not None
         self._warn(f"the coordinator (pid {self._at.coordinator.pid}) {what}; starting it again, training goes on")
-        self._at.coordinator.restart()
+        self._at.coordinator.restart(worked=self._term > self._term_before)
+        self._term_before = self._term
         self._at.link.heard_at = time.monotonic()
 
     # ---- reporting and obeying ----

@@ -136,7 +136,7 @@ class Worker:
 
     def pulse(self) -> Pulse:
         return Pulse(
-            judged=self.alive and self.step is not None and bool(self.generation),
+            judged=self.alive and self.peer is not None and self.step is not None and bool(self.generation),
             training=self.phase == "training",
             heard_at=self.heard_at,
             moved_at=self.stepped_at,
