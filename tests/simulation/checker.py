@@ -105,7 +105,7 @@ def _progress(history: History) -> Iterator[str]:
         done = max((event.step for event in history.of(Applied)), default=0)
         if done != history.num_steps:
             yield f"E5: the run ended well after step {done} of {history.num_steps}"
-    elif not (history.exit_code == 4 and history.hosts_lost):
+    elif history.exit_code != 4 or not (history.hosts_lost or history.budget < 1000):
         yield f"E5: the run ended with {history.exit_code}: {history.reason}"
 
 

@@ -94,10 +94,10 @@ class Agent:
             pid=worker.incarnation,
             ended=not worker.alive,
             generation=worker.generation,
-            call=worker.call if worker.generation and worker.has_state else 0,
+            call=worker.call if worker.generation and worker.level else 0,
             offers=worker.offers if not worker.generation else 0,
             exit_code=0 if worker.status == "done" else None,
-            step=worker.step if worker.generation and worker.has_state else None,
+            step=worker.step if worker.generation and worker.level else None,
             end=end,
         )
 

@@ -40,13 +40,13 @@ class Worker:
         self.generation = ""
         self.group: tuple[int, ...] = ()
         self.offers = 0
-        self.step, self.digest, self.has_state = -1, 0, False
+        # A newcomer looks like a worker at the very start: only the coordinator knows that it has no state of its own.
+        self.step, self.digest, self.level = 0, 0, not joining
         self._booted = self._broken = False
         self._newest: Plan | None = None
         self._moment = 0
         if not joining:
-            _, self.step, self.digest = world.checkpoint
-            self.has_state = True
+            self.step, self.digest = world.checkpoint
         self._later(world.random.uniform(0.1, 1.5), self._begin)
 
     # ---- life and death ----
@@ -130,7 +130,7 @@ class Worker:
         self.generation, self.group, self._broken, self.joining = plan.generation, group, False, False
         self._world.note(Entered(self._world.now, self.incarnation, self.generation))
         self.agent.report_soon()
-        self._give("meet", (self.step, self.digest, self.has_state))
+        self._give("meet", (self.step, self.digest))
 
     def _give(self, what: str, value: Any) -> None:
         self._world.plane.contribute(self, self.generation, self.group, what, value)
@@ -143,15 +143,11 @@ class Worker:
         else:
             self._later(0.001, lambda: self._apply(int(what), values))
 
-    def _level(self, values: list[tuple[int, int, bool]]) -> None:
+    def _level(self, values: list[tuple[int, int]]) -> None:
         """Take over the state of the first that is furthest."""
-        with_state = [(step, value) for step, value, has_state in values if has_state]
-        if not with_state:
-            self._end("failed")
-            return
-        step, value = max(with_state, key=lambda pair: pair[0])
-        if step > self.step or not self.has_state:
-            self.step, self.digest, self.has_state = step, value, True
+        step, value = max(values, key=lambda pair: pair[0])
+        if step > self.step or not self.level:
+            self.step, self.digest, self.level = step, value, True
             self._world.note(Adopted(self._world.now, self.incarnation, self.generation, step, value))
         self._compute()
 
@@ -200,5 +196,5 @@ class Worker:
         generation = number(self.generation)
         if generation >= self._world.checkpoint_generation:
             self._world.checkpoint_generation = generation
-            self._world.checkpoint = (0, self.step, self.digest)
+            self._world.checkpoint = (self.step, self.digest)
             self._world.note(Committed(self._world.now, self.generation, self.attempt, self.step))
