@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, world: World, agent: Agent, slot: int, incarnation: int, *, joining: bool, attempt: int) -> None:
         self._world, self.agent = world, agent
         self.slot, self.incarnation, self.joining, self.attempt = slot, incarnation, joining, attempt
-        self.alive, self.hanging = True, False
+        self.alive, self.hanging, self.exit_code = True, False, 0
         self.status: Literal["live", "done", "failed", "left"] = "live"
         self.generation = ""
         self.group: tuple[int, ...] = ()
@@ -73,6 +73,15 @@ class Worker:
 
     def _go_on(self) -> None:
         self.hanging = False
+
+    def asked_to_stop(self) -> None:
+        """A member commits and ends after its next step, with the others; who is in no group just ends."""
+        if not self.generation and self._booted:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.exit_code = 75
+        self._end("done")
 
     def _end(self, status: Literal["done", "failed", "left"]) -> None:
         if self.alive:
@@ -164,9 +173,9 @@ class Worker:
         mine = tuple(v for v in range(self._world.history.num_slices) if v % size == rank)
         plan = self._newest
         later = plan is not None and number(plan.generation) > number(self.generation)
-        # The chief's word makes all members go over after the same step.
-        go_over = plan.generation if rank == 0 and plan is not None and later else ""
-        self._give(str(self.step + 1), (mine, go_over))
+        # The chief's word makes all members go over, or end, after the same step.
+        word = "" if rank else "stop" if self.agent.stopping else "go over" if later else ""
+        self._give(str(self.step + 1), (mine, word))
 
     def _apply(self, step: int, values: list[tuple[int, Any]]) -> None:
         slices = tuple(v for _, (theirs, _) in values for v in theirs)
@@ -184,9 +193,12 @@ class Worker:
                 self.digest,
             )
         )
-        if self.group[0] == self.incarnation and step % SAVE_EVERY == 0:
+        said = {word for _, (_, word) in values}
+        if self.group[0] == self.incarnation and (step % SAVE_EVERY == 0 or "stop" in said):
             self._save()
-        if any(go_over for _, (_, go_over) in values):
+        if "stop" in said:
+            self._later(0.02, self._leave)
+        elif "go over" in said:
             self._broken = True
             self._later(0.001, self._regroup)
         else:

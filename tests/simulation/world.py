@@ -100,7 +100,21 @@ class World:
 
     def _one_fault(self) -> None:
         kind = self.random.choice(
-            ["kill", "kill", "kill", "hang", "coordinator", "cut", "deaf", "mute", "scale", "scale", "agent", "leave"]
+            [
+                "kill",
+                "kill",
+                "kill",
+                "hang",
+                "coordinator",
+                "cut",
+                "deaf",
+                "mute",
+                "scale",
+                "scale",
+                "agent",
+                "leave",
+                "stop",
+            ]
         )
         {
             "kill": self._kill,
@@ -110,6 +124,7 @@ class World:
             "deaf": lambda: self._isolate(self.deaf, "deaf"),
             "mute": lambda: self._isolate(self.mute, "mute"),
             "scale": self._scale,
+            "stop": self._stop,
             "agent": lambda: self._lose_agent(leaving=False),
             "leave": lambda: self._lose_agent(leaving=True),
         }[kind]()
@@ -146,6 +161,12 @@ class World:
         self.agents["a"].wanted = self.random.randint(0, 8)
         self.fault(f"scale {self.agents['a'].wanted}")
         self.agents["a"].report_soon()
+
+    def _stop(self) -> None:
+        if self.random.random() < 0.3:
+            self.fault("stop")
+            self.history.stopped = True
+            self.agents["a"].stop()
 
     def _lose_agent(self, *, leaving: bool) -> None:
         others = [name for name, agent in self.agents.items() if name != "a" and not agent.gone]
