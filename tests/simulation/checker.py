@@ -101,11 +101,16 @@ def _only_members(history: History) -> Iterator[str]:
 def _progress(history: History) -> Iterator[str]:
     if history.ended_at is None:
         yield f"E5: the run did not end within {PATIENCE_S:g} s of the last fault"
+    elif history.exit_code == 75:
+        if not history.stopped or not history.of(Committed):
+            yield "E5: the run ended as if it had been stopped with a checkpoint"
+    elif history.exit_code == 143 and history.stopped:
+        return
     elif history.exit_code == 0:
         done = max((event.step for event in history.of(Applied)), default=0)
         if done != history.num_steps:
             yield f"E5: the run ended well after step {done} of {history.num_steps}"
-    elif not (history.exit_code == 4 and history.hosts_lost):
+    elif history.exit_code != 4 or not (history.hosts_lost or history.budget < 1000):
         yield f"E5: the run ended with {history.exit_code}: {history.reason}"
 
 

@@ -88,6 +88,9 @@ class History:
     num_steps: int
     events: list[Any] = field(default_factory=list)
     healed_at: float = 0.0
+    budget: int = 1000
+    stopped: bool = False
+    """Someone asked for the end."""
     hosts_lost: bool = False
     """An agent was lost for good, so that a run may rightly end with 4."""
     ended_at: float | None = None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 REPORT_EVERY_S = 1.0
 HEARTBEAT_S = 3.0
 """A worker whose heart has not beaten for so long is killed."""
+GRACE_S = 5.0
 ALONE_S = 15.0
 """An agent that has not heard the coordinator for so long ends its workers and itself."""
 
@@ -26,6 +27,7 @@ class Agent:
         self.workers: dict[int, Worker] = {}
         self.run_call = 0
         self.wanted: int | None = None
+        self.stopping = False
         self.gone = False
         self._leaving = False
         self._ever: set[int] = set()
@@ -77,6 +79,8 @@ class Agent:
             members=[self._word(worker) for worker in self.workers.values()],
             clear=clear,
             leaving=self._leaving,
+            stop="preempt" if self.stopping else None,
+            stop_signal=15 if self.stopping else 0,
             workers_wanted=self.wanted,
         )
         self._world.send(self.name, "a", lambda: self._world.coordinator.hear(report))
@@ -94,10 +98,10 @@ class Agent:
             pid=worker.incarnation,
             ended=not worker.alive,
             generation=worker.generation,
-            call=worker.call if worker.generation and worker.has_state else 0,
+            call=worker.call if worker.generation and worker.level else 0,
             offers=worker.offers if not worker.generation else 0,
-            exit_code=0 if worker.status == "done" else None,
-            step=worker.step if worker.generation and worker.has_state else None,
+            exit_code=worker.exit_code if worker.status == "done" else None,
+            step=worker.step if worker.generation and worker.level else None,
             end=end,
         )
 
@@ -110,6 +114,8 @@ class Agent:
         if self.gone or (orders.term, orders.revision) < self._seen:
             return
         self._seen, self._heard_at = (orders.term, orders.revision), self._world.now
+        if orders.stop is not None:
+            self.stop()
         match orders.do:
             case "run":
                 assert orders.plan is not None
@@ -155,11 +161,20 @@ class Agent:
 
     # ---- going ----
 
+    def stop(self) -> None:
+        """The run is asked to end: workers have a grace time to commit."""
+        if not self.stopping:
+            self.stopping = True
+            self.report_soon()
+            for worker in list(self.workers.values()):
+                worker.asked_to_stop()
+            self._world.at(GRACE_S, lambda: self._kill(list(self.workers.values())))
+
     def leave(self) -> None:
         """As on SIGTERM: its workers are dismissed, or killed when they take too long."""
         self._leaving = True
         self.report_soon()
-        self._world.at(5.0, lambda: self._kill(list(self.workers.values())))
+        self._world.at(GRACE_S, lambda: self._kill(list(self.workers.values())))
 
     def vanish(self) -> None:
         """Killed: its guard kills the workers, and nobody says a word."""

@@ -35,18 +35,18 @@ class Worker:
     def __init__(self, world: World, agent: Agent, slot: int, incarnation: int, *, joining: bool, attempt: int) -> None:
         self._world, self.agent = world, agent
         self.slot, self.incarnation, self.joining, self.attempt = slot, incarnation, joining, attempt
-        self.alive, self.hanging = True, False
+        self.alive, self.hanging, self.exit_code = True, False, 0
         self.status: Literal["live", "done", "failed", "left"] = "live"
         self.generation = ""
         self.group: tuple[int, ...] = ()
         self.offers = 0
-        self.step, self.digest, self.has_state = -1, 0, False
+        # A newcomer looks like a worker at the very start: only the coordinator knows that it has no state of its own.
+        self.step, self.digest, self.level = 0, 0, not joining
         self._booted = self._broken = False
         self._newest: Plan | None = None
         self._moment = 0
         if not joining:
-            _, self.step, self.digest = world.checkpoint
-            self.has_state = True
+            self.step, self.digest = world.checkpoint
         self._later(world.random.uniform(0.1, 1.5), self._begin)
 
     # ---- life and death ----
@@ -73,6 +73,15 @@ class Worker:
 
     def _go_on(self) -> None:
         self.hanging = False
+
+    def asked_to_stop(self) -> None:
+        """A member commits and ends after its next step, with the others; who is in no group just ends."""
+        if not self.generation and self._booted:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.exit_code = 75
+        self._end("done")
 
     def _end(self, status: Literal["done", "failed", "left"]) -> None:
         if self.alive:
@@ -130,7 +139,7 @@ class Worker:
         self.generation, self.group, self._broken, self.joining = plan.generation, group, False, False
         self._world.note(Entered(self._world.now, self.incarnation, self.generation))
         self.agent.report_soon()
-        self._give("meet", (self.step, self.digest, self.has_state))
+        self._give("meet", (self.step, self.digest))
 
     def _give(self, what: str, value: Any) -> None:
         self._world.plane.contribute(self, self.generation, self.group, what, value)
@@ -143,15 +152,11 @@ class Worker:
         else:
             self._later(0.001, lambda: self._apply(int(what), values))
 
-    def _level(self, values: list[tuple[int, int, bool]]) -> None:
+    def _level(self, values: list[tuple[int, int]]) -> None:
         """Take over the state of the first that is furthest."""
-        with_state = [(step, value) for step, value, has_state in values if has_state]
-        if not with_state:
-            self._end("failed")
-            return
-        step, value = max(with_state, key=lambda pair: pair[0])
-        if step > self.step or not self.has_state:
-            self.step, self.digest, self.has_state = step, value, True
+        step, value = max(values, key=lambda pair: pair[0])
+        if step > self.step or not self.level:
+            self.step, self.digest, self.level = step, value, True
             self._world.note(Adopted(self._world.now, self.incarnation, self.generation, step, value))
         self._compute()
 
@@ -168,9 +173,9 @@ class Worker:
         mine = tuple(v for v in range(self._world.history.num_slices) if v % size == rank)
         plan = self._newest
         later = plan is not None and number(plan.generation) > number(self.generation)
-        # The chief's word makes all members go over after the same step.
-        go_over = plan.generation if rank == 0 and plan is not None and later else ""
-        self._give(str(self.step + 1), (mine, go_over))
+        # The chief's word makes all members go over, or end, after the same step.
+        word = "" if rank else "stop" if self.agent.stopping else "go over" if later else ""
+        self._give(str(self.step + 1), (mine, word))
 
     def _apply(self, step: int, values: list[tuple[int, Any]]) -> None:
         slices = tuple(v for _, (theirs, _) in values for v in theirs)
@@ -188,9 +193,12 @@ class Worker:
                 self.digest,
             )
         )
-        if self.group[0] == self.incarnation and step % SAVE_EVERY == 0:
+        said = {word for _, (_, word) in values}
+        if self.group[0] == self.incarnation and (step % SAVE_EVERY == 0 or "stop" in said):
             self._save()
-        if any(go_over for _, (_, go_over) in values):
+        if "stop" in said:
+            self._later(0.02, self._leave)
+        elif "go over" in said:
             self._broken = True
             self._later(0.001, self._regroup)
         else:
@@ -200,5 +208,5 @@ class Worker:
         generation = number(self.generation)
         if generation >= self._world.checkpoint_generation:
             self._world.checkpoint_generation = generation
-            self._world.checkpoint = (0, self.step, self.digest)
+            self._world.checkpoint = (self.step, self.digest)
             self._world.note(Committed(self._world.now, self.generation, self.attempt, self.step))

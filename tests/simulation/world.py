@@ -46,12 +46,14 @@ class World:
         least = self.random.choice([1, 1, 2])
         self.history = History(seed=seed, least=least, num_slices=6, num_steps=self.random.randint(10, 24))
         self.plane = DataPlane(self)
-        self.checkpoint, self.checkpoint_generation = (0, 0, 0), (0, 0)
+        self.checkpoint, self.checkpoint_generation = (0, 0), (0, 0)
         self.loss = self.random.choice([0.0, 0.0, 0.1, 0.3])
         self.cut: set[str] = set()
         """Hosts that reach nobody else."""
         self.deaf: set[str] = set()
-        """Hosts that do not reach the coordinator, while their workers reach each other's."""
+        """Hosts that orders do not reach, while their workers reach each other."""
+        self.mute: set[str] = set()
+        """Hosts whose reports do not arrive."""
         self.agents: dict[str, Agent] = {}
         self.coordinator = Coordinator(self, hosts, least)
         slots = self.random.randint(max(1, least), 3)
@@ -83,8 +85,8 @@ class World:
     def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """A control message between hosts (the coordinator is on "a"): late, twice or never."""
         draw = self.random.random
-        deaf = source != target and {source, target} & self.deaf
-        if not self.reach(source, target) or deaf or (source != target and not self.calm and draw() < self.loss):
+        lost = target in self.deaf or source in self.mute or (source != target and not self.calm and draw() < self.loss)
+        if lost or not self.reach(source, target):
             return
         for _ in range(2 if not self.calm and draw() < 0.05 else 1):
             slow = not self.calm and draw() < 0.05
@@ -98,7 +100,21 @@ class World:
 
     def _one_fault(self) -> None:
         kind = self.random.choice(
-            ["kill", "kill", "kill", "hang", "coordinator", "cut", "deaf", "scale", "scale", "agent", "leave"]
+            [
+                "kill",
+                "kill",
+                "kill",
+                "hang",
+                "coordinator",
+                "cut",
+                "deaf",
+                "mute",
+                "scale",
+                "scale",
+                "agent",
+                "leave",
+                "stop",
+            ]
         )
         {
             "kill": self._kill,
@@ -106,7 +122,9 @@ class World:
             "coordinator": self.coordinator.crash,
             "cut": lambda: self._isolate(self.cut, "cut"),
             "deaf": lambda: self._isolate(self.deaf, "deaf"),
+            "mute": lambda: self._isolate(self.mute, "mute"),
             "scale": self._scale,
+            "stop": self._stop,
             "agent": lambda: self._lose_agent(leaving=False),
             "leave": lambda: self._lose_agent(leaving=True),
         }[kind]()
@@ -144,6 +162,12 @@ class World:
         self.fault(f"scale {self.agents['a'].wanted}")
         self.agents["a"].report_soon()
 
+    def _stop(self) -> None:
+        if self.random.random() < 0.3:
+            self.fault("stop")
+            self.history.stopped = True
+            self.agents["a"].stop()
+
     def _lose_agent(self, *, leaving: bool) -> None:
         others = [name for name, agent in self.agents.items() if name != "a" and not agent.gone]
         if not others or self.coordinator.state.roster is None:
@@ -161,13 +185,17 @@ class World:
             self.agents[heir] = Agent(self, heir, slots, begins_in_s=self.random.uniform(0.5, 4.0))
 
     def heal(self) -> None:
-        self.calm, self.cut, self.deaf = True, set(), set()
+        self.calm = True
+        for isolated in (self.cut, self.deaf, self.mute):
+            isolated.clear()
         self.history.healed_at = self.now
 
 
 class Coordinator:
     def __init__(self, world: World, hosts: int, least: int) -> None:
-        job = Job(command=WorkerCommand("script", "t.py"), flags={}, grace_s=1.0, max_restarts=1000)
+        world.history.budget = world.random.choice([0, 2, 1000, 1000, 1000, 1000])
+        budget = world.history.budget
+        job = Job(command=WorkerCommand("script", "t.py"), flags={}, grace_s=1.0, max_restarts=budget)
         settings = Settings(run="r", job=job, versions={}, hosts_wanted=hosts, elastic=(least, 8))
         self._world = world
         self._disk: list[Membership] = []
