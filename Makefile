@@ -6,11 +6,12 @@ INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint lock bench test-gpu clean help
+.PHONY: demo test soak lint lock bench test-gpu clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
+	@echo "make soak   tens of thousands of simulated elastic runs full of faults; a seed that fails is printed"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
@@ -43,6 +44,11 @@ lock: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# Each seed is one run that anyone can play again: python -m tests.simulation --seed N
+SEEDS ?= 50000
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 # For whoever has a CUDA device; without one every test of it skips and says so.
 test-gpu: $(INSTALLED)

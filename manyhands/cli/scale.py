@@ -35,4 +35,6 @@ def scale(run: str, workers: int, as_json: bool) -> None:
         }
         click.echo(json.dumps(facts))
     else:
-        click.echo(f"{path} was asked to go on with {workers} workers; here it has {before}.")
+        click.echo(
+            f"{path} was asked to go on with {workers} {'worker' if workers == 1 else 'workers'}; here it has {before}."
+        )

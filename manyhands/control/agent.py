@@ -38,6 +38,7 @@ from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, 
 __all__ = ["run_agent"]
 
 POLL_S = 0.2
+SWEEP_POLL_S = 0.01
 REPORT_EVERY_S = 1.0
 # Until then the script may still name the run directory.
 ADOPT_AFTER_S = 10.0
@@ -80,9 +81,13 @@ class Agent:
         self._request, self._at, self._job, self._display = request, premises, job, display
         self._host = socket.gethostname()
         self._term, self._revision, self._generation = 0, 0, ""
+        self._term_before = 0
+        """The last one that was heard before the coordinator was started again."""
         self._crew: Crew | None = None
         self._crew_started = 0.0
         self._lost: set[int] = set()
+        self._told_of_loss = False
+        """Since the last generation: what would be said of the next one stands in a WorkerLost already."""
         self._stop: tuple[str, int] | None = None
         self._workers_wanted: int | None = None
         self._leaving_by: float | None = None
@@ -140,7 +145,8 @@ class Agent:
                 *crew_fds,
                 at.coordinator.pidfd if at.coordinator else None,
                 at.meeting.waiting_fd if at.meeting else None,
-            ]
+            ],
+            SWEEP_POLL_S if self._crew and self._crew.sweeping else POLL_S,
         )
         self._changed |= self._desk.attend(self._crew)
         for fd in sorted((fd for fd in crew_fds if fd in ready), key=lambda fd: fd == crew_fds[fd].pidfd):
@@ -170,8 +176,12 @@ class Agent:
             Path(self._request.result_file).write_text(chief.returned.value)
 
     def _tick(self, now: float) -> None:
+        if self._changed:
+            self._report(now)  # before anything that takes time: others may wait for the news of a death
         if self._crew is not None:
-            self._crew.tick(now)
+            if self._crew.tick(now):
+                self._changed = True
+                self._at.renew_meeting()
             if self._crew.elastic:
                 self._watch_elastic(self._crew, now)
             if self._at.meeting is not None:
@@ -216,7 +226,8 @@ class Agent:
     def _revive_coordinator(self, what: str) -> None:
         assert self._at.coordinator is not None
         self._warn(f"the coordinator (pid {self._at.coordinator.pid}) {what}; starting it again, training goes on")
-        self._at.coordinator.restart()
+        self._at.coordinator.restart(worked=self._term > self._term_before)
+        self._term_before = self._term
         self._at.link.heard_at = time.monotonic()
 
     # ---- reporting and obeying ----
@@ -225,8 +236,6 @@ class Agent:
         self._changed, self._reported_at = False, now
         at, crew, book = self._at, self._crew, self._at.book
         stop, stop_signal = self._stop or (None, 0)
-        if crew is not None:
-            crew.look_at_memory(now)
         at.link.send(
             HostReport(
                 run=book.run,
@@ -252,6 +261,8 @@ class Agent:
                 leaving=leaving or self._leaving_by is not None,
             )
         )
+        if crew is not None:
+            crew.look_at_memory(now)
 
     def _take_orders(self) -> None:
         for message in self._at.link.receive():
@@ -322,8 +333,9 @@ class Agent:
         self._desk.announce(crew, time.monotonic())
 
     def _begin_generation(self, plan: Plan, still_spoken_for: Collection[str] = ()) -> None:
-        if plan.why:
+        if plan.why and not (plan.lost and self._told_of_loss):
             self._display.say(plan.why)
+        self._told_of_loss = False
         self._generation = plan.generation
         self._at.book.note_generation(plan.generation)
         self._desk.new_generation(still_spoken_for)
@@ -514,13 +526,14 @@ class Agent:
         if end is None or worker.seat.incarnation in self._lost:
             return
         self._lost.add(worker.seat.incarnation)
+        self._told_of_loss = True
         reason, collateral = describe(end), end.kind == "stopped"
         self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 
 
-def _poll(watched: list[Any]) -> dict[Any, int]:
+def _poll(watched: list[Any], timeout_s: float) -> dict[Any, int]:
     poller = zmq.Poller()
     for item in watched:
         if item is not None:
             poller.register(item, zmq.POLLIN)
-    return dict(poller.poll(round(POLL_S * 1000)))
+    return dict(poller.poll(round(timeout_s * 1000)))

@@ -28,6 +28,7 @@ __all__ = [
     "offering",
     "quiet",
     "resumed",
+    "tears",
 ]
 
 
@@ -115,15 +116,15 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
             for worker in workers
         )
 
-    joining, dismissed = roster.joining, roster.dismissed
+    roster = replace(roster, torn=roster.torn or any(tears(roster, w) for w in roster.dismissed if w.agent == agent))
     if gone:
-        joining = tuple(worker for worker in joining if worker.agent != agent)
-        dismissed = tuple(worker for worker in dismissed if worker.agent != agent)
-    ends = roster.ends
-    if gone:
-        ends = (*ends, *(lost(state, member) for member in alive(roster) if member.agent == agent))
-    members = marked(roster.members)
-    return replace(state, roster=replace(roster, members=members, joining=joining, dismissed=dismissed, ends=ends))
+        roster = replace(
+            roster,
+            joining=tuple(worker for worker in roster.joining if worker.agent != agent),
+            dismissed=tuple(worker for worker in roster.dismissed if worker.agent != agent),
+            ends=(*roster.ends, *(lost(state, member) for member in alive(roster) if member.agent == agent)),
+        )
+    return replace(state, roster=replace(roster, members=marked(roster.members)))
 
 
 def lost(state: Membership, member: Member) -> Ended:
@@ -159,6 +160,12 @@ def done(roster: Roster) -> list[Member]:
 def can_go_on(member: Member) -> bool:
     """It has the run's state: it was there from the start, or has caught up since it was admitted."""
     return member.catch_up is None or (member.step is not None and member.step >= member.catch_up)
+
+
+def tears(roster: Roster, worker: Member) -> bool:
+    """Without this dismissed worker, who has not left yet, members cannot finish the step after which they go over."""
+    waiting = any(member.generation != roster.generation for member in alive(roster))
+    return waiting and worker.generation == roster.before and worker.status != "left"
 
 
 def quiet(roster: Roster) -> bool:

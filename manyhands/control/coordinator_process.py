@@ -62,9 +62,12 @@ class CoordinatorProcess:
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         return bool(data)
 
-    def restart(self) -> None:
-        """It died, or hangs: end it for good and start another. Raises when that plainly does not help."""
-        quick = time.monotonic() - self._started < QUICK_S
+    def restart(self, *, worked: bool = False) -> None:
+        """It died, or hangs: end it for good and start another. Raises when that plainly does not help.
+
+        `worked`: it gave orders before it died, so whatever killed it, starting it is not in vain.
+        """
+        quick = time.monotonic() - self._started < QUICK_S and not worked
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
         self.kill()
         if self._quick_deaths >= MAX_QUICK_DEATHS:

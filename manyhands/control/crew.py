@@ -16,7 +16,7 @@ import psutil
 from msgspec.structs import replace
 
 from manyhands.comm.segments import HostMemory
-from manyhands.control.fence import Guard
+from manyhands.control.fence import Guard, kill_session
 from manyhands.control.groups import Groups, group_for
 from manyhands.control.memory import MemoryWatch
 from manyhands.control.messages import Job, MemberReport, MemberStatus, MemoryRequest, Plan, PlannedWorker
@@ -105,7 +105,12 @@ class Crew:
 
     @property
     def clear(self) -> bool:
-        return not any(worker.alive for worker in self.workers)
+        return all(worker.cleared for worker in self.workers)
+
+    @property
+    def sweeping(self) -> bool:
+        """What dead workers started is being killed; `tick` goes on with it."""
+        return any(worker.sweep is not None for worker in self.workers)
 
     @property
     def failed(self) -> bool:
@@ -151,7 +156,7 @@ class Crew:
 
     def _forget(self, worker: Worker) -> None:
         """One that has ended, was reported so, and is planned no more."""
-        if not worker.alive and worker.end_reported:
+        if worker.cleared and worker.end_reported:
             worker.log.close()
             self.workers.remove(worker)
 
@@ -160,7 +165,7 @@ class Crew:
         if self._stop_kind is not None or self._kill_at is not None:
             return
         there = {worker.seat.incarnation for worker in self.workers}
-        taken = {worker.seat.slot for worker in self.workers if worker.alive}
+        taken = {worker.seat.slot for worker in self.workers if not worker.cleared}
         for planned in self.plan.workers:
             if planned.incarnation not in there and planned.slot not in taken:
                 self._start(_elastic_seat(self.plan, planned))
@@ -209,18 +214,30 @@ class Crew:
             worker.read(fd, forward)
         elif worker.alive and fd == worker.pidfd:
             self._lose(worker)  # first of all: others wait for it in the middle of a step
-            worker.reap(forward, self._around.memory.hint)
-            self._around.guard.forget(worker.pid)
-            self._fill_slots()
+            worker.reap(forward, self._around.memory.hint, hurry=self.elastic and self._kill_at is None)
+            if worker.cleared:
+                self._around.guard.forget(worker.pid)
             return True
         return worker.failed_at != failed_before
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> bool:
+        """What is due. True when the last of a dead worker is gone, so that the coordinator should hear of it."""
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
-        if self.elastic:
-            self._end_stragglers(now)
+        if not self.elastic:
+            return False
+        self._end_stragglers(now)
         self.free_left_generations()
+        return self._sweep(now)
+
+    def _sweep(self, now: float) -> bool:
+        swept = [worker for worker in self.workers if worker.sweep is not None and worker.sweep.go_on(now)]
+        for worker in swept:
+            worker.sweep = None
+            self._around.guard.forget(worker.pid)
+        if swept:
+            self._fill_slots()
+        return bool(swept) and self.clear
 
     def _end_stragglers(self, now: float) -> None:
         """Those who were to end by themselves: dismissed, or raised and still not gone."""
@@ -270,6 +287,9 @@ class Crew:
         for worker in self.workers:
             if worker.alive:
                 self.attend(worker.pidfd, worker)
+            if worker.sweep is not None:
+                kill_session(worker.pid)
+                worker.sweep = None
 
     def reports(self, now: float) -> list[MemberReport]:
         return [worker.report(now) for worker in self.workers]

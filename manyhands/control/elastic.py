@@ -18,7 +18,18 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from manyhands.control.attendance import alive, call_of, can_go_on, done, lose_host, lost, missing, offering, quiet
+from manyhands.control.attendance import (
+    alive,
+    call_of,
+    can_go_on,
+    done,
+    lose_host,
+    lost,
+    missing,
+    offering,
+    quiet,
+    tears,
+)
 from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
@@ -108,7 +119,8 @@ def _bury(state: Membership, roster: Roster, now: float) -> Membership:
     """Take note, once, of each worker that has ended: in its slot's book, and in the list of what went wrong."""
     dismissed = tuple(worker for worker in roster.dismissed if not worker.ended)
     if len(dismissed) < len(roster.dismissed):
-        return replace(state, roster=replace(roster, dismissed=dismissed))
+        torn = roster.torn or any(tears(roster, worker) for worker in roster.dismissed if worker.ended)
+        return replace(state, roster=replace(roster, dismissed=dismissed, torn=torn))
     for worker in roster.joining:
         if worker.ended or worker.status == "done":
             return _bury_newcomer(state, roster, worker, now)
@@ -179,14 +191,15 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     """Go on without those who are gone, or were done long before the others."""
     living, finished = alive(roster), done(roster)
     early = [member for member in finished if now - member.done_at > DONE_GRACE_S]
-    if (not missing(roster) and not early) or not any(can_go_on(member) for member in living):
+    broken = missing(roster) or early or roster.torn
+    if not broken or not any(can_go_on(member) for member in living):
         return state
     newcomers: list[Member] = []
     if len(living) + len(finished) < bounds(state)[0] and state.stop is None:
         newcomers = offering(state, roster)
         if len(living) + len(finished) + len(newcomers) < bounds(state)[0]:
             return state
-    why = f"{len(early)} done" if early else ""
+    why = f"{len(early)} done" if early else "one that was to leave is gone" if roster.torn else ""
     roster = _with_suspects(state, roster)
     if roster.ends:
         first, others, _ = attribute(roster.ends)
@@ -283,6 +296,7 @@ def _regroup(
         ends=(),
         cleared=(),
         short_since=None,
+        torn=False,
     )
     return replace(state, counter=state.counter + 1, roster=roster)
 

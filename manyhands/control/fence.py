@@ -12,14 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
 from manyhands.control import guard
 
-__all__ = ["Guard", "die_with_parent", "kill_session"]
+__all__ = ["Guard", "Sweep", "die_with_parent", "kill_session"]
 
 _PR_SET_PDEATHSIG = 1
+SWEEP_S = 1.0
 
 
 def die_with_parent(parent: int) -> None:
@@ -32,6 +34,18 @@ def die_with_parent(parent: int) -> None:
 def kill_session(leader: int) -> bool:
     """Kill every process of a dead or dying worker's session; True when none is left."""
     return guard.kill_all({leader}, rounds=20)
+
+
+class Sweep:
+    """What a dead worker has left behind, killed in turns by somebody who has more urgent things to do meanwhile."""
+
+    def __init__(self, leader: int) -> None:
+        self._leader, self._until = leader, time.monotonic() + SWEEP_S
+
+    def go_on(self, now: float) -> bool:
+        """One more turn; True when nothing is left, or nothing helps."""
+        patient = now < self._until - SWEEP_S / 5
+        return guard.kill_round({self._leader}, patient=patient) or now >= self._until
 
 
 class Guard:

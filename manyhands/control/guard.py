@@ -64,19 +64,23 @@ def kill_all(sessions: set[int], marker: bytes | None = None, rounds: int = ROUN
     Resource trackers are left to end by themselves, and are killed only if they have not by the last rounds.
     """
     for number in range(rounds):
-        pids = members(sessions, marker)
-        if not pids:
+        if kill_round(sessions, marker, patient=number < rounds * 4 // 5):
             return True
-        patient = number < rounds * 4 // 5
-        for pid in pids:
-            if patient and _is_tracker(pid):
-                continue
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         time.sleep(PAUSE_S)
     return False
+
+
+def kill_round(sessions: set[int], marker: bytes | None = None, *, patient: bool) -> bool:
+    """SIGKILL to all that are there now, but for resource trackers if `patient`; True when nobody was there."""
+    pids = members(sessions, marker)
+    for pid in pids:
+        if patient and _is_tracker(pid):
+            continue
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return not pids
 
 
 def main(directory: str) -> None:

@@ -34,7 +34,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one worker, by the agent's clock."""
 
     judged: bool
-    """It is a member, and has reported a step; before, whatever it prepares may take its time."""
+    """It is a member, has reported a step and not said goodbye. What comes before and after may take its time."""
     training: bool
     heard_at: float
     moved_at: float

@@ -33,7 +33,10 @@ class HangWatch:
         worker.verdict = verdict
         if verdict == "fine":
             return
-        if verdict == "silent" and _state(worker.pid) in ("T", "t"):
+        state = _state(worker.pid) if verdict == "silent" else ""
+        if state == "t":
+            return  # somebody looks at it with a debugger
+        if state == "T":
             self._end(worker, f"no sign of life for {now - worker.heard_at:.1f} s: the process is stopped")
         elif verdict != before:
             worker.ask_for_stack(now)

@@ -133,6 +133,8 @@ class Roster(_Value, frozen=True, kw_only=True):
     call: int = 0
     before: str = ""
     """The generation that members leave at a step's end for this one: until then both are open."""
+    torn: bool = False
+    """Someone who was to leave at a step's end is gone before it, so that step will not end."""
     exit_codes: tuple[int, ...] = ()
     """Of workers that were done and are in no later group."""
     short_since: float | None = None

@@ -19,7 +19,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.fence import kill_session
+from manyhands.control.fence import Sweep, kill_session
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Pulse, Verdict, main_stack
 from manyhands.control.launch_request import WorkerCommand
@@ -71,6 +71,8 @@ class Worker:
         self.killed_by_us = False
         self.exit_code: int | None = None
         self.end: WorkerEnd | None = None
+        self.sweep: Sweep | None = None
+        """While its descendants may be there."""
         self._record = b""
         self._start(command, environment)
 
@@ -111,6 +113,11 @@ class Worker:
     def alive(self) -> bool:
         return self.exit_code is None
 
+    @property
+    def cleared(self) -> bool:
+        """Nothing of it is left: neither itself, nor a process that it started."""
+        return not self.alive and self.sweep is None
+
     def heard(self, generation: str) -> None:
         """It said something, speaking for this generation."""
         if is_later(generation, self.generation):
@@ -129,7 +136,7 @@ class Worker:
 
     def pulse(self) -> Pulse:
         return Pulse(
-            judged=self.alive and self.step is not None and bool(self.generation),
+            judged=self.alive and self.peer is not None and self.step is not None and bool(self.generation),
             training=self.phase == "training",
             heard_at=self.heard_at,
             moved_at=self.stepped_at,
@@ -181,10 +188,18 @@ class Worker:
             elif isinstance(record, WantsStore):
                 self.wants_store = True
 
-    def reap(self, forward: Callable[[Stream, bytes], None], memory_hint: Callable[[int], str]) -> None:
-        """The process is dead: end its descendants, take its last words, and state how it ended."""
+    def reap(
+        self, forward: Callable[[Stream, bytes], None], memory_hint: Callable[[int], str], *, hurry: bool = False
+    ) -> None:
+        """The process is dead: end its descendants, take its last words, and state how it ended.
+
+        In a `hurry`, when others wait for the news of its death, its descendants are left to `sweep`.
+        """
         self.exit_code = self.process.wait()
-        kill_session(self.pid)
+        if hurry:
+            self.sweep = Sweep(self.pid)
+        else:
+            kill_session(self.pid)
         for fd in list(self.pipes):
             self.read(fd, forward, DRAIN_BYTES)
             if fd in self.pipes:

@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(asked.parent)
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL, all_threads=True)  # for the agent, when this process gets nowhere
+    # For the agent, when this process gets nowhere; also where the script has its standard error elsewhere by then.
+    faulthandler.register(STACK_SIGNAL, file=os.dup(2), all_threads=True)
     load_compiler_late()
     tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
     _leave(_run_to_the_end(asked))

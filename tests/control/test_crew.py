@@ -1,19 +1,36 @@
-"""A crew that follows plans, with real processes and real memory; the plans are made up here."""
+"""A crew that follows plans, and its desk, with real processes, memory and sockets; the plans are made up here."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from conftest import alive, until
 
 from manyhands.comm.segments import Segment
+from manyhands.comm.transport import open_port
 from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.desk import Desk
 from manyhands.control.fence import Guard
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import Job, MemoryRequest, Place, Plan, PlannedWorker
+from manyhands.control.messages import (
+    Announce,
+    Heartbeat,
+    Hello,
+    Job,
+    MemoryRequest,
+    Offer,
+    Place,
+    Plan,
+    PlannedWorker,
+    Report,
+    RunFacts,
+    ToWorker,
+)
 from manyhands.control.workers import Worker
 from manyhands.native import library
 
@@ -76,6 +93,7 @@ class Hands:
         for worker in list(self.crew.workers):
             if worker.alive and not alive(worker.pid):
                 self.crew.attend(worker.pidfd, worker)
+        self.crew.tick(time.monotonic())
 
     def close(self) -> None:
         if self.crew is not None:
@@ -190,3 +208,85 @@ def test_messages_are_taken_from_the_living_for_generations_that_they_were_in(ha
     assert crew.member("", 1) is None
     assert crew.member("7.9", 1) is None
     assert crew.member("7.1", 99) is None
+
+
+# ---- what the desk makes of it -------------------------------------------------------------------------------------
+
+
+class Line:
+    """A desk, and the socket of one worker that says what a test wants it to."""
+
+    def __init__(self, folder: Path, crew: Crew) -> None:
+        self.crew, self.context = crew, zmq.Context()
+        endpoint = f"ipc://{folder}/desk"
+        self.desk = Desk(self.context, endpoint, "agent", send=lambda _: True, hello=lambda *_: None, event=print)
+        self.port = open_port(self.context, zmq.DEALER, endpoint, ToWorker)
+
+    def say(self, message: object) -> bool:
+        """True when the coordinator should hear of it at once."""
+        self.port.send(message)
+        assert self.desk.port.socket.poll(5000)
+        return self.desk.attend(self.crew)
+
+    def announced(self, now: float) -> list[Announce]:
+        self.desk.announce(self.crew, now)
+        self.port.socket.poll(100)
+        return [message for _, message in self.port.receive() if isinstance(message, Announce)]
+
+    def close(self) -> None:
+        self.port.close()
+        self.desk.close()
+        self.context.term()
+
+
+@pytest.fixture
+def line(tmp_path: Path, hands: Hands) -> Iterator[Line]:
+    made = Line(tmp_path, hands.begin(plan(1, [1, 2])))
+    assert not made.say(Hello(generation="7.1", incarnation=1, rank=0, pid=1, facts=RunFacts()))
+    made.announced(0.0)
+    yield made
+    made.close()
+
+
+def test_a_newer_generation_is_announced_at_once_and_again_until_the_worker_speaks_for_it(line):
+    line.crew.follow(plan(2, [2, 1], lost=True))
+    (first,) = line.announced(10.0)
+    assert (first.group.generation, first.group.rank, first.last_loss) == ("7.2", 1, "7.2")
+    assert line.announced(10.5) == []
+    assert line.announced(11.0) == [first], "it may have been lost"
+    assert line.say(Heartbeat(generation="7.2", incarnation=1)), "it has gone over"
+    assert line.announced(12.0) == []
+    line.desk.run_call = 4
+    assert [message.run_call for message in line.announced(12.1)] == [4], "news for those who wait in a call"
+
+
+def test_a_worker_that_missed_a_loss_is_told_of_it_with_a_later_planned_change(line):
+    line.crew.follow(plan(2, [1, 2], lost=True))
+    line.crew.follow(plan(3, [1, 2], workers=[1, 2, 13]))
+    (news,) = line.announced(10.0)
+    assert (news.group.generation, news.group.lost, news.last_loss) == ("7.3", False, "7.2")
+
+
+def test_who_speaks_for_an_older_generation_is_heard_and_who_was_replaced_is_not(line):
+    line.crew.follow(plan(2, [1], workers=[1, 12], lost=True))
+    assert line.say(Report(generation="7.1", incarnation=1, step=5, phase="training", call=2)), "another call"
+    assert not line.say(Report(generation="7.1", incarnation=1, step=6, phase="training", call=2))
+    assert (line.crew.workers[0].step, line.crew.workers[0].generation) == (6, "7.1")
+    assert line.desk.stale == 0
+    line.say(Report(generation="7.2", incarnation=2, step=6, phase="training"))
+    line.say(Report(generation="7.1", incarnation=77, step=6, phase="training"))
+    assert line.desk.stale == 2
+
+
+def test_an_offer_stands_until_it_is_taken_back_or_the_worker_is_admitted(line):
+    line.crew.follow(plan(2, [1, 2], workers=[1, 2, 13]))
+    newcomer = line.crew.workers[2]
+    assert line.say(Offer(generation="", incarnation=13, call=3))
+    assert not line.say(Offer(generation="", incarnation=13, call=3))
+    assert newcomer.report(0.0).offers == 3
+    assert line.say(Heartbeat(generation="", incarnation=13))
+    assert newcomer.report(0.0).offers == 0
+    line.say(Offer(generation="", incarnation=13, call=3))
+    line.crew.follow(plan(3, [1, 2, 13]))
+    assert line.say(Heartbeat(generation="7.3", incarnation=13))
+    assert (newcomer.report(0.0).offers, newcomer.report(0.0).generation) == (0, "7.3")

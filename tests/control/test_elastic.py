@@ -477,6 +477,29 @@ def test_scaling_down_dismisses_the_highest_ranks():
     assert (scene.state.deaths, scene.joining, scene.generation) == (0, [], "7.2")
 
 
+def test_a_dismissed_worker_that_dies_before_it_could_leave_makes_the_others_go_over_at_once():
+    scene = started(hosts=2, slots=2)
+    scale(scene, 2)
+    assert (scene.generation, scene.plan().lost) == ("7.2", False)
+    scene.kill(4)
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.3", [1, 2], True), "a step waits for it in vain"
+
+
+def test_a_dismissed_worker_whose_host_goes_silent_before_it_could_leave_does_the_same():
+    scene = started(hosts=2, slots=2)
+    scale(scene, 2)
+    scene.tick(6.0, "b")
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.3", [1, 2], True)
+
+
+def test_a_dismissed_worker_that_dies_after_the_others_went_over_changes_nothing():
+    scene = started(hosts=2, slots=2)
+    scale(scene, 2)
+    scene.obey()
+    scene.kill(4)
+    assert scene.generation == "7.2"
+
+
 def test_scaling_down_takes_those_who_are_not_in_yet_first():
     scene = started()
     scale(scene, 5)
