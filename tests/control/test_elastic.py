@@ -500,7 +500,9 @@ def test_a_dismissed_worker_that_dies_before_it_could_leave_makes_the_others_go_
     scene = started(hosts=2, slots=2)
     scale(scene, 2)
     assert (scene.generation, scene.plan().lost) == ("7.2", False)
-    scene.kill(4)
+    scene.set(3, status="left", ended=True, exit_code=0)
+    assert scene.generation == "7.2", "it left after that step's end"
+    scene.set(4, status="left", ended=True, exit_code=-9)
     assert (scene.generation, scene.group, scene.plan().lost) == ("7.3", [1, 2], True), "a step waits for it in vain"
 
 
