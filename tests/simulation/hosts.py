@@ -31,7 +31,7 @@ class Agent:
         self.gone = False
         self._leaving = False
         self._ever: set[int] = set()
-        self._plan: Plan | None = None
+        self._dismissed: list[int] = []
         self._generation: str | None = None
         self._seen = (0, 0)
         self._heard_at = world.now + begins_in_s
@@ -88,19 +88,21 @@ class Agent:
             self.gone = True
 
     def _word(self, worker: Worker) -> MemberReport:
-        end = None
-        if worker.status == "failed":
+        end, status, code = None, worker.status, worker.exit_code if worker.status == "done" else None
+        if not worker.alive and worker.incarnation in self._dismissed:
+            code, status = -9 if status == "failed" else 0, "left"
+        if status == "failed":
             end = WorkerEnd(rank=worker.slot, host=self.name, pid=worker.incarnation, kind="signal", signal=9)
         return MemberReport(
             rank=worker.slot,
             incarnation=worker.incarnation,
-            status=worker.status,
+            status=status,
             pid=worker.incarnation,
             ended=not worker.alive,
             generation=worker.generation,
             call=worker.call if worker.generation and worker.level else 0,
             offers=worker.offers if not worker.generation else 0,
-            exit_code=worker.exit_code if worker.status == "done" else None,
+            exit_code=code,
             step=worker.step if worker.generation and worker.level else None,
             end=end,
         )
@@ -140,6 +142,7 @@ class Agent:
             self._generation = plan.generation
             self.report_soon()
         planned = {worker.incarnation: worker for worker in plan.workers}
+        self._dismissed = plan.dismissed
         if self._world.defects.fencing:
             self._kill([w for n, w in self.workers.items() if n not in planned and n not in plan.dismissed])
         self.workers = {n: w for n, w in self.workers.items() if w.alive or n in planned or n in plan.dismissed}
