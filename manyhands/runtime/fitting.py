@@ -115,7 +115,6 @@ class Fit:
                 return
             if stats.stop == REGROUP:
                 self._regrouping.go_over(done=True)
-                self._close_batches()
             asked_at = time.perf_counter()
 
     def _next_step(self) -> Step | None:
@@ -153,9 +152,12 @@ class Fit:
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
-        arrival = self._regrouping.go_over()
+        return self._regrouping.go_over()
+
+    def regrouped(self) -> None:
+        """This worker has other slices from now on."""
+        self._saver.take_office()
         self._close_batches()
-        return arrival
 
     def _close_batches(self) -> None:
         if self._batches is not None:

@@ -140,7 +140,7 @@ class Hands:
         self._saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
         if not joined:
             run.announce("batches", self._batches.total_steps)
-        with run.regrouping.listening(self._saver.take_office):
+        with run.regrouping.listening(self._regrouped):
             try:
                 if not joined and not run.calls.goes_on:
                     self._save("first checkpoint", required=True)
@@ -320,9 +320,13 @@ class Hands:
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
-        arrival = self._known_run.regrouping.go_over()
+        return self._known_run.regrouping.go_over()
+
+    def _regrouped(self) -> None:
+        """This worker has other slices from now on."""
+        assert self._saver is not None
+        self._saver.take_office()
         self._close_batches()
-        return arrival
 
     def _close_batches(self) -> None:
         if self._batches is not None:
@@ -389,7 +393,6 @@ class Hands:
         self._saver.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
             self._known_run.regrouping.go_over(done=True)
-            self._close_batches()
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

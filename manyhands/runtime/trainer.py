@@ -162,7 +162,7 @@ class Trainer:
         )
         if not joined:
             run.announce("fit", self._fit.total_steps)
-        with run.regrouping.listening(saver.take_office):
+        with run.regrouping.listening(self._fit.regrouped):
             history = History(self._fit.run())
         run.calls.finish(list(history))
         return history

@@ -118,6 +118,7 @@ class Replicated:
         self._summed: GradientSum | SharedGradients | None = None
         self._weights: Update | None = None
         self._reports: list[Report] = []
+        self._lost: list[int] = []
         self._exchange: Exchange
         self.phases = Phases()
 
@@ -311,7 +312,8 @@ class Replicated:
         exchange.move(self._axis)
         slice_at = {place: v for v, place in self._place.items()}
         found: list[int] = []
-        for turn, seat in enumerate(gradients.lost_seats()):
+        self._lost = gradients.lost_seats()
+        for turn, seat in enumerate(self._lost):
             if turn % self._axis.size != self._axis.rank or (gradients.is_complete(seat) and exchange.is_whole(seat)):
                 continue
             found += [slice_at[place] for place in exchange.shares[seat]]
@@ -351,7 +353,7 @@ class Replicated:
             self._layout = _lay_out(step.bounds, self.shares(step.num_slices))
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
-        self._reports = []
+        self._reports, self._lost = [], []
         if isinstance(self._summed, SharedGradients):
             self._summed.stamp = self._stamp(step.number)
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
@@ -370,8 +372,10 @@ class Replicated:
             return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
 
     def _enter_slice(self, place: int) -> None:
-        if place not in self._mine:  # of a rank that is lost
-            self._take_seat(next(seat for seat, share in enumerate(self._exchange.shares) if place in share))
+        if place not in self._mine:
+            [seat] = [seat for seat, share in enumerate(self._exchange.shares) if place in share]
+            assert seat in self._lost, f"slice {place} of step {self._step.number} is another rank's"
+            self._take_seat(seat)
         self._buffers.enter(place)
 
     @contextmanager

@@ -1,0 +1,138 @@
+"""Elastic runs as subjects of tests: started, watched through what their workers append, and disturbed from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.control.client import query
+from manyhands.errors import UsageError
+from manyhands.runtime.recorder import read_events
+
+TRAINING = Path(__file__).with_name("training.py")
+
+
+class Run:
+    def __init__(self, folder: Path, asked: dict[str, Any], options: list[str], script: Path = TRAINING) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.directory = folder, folder / "run"
+        command = [sys.executable, "-m", "manyhands.cli.main", "run", "--run-dir", str(self.directory), *options]
+        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
+        self.process = subprocess.Popen(
+            [*command, str(script), json.dumps(asked)], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
+        os.close(output)
+
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    def wait(self, timeout_s: float = 90.0) -> dict[str, Any]:
+        """What the chief told at the end of a run that ended well."""
+        code = self.process.wait(timeout_s)
+        assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
+        [line] = [line for line in self.output().splitlines() if line.startswith("RESULT ")]
+        told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+        return told
+
+    def commits(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.folder / "commits.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    def step(self) -> int:
+        return max((commit["step"] for commit in self.commits()), default=0)
+
+    def members(self) -> list[Any]:
+        try:
+            return [one for one in query(self.directory).members if one.status == "live" and one.generation]
+        except UsageError:
+            return []
+
+    def generations(self) -> list[Any]:
+        path = self.directory / "events" / "agent-0.jsonl"
+        return [event for event in read_events(path) if type(event).__name__ == "GenerationStarted"]
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output()[-4000:]}"
+            time.sleep(0.02)
+        raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.output()[-4000:]}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Iterator[Start]:
+    """Starts runs: `elastic({"steps": 60}, "-n", "4", "--elastic", "1:4")`."""
+    runs: list[Run] = []
+
+    def start(asked: dict[str, Any], *options: str) -> Run:
+        runs.append(Run(tmp_path / f"run-{len(runs)}", asked, ["--ui", "plain", *options]))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What one process tells that nobody disturbs; each question is answered once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def tell(asked: dict[str, Any]) -> dict[str, Any]:
+        asked = {name: value for name, value in asked.items() if name not in ("faults", "slow_s")} | {"slow_s": 0}
+        key = json.dumps(asked, sort_keys=True)
+        if key not in known:
+            run = Run(tmp_path_factory.mktemp("undisturbed"), asked, ["-n", "1", "--ui", "none"])
+            try:
+                known[key] = run.wait()
+            finally:
+                run.close()
+        return known[key]
+
+    return tell
+
+
+def check_commits(run: Run) -> None:
+    """Every worker committed consecutive steps, all of them the same; and together the run's steps without a gap."""
+    steps: dict[int, list[int]] = {}
+    losses: dict[int, set[float]] = {}
+    for commit in run.commits():
+        steps.setdefault(commit["pid"], []).append(commit["step"])
+        losses.setdefault(commit["step"], set()).add(commit["loss"])
+    for pid, taken in steps.items():
+        assert taken == list(range(taken[0], taken[0] + len(taken))), f"{pid} committed {taken}"
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    assert all(len(one) == 1 for one in losses.values()), "workers disagree about a step's loss"
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Workers killed -9 at chosen points of a step, and outside of steps: the others go on, and the bits are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.elastic.conftest import Start, check_commits
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+SHARED = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+STEPS = 40
+
+
+def faults(*places: tuple[int, int, str]) -> list[dict[str, Any]]:
+    return [{"slot": slot, "step": step, "at": at} for slot, step, at in places]
+
+
+@SHARED
+@pytest.mark.parametrize(
+    ("places", "clip"),
+    [
+        ([(1, 8, "backward"), (0, 14, "before the sum"), (2, 20, "after the sum")], None),
+        ([(3, 8, "before its part"), (0, 14, "after its part"), (1, 20, "before the flip")], None),
+        ([(2, 8, "after the sum"), (1, 14, "after its part"), (0, 20, "forward")], 0.5),
+    ],
+    ids=["around the sum", "around the update", "with clipping"],
+)
+def test_a_worker_killed_at_any_point_of_a_step_changes_nothing(
+    elastic: Start, undisturbed: Any, places: list[tuple[int, int, str]], clip: float | None
+) -> None:
+    asked = {"steps": STEPS, "clip": clip}
+    run = elastic({**asked, "faults": faults(*places)}, "-n", "4", "--elastic", "1:4")
+    assert run.wait() == undisturbed(asked)
+    check_commits(run)
+    assert sum("died: SIGKILL" in event.why for event in run.generations()) == len(places)
+
+
+def test_over_sockets_too(elastic: Start, undisturbed: Any) -> None:
+    places = faults((1, 8, "backward"), (0, 14, "before Gloo's sum"), (2, 20, "after Gloo's sum"))
+    run = elastic({"steps": STEPS, "faults": places}, "-n", "4", "--elastic", "1:4", "--plane", "gloo")
+    assert run.wait() == undisturbed({"steps": STEPS})
+    check_commits(run)
+
+
+def test_outside_of_steps_too(elastic: Start, undisturbed: Any) -> None:
+    places = faults((0, 0, "while saving"), (1, 10, "in evaluation"), (2, STEPS, "while saving"))
+    run = elastic({"steps": STEPS, "faults": places}, "-n", "4", "--elastic", "1:4")
+    assert run.wait() == undisturbed({"steps": STEPS})
+    check_commits(run)
+
+
+def test_two_at_once_and_a_third_while_the_others_regroup(elastic: Start, undisturbed: Any) -> None:
+    places = faults((0, 12, "forward"), (1, 12, "forward"), (2, 12, "before the sum"))
+    run = elastic({"steps": STEPS, "faults": places}, "-n", "4", "--elastic", "1:4")
+    assert run.wait() == undisturbed({"steps": STEPS})
+    check_commits(run)
+
+
+def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(elastic: Start, undisturbed: Any) -> None:
+    asked = {"steps": 300, "slow_s": 0.01}
+    run = elastic({**asked, "faults": faults((1, 12, "backward"))}, "-n", "3", "--elastic", "1:3")
+    first = run.until(lambda: len(found := run.members()) == 3 and found, "three workers")
+    run.until(lambda: run.step() > 14, "step 15")
+    later = run.until(
+        lambda: len(found := run.members()) == 3 and all(one.step for one in found) and found, "three again"
+    )
+    before, after = ({one.slot: one.pid for one in members} for members in (first, later))
+    assert before.keys() == after.keys()
+    assert [slot for slot in before if before[slot] != after[slot]] == [1]
+    assert run.wait() == undisturbed(asked)
+    check_commits(run)
+    assert [commit for commit in run.commits() if commit["pid"] == after[1]], "the replacement trained"

@@ -1,0 +1,181 @@
+"""What the tests of elastic runs train: dropout, BatchNorm, AdamW, exact; with faults at chosen points on request.
+
+`python training.py '{"steps": 60, "faults": [{"slot": 1, "step": 8, "at": "flip"}]}'`. A fault happens in the first
+process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.shared_gradients import SharedGradients
+from manyhands.parallel.shared_weights import SharedWeights
+from manyhands.runtime import evaluating
+from manyhands.runtime.saving import Saver
+from manyhands.spec.load import seat
+
+ASKED = json.loads(sys.argv[1])
+STEP = 0
+"""The step under way, as the hook below knows it."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock that CDLL would let go
+
+
+def spin() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+HOW = {"die": die, "stop": stop, "hold": hold_the_interpreter, "spin": spin}
+
+
+def arm() -> None:
+    here = seat()
+    slot = here.slot if here is not None else 0
+    for fault in ASKED.get("faults", []):
+        if slot == fault["slot"] and not (here is not None and here.joining):
+            PLACES[fault["at"]](_once(fault["step"], HOW[fault.get("how", "die")]))
+
+
+def _once(step: int, act: Callable[[], None]) -> Callable[[], None]:
+    return lambda: act() if step == STEP else None
+
+
+def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
+    def place(act: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            act()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    return place
+
+
+def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
+    def place(act: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            act()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    return place
+
+
+IN_BACKWARD: list[Callable[[], None]] = []
+IN_FORWARD: list[Callable[[], None]] = []
+PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
+    "forward": IN_FORWARD.append,
+    "backward": IN_BACKWARD.append,
+    "before the sum": _before(SharedGradients, "finish"),
+    "after the sum": _after(SharedGradients, "finish"),
+    "before its part": _before(SharedWeights, "finish_for"),
+    "after its part": _after(SharedWeights, "finish_for"),
+    "before the flip": _before(SharedWeights, "_flip"),
+    "before Gloo's sum": _before(GradientSum, "finish"),
+    "after Gloo's sum": _after(GradientSum, "finish"),
+    "in evaluation": _before(evaluating, "evaluate"),
+    "while saving": _before(Saver, "save_now"),
+}
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    time.sleep(ASKED.get("slow_s", 0.005))
+    for act in IN_FORWARD:
+        act()
+    outputs = model(batch[0])
+    for act in IN_BACKWARD:
+        outputs.register_hook(lambda grad, act=act: act())
+    return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class Watch:
+    """Keeps track of the step, and tells of every commit."""
+
+    def __init__(self) -> None:
+        self._file = os.open("commits.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def begin(self, trainer: Any) -> None:
+        global STEP
+        STEP = trainer.step
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        global STEP
+        STEP = step
+
+    def after_step(self, trainer: Any, step: int, stats: Any) -> None:
+        line = {"pid": os.getpid(), "step": step, "at": time.monotonic(), "loss": stats.loss, "chief": trainer.is_chief}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 40),
+        nn.BatchNorm1d(40),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(40, 40),
+        nn.ReLU(),
+        nn.Linear(40, 4),
+    )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(640, 16, generator=generator)
+    return x, (x[:, :4] + 0.3 * torch.randn(640, 4, generator=generator)).argmax(1)
+
+
+def digest(trained: nn.Module) -> str:
+    return hashlib.sha256(b"".join(v.detach().numpy().tobytes() for v in trained.state_dict().values())).hexdigest()
+
+
+if __name__ == "__main__":
+    trainer = mh.Trainer(
+        model,
+        loss,
+        lambda params: torch.optim.AdamW(params, lr=2e-3),
+        exact=True,
+        slices=8,
+        seed=3,
+        clip_norm=ASKED.get("clip"),
+        hooks=[Watch()],
+        metrics={"accuracy": lambda m, batch: (m(batch[0]).argmax(1) == batch[1]).float()},
+    )
+    arm()
+    steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None)
+    first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep)
+    between = trainer.evaluate(data())
+    second = trainer.fit(data(), steps=steps // 2, batch_size=64, checkpoint=keep)
+    after = trainer.evaluate(data())
+    told = [list(first), between, list(second), after]
+    print("RESULT " + json.dumps({"digest": digest(trainer.model), "told": told}), flush=True)
