@@ -637,6 +637,19 @@ def test_a_stop_admits_and_replaces_nobody_and_ends_with_75():
     assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 75)
 
 
+def test_a_member_that_was_not_started_before_a_stop_is_not_waited_for():
+    scene = Scene(hosts=2, slots=1)
+    scene.obey("b")
+    scene.extra["a"] = {"stop": "preempt", "stop_signal": 15}
+    scene.say("a")
+    scene.say("b", generation="7.1")
+    assert (scene.group, scene.plan().lost) == ([1], True), "it commits without the other"
+    scene.obey("b")
+    scene.set(1, status="done", ended=True, exit_code=75)
+    scene.say("b", generation="7.2")
+    assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 75)
+
+
 # ---- restarts of the coordinator, and zombies --------------------------------------------------------------------
 
 
