@@ -333,11 +333,12 @@ class Agent:
         """An elastic run goes on: with another generation, or with other workers beside it."""
         if is_later(self._generation, plan.generation):
             return
+        crew.adopt(plan)
+        self._desk.announce(crew, time.monotonic())  # before anything that takes time: workers wait for it
         if plan.generation != self._generation:
             self._changed = True
             self._begin_generation(plan, {worker.generation for worker in crew.workers if worker.alive})
-        crew.follow(plan)
-        self._desk.announce(crew, time.monotonic())
+        crew.staff()
 
     def _end_stale(self, crew: Crew) -> None:
         """An elastic run has gone on without this host, which was away: what still runs here is nobody's any more."""
