@@ -455,6 +455,8 @@ class Agent:
 
     def _greet(self, worker: Worker, hello: Hello) -> None:
         assert self._crew is not None
+        if self._crew.elastic:
+            self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
         self._changed = True
 
