@@ -288,8 +288,8 @@ class Agent:
         if orders.stop is not None and self._stop is None:
             self._stop = (orders.stop, orders.stop_signal)
         match orders.do:
-            case "wait" if orders.waiting_for:
-                self._say_waiting(orders.waiting_for)
+            case "wait":
+                self._stand_by(orders)
             case "run":
                 self._waiting_since, self._said_waiting = time.monotonic(), ""
                 self._run_plan(orders)
@@ -300,6 +300,12 @@ class Agent:
         if orders.note and orders.do != "end":
             self._warn(orders.note)
         self._apply_stop()
+
+    def _stand_by(self, orders: Orders) -> None:
+        if orders.waiting_for:
+            self._say_waiting(orders.waiting_for)
+        if self._crew is not None and orders.generation and is_later(orders.generation, self._generation):
+            self._end_stale(self._crew)
 
     def _meet_coordinator(self, orders: Orders) -> None:
         """A new term: tell the new coordinator what the old one knew of this host."""
@@ -318,6 +324,7 @@ class Agent:
         elif self._job is not None and is_later(plan.generation, self._generation):
             if crew is not None:
                 if not crew.clear:
+                    self._end_stale(crew)
                     return
                 crew.close()
             self._start_crew(plan, self._job)
@@ -326,11 +333,17 @@ class Agent:
         """An elastic run goes on: with another generation, or with other workers beside it."""
         if is_later(self._generation, plan.generation):
             return
+        crew.adopt(plan)
+        self._desk.announce(crew, time.monotonic())  # before anything that takes time: workers wait for it
         if plan.generation != self._generation:
             self._changed = True
             self._begin_generation(plan, {worker.generation for worker in crew.workers if worker.alive})
-        crew.follow(plan)
-        self._desk.announce(crew, time.monotonic())
+        crew.staff()
+
+    def _end_stale(self, crew: Crew) -> None:
+        """An elastic run has gone on without this host, which was away: what still runs here is nobody's any more."""
+        if crew.elastic:
+            crew.kill_by(time.monotonic())
 
     def _begin_generation(self, plan: Plan, still_spoken_for: Collection[str] = ()) -> None:
         if plan.why and not (plan.lost and self._told_of_loss):
@@ -442,6 +455,8 @@ class Agent:
 
     def _greet(self, worker: Worker, hello: Hello) -> None:
         assert self._crew is not None
+        if self._crew.elastic:
+            self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
         self._changed = True
 

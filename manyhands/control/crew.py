@@ -137,13 +137,21 @@ class Crew:
 
     def follow(self, plan: Plan) -> None:
         """Stand as the plan has it: whoever it adds is started, whoever it lacks is killed."""
+        self.adopt(plan)
+        self.staff()
+
+    def adopt(self, plan: Plan) -> None:
+        """The first half, which takes no time: the plan holds, and nobody waits in vain in an older generation."""
         self.plan = plan
         for generation in self.groups.announce(plan):
             self.memory.lose(None, generation)
-        planned = {worker.incarnation for worker in plan.workers}
+
+    def staff(self) -> None:
+        """The second half: processes."""
+        planned = {worker.incarnation for worker in self.plan.workers}
         for worker in list(self.workers):
             incarnation = worker.seat.incarnation
-            if incarnation in plan.dismissed:
+            if incarnation in self.plan.dismissed:
                 self._dismiss(worker)
             elif incarnation not in planned:
                 worker.kill()

@@ -12,6 +12,8 @@ __all__ = ["HangWatch"]
 
 # The agent's loop turns several times a second; after a longer break it is the one that stood still.
 OWN_BREAK_S = 1.0
+# And more often than this, whenever somebody speaks.
+LOOK_EVERY_S = 0.1
 # A process that can still write its stack does so within milliseconds.
 STACK_WAIT_S = 0.5
 
@@ -21,6 +23,8 @@ class HangWatch:
         self._looked_at = self._since = 0.0
 
     def look(self, workers: Sequence[Worker], limits: Limits, now: float) -> None:
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
         if now - self._looked_at > OWN_BREAK_S:
             self._since = now
         self._looked_at = now

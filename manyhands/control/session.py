@@ -128,6 +128,8 @@ class Session:
         welcome = self._call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
         self.run, self.run_dir = welcome.run, Path(welcome.run_dir)
         self.run_call = max(self.run_call, welcome.run_call)
+        if self._announced is not None and self._announced.group.generation == self.group.generation:
+            self.group = self._announced.group  # exact, where hosts have different numbers of workers
         self.stop_requested = self.stop_requested or welcome.stop
 
     # ---- groups ----------------------------------------------------------------------------------------------

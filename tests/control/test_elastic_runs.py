@@ -26,7 +26,8 @@ import json
 from manyhands.errors import PeerLost, PeerTimeout
 def note(what, group, **more):
     facts = {"what": what, "slot": SEAT.slot, "pid": os.getpid(), "at": time.monotonic(), "rank": group.rank,
-             "generation": group.generation, "lost": group.lost, "slots": group.slots, "call": group.call, **more}
+             "generation": group.generation, "lost": group.lost, "slots": group.slots, "hosts": group.hosts,
+             "call": group.call, **more}
     with open(HERE / "groups.jsonl", "a") as file:
         file.write(json.dumps(facts) + "\\n")
 def enter(session, group):
@@ -346,7 +347,9 @@ def test_a_joined_host_that_is_told_to_go_lets_its_workers_leave_and_ends_with_0
     run = elastic(workers=1, hosts_wanted=2, listen="127.0.0.1", join_file="join.json")
     ticket = until(lambda: (run.folder / "join.json").exists() and json.loads((run.folder / "join.json").read_text()))
     second = launcher(join=ticket, workers=2)
-    pids = by_slot(run.members([0, 1, 2]))
+    all_of_them = run.members([0, 1, 2])
+    assert [entry["hosts"] for entry in all_of_them] == [[0, 1, 1]] * 3
+    pids = by_slot(all_of_them)
     second.process.send_signal(signal.SIGTERM)
     (alone,) = run.members([0])
     assert (alone["pid"], alone["lost"]) == (pids[0], False)
@@ -391,6 +394,24 @@ def test_a_joined_host_that_is_killed_is_missed_and_the_run_goes_on(elastic, lau
     assert all(entry["lost"] for entry in survivors)
     assert by_slot(survivors) == {0: pids[0], 1: pids[1]}
     run.end()
+
+
+def test_a_joined_host_that_was_away_for_a_while_ends_what_it_has_and_joins_again(elastic, launcher):
+    run = elastic(workers=1, hosts_wanted=2, listen="127.0.0.1", join_file="join.json")
+    ticket = until(lambda: (run.folder / "join.json").exists() and json.loads((run.folder / "join.json").read_text()))
+    second = launcher(join=ticket, workers=1)
+    pids = by_slot(run.members([0, 1]))
+    second.process.send_signal(signal.SIGSTOP)
+    run.members([0], timeout_s=20)
+    assert alive(pids[1]), "only its agent stood still"
+    back_at = time.monotonic()
+    second.process.send_signal(signal.SIGCONT)
+    again = by_slot(run.members([0, 1], after=back_at))
+    assert again[0] == pids[0]
+    assert again[1] != pids[1]
+    assert not alive(pids[1])
+    run.end()
+    assert second.wait() == 0
 
 
 # ---- workers that hang --------------------------------------------------------------------------------------------

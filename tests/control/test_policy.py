@@ -108,3 +108,14 @@ def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys()
         assert words in text
     assert "\x1b" not in text
     assert short(failure.first) == "rank 3 on h (pid 103) died: SIGKILL"
+
+
+def test_a_hung_worker_is_told_as_one_with_the_place_where_it_stood():
+    hung = end(1, "hung", message="no sign of life for 3.0 s, in step 7, train.py line 3, in forward", signal=9)
+    assert short(hung) == (
+        "rank 1 on h (pid 101) died: hung: no sign of life for 3.0 s, in step 7, train.py line 3, in forward"
+    )
+    first, _, _ = attribute([Ended(end(0, **PEER), 1.0), Ended(hung, 1.1)])
+    assert first.rank == 1
+    verdict = judge(hung, [signature(hung)], restarts=0, max_restarts=3, progressed=False)
+    assert verdict.restart, "another process may not hang"
