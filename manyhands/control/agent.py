@@ -71,6 +71,7 @@ def _job(request: LaunchRequest) -> Job | None:
         max_restarts=request.max_restarts,
         threads=request.threads,
         most_workers=request.elastic[1] if request.elastic else 0,
+        least_workers=request.elastic[0] if request.elastic else 0,
         heartbeat_s=request.heartbeat_s,
         hang_s=request.hang_s,
     )

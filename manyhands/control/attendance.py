@@ -28,6 +28,7 @@ __all__ = [
     "offering",
     "quiet",
     "resumed",
+    "stranded",
     "tears",
 ]
 
@@ -98,6 +99,7 @@ def _merged(worker: Member, word: MemberReport, now: float) -> Member:
         offers=max(worker.offers, word.offers),
         offered_at=now if word.offers > worker.offers else worker.offered_at,
         done_at=now if word.status == "done" else 0.0,
+        stranded_at=(worker.stranded_at or now) if word.stranded else 0.0,
     )
 
 
@@ -174,6 +176,15 @@ def quiet(roster: Roster) -> bool:
         member.status == "live" and not member.ended and member.generation == roster.generation
         for member in roster.members
     )
+
+
+def stranded(roster: Roster, now: float, for_s: float) -> list[Member]:
+    """Members that cannot go on in the newest generation, for so long that somebody's death should be known by now."""
+    return [
+        member
+        for member in alive(roster)
+        if member.stranded_at and member.generation == roster.generation and now - member.stranded_at >= for_s
+    ]
 
 
 def call_of(roster: Roster) -> int:

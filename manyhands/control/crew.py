@@ -79,6 +79,7 @@ class Crew:
             memory_fd=self.memory.fd,
             flags=around.job.flags,
             most_workers=around.job.most_workers if self.plan.group else 0,
+            least_workers=around.job.least_workers if self.plan.group else 0,
         )
         # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
         sharing = around.num_workers if self.plan.group else seat.local_world_size

@@ -96,10 +96,10 @@ class Desk:
             if worker is None:
                 self.stale += 1
                 continue
-            before = worker.generation, worker.offers, worker.call
+            before = worker.generation, worker.offers, worker.call, worker.stranded
             worker.heard(message.generation)
             self._take(peer, worker, message, crew)
-            changed = changed or before != (worker.generation, worker.offers, worker.call)
+            changed = changed or before != (worker.generation, worker.offers, worker.call, worker.stranded)
         return changed
 
     def _take(self, peer: bytes, worker: Worker, message: FromWorker, crew: Crew | None) -> None:
@@ -111,8 +111,8 @@ class Desk:
                 worker.moved(step, phase, call)
             case Offer(call=call):
                 worker.offers = call
-            case Heartbeat():
-                worker.offers = 0
+            case Heartbeat(stranded=stranded):
+                worker.offers, worker.stranded = 0, stranded
             case Committed(step=step, path=path):
                 self.committed = Commit(step=step, path=path[:1000])
             case Publish(event=event):

@@ -28,6 +28,7 @@ from manyhands.control.attendance import (
     missing,
     offering,
     quiet,
+    stranded,
     tears,
 )
 from manyhands.control.ending import conclude, give_up_on_silent
@@ -40,6 +41,9 @@ __all__ = ["advance", "enough", "form", "open_generations"]
 
 JOIN_WINDOW_S = 1.0
 """How long a worker that is ready waits for others that are being started, so that one generation admits them all."""
+APART_S = 0.5
+"""A group that came apart is put together again after this long, if nobody was found to be gone."""
+MAX_APART = 10
 DONE_GRACE_S = 5.0
 """The others are usually done soon after the first. If not, they need a group without it."""
 
@@ -201,15 +205,18 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     """Go on without those who are gone, or were done long before the others."""
     living, finished = alive(roster), done(roster)
     early = [member for member in finished if now - member.done_at > DONE_GRACE_S]
-    broken = missing(roster) or early or roster.torn
-    if not broken or not any(can_go_on(member) for member in living):
+    apart = stranded(roster, now, APART_S)
+    gone = missing(roster) or early or roster.torn
+    if not (gone or apart) or not any(can_go_on(member) for member in living):
         return state
-    newcomers: list[Member] = []
-    if len(living) + len(finished) < bounds(state)[0] and state.stop is None:
-        newcomers = offering(state, roster)
-        if len(living) + len(finished) + len(newcomers) < bounds(state)[0]:
-            return state
-    why = f"{len(early)} done" if early else "one that was to leave is gone" if roster.torn else ""
+    if not gone:
+        again = roster.apart + 1 if roster.apart_at_step == roster.last_step else 1
+        roster = replace(roster, apart=again, apart_at_step=roster.last_step)
+        if again > MAX_APART:
+            return replace(
+                state, phase="stopping", since=now, roster=replace(roster, ends=(_apart(state, apart[0], now),))
+            )
+    why = f"{len(early)} done" if early else "one that was to leave is gone" if roster.torn else "it came apart"
     roster = _with_suspects(state, roster)
     if roster.ends:
         first, others, _ = attribute(roster.ends)
@@ -219,12 +226,26 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
         if member.slot in roster.slots:
             retired = replace(roster.slots[member.slot], retired=True)
             roster = replace(roster, slots={**roster.slots, member.slot: retired})
-    return _regroup(state, roster, living, newcomers, lost=True, why=why)
+    return _regroup(state, roster, living, (), lost=True, why=why)
+
+
+def _apart(state: Membership, member: Member, now: float) -> Ended:
+    end = replace(
+        _end_of(state, member, now).end,
+        kind="exception",
+        error="PeerLost",
+        message=f"the workers lost each other {MAX_APART} times in a row at step {member.step}, and all are alive",
+    )
+    return Ended(end=end, at=now)
 
 
 def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
-    """Too few members, and nobody to join them: over at once if the budget is spent, else after some patience."""
-    if not missing(roster) or state.stop is not None:
+    """Too few members, and nobody to join them: over at once if the budget is spent, else after some patience.
+
+    The few go on to the end of their step, and wait there.
+    """
+    few = len(alive(roster)) + len(done(roster)) < bounds(state)[0]
+    if not (missing(roster) or few) or state.stop is not None:
         return state
     if roster.short_since is None:
         return replace(state, roster=replace(roster, short_since=now))
@@ -238,7 +259,7 @@ def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
     spent = any(slot.retired for slot in roster.slots.values())
     if hopeful or not ((spent and not may_come_back) or waited > state.settings.rejoin_wait_s):
         return state
-    return replace(state, phase="stopping", since=now)
+    return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.losses))
 
 
 def _staff(state: Membership, roster: Roster, now: float) -> Membership:
@@ -249,7 +270,11 @@ def _staff(state: Membership, roster: Roster, now: float) -> Membership:
 
 def _change(state: Membership, roster: Roster, now: float) -> Membership:
     """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest."""
-    if state.stop is not None or not quiet(roster):
+    if state.stop is not None:
+        return state
+    if _missed(roster):
+        return _take_back(state, roster)
+    if not quiet(roster):
         return state
     leaving = _to_dismiss(state, roster)
     newcomers = _ready(state, roster, now)
@@ -266,6 +291,25 @@ def _change(state: Membership, roster: Roster, now: float) -> Membership:
         dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in leaving)),
     )
     return _regroup(state, roster, staying, newcomers, lost=False, why=", ".join(words))
+
+
+def _missed(roster: Roster) -> bool:
+    """Whether the call that newcomers wait in ended before the members came to the end of another step of it."""
+    newcomers = {member.incarnation for member in roster.members if member.generation != roster.before}
+    return bool(roster.before and roster.call) and any(
+        member.call > roster.call and member.generation == roster.before
+        for member in alive(roster)
+        if member.incarnation not in newcomers
+    )
+
+
+def _take_back(state: Membership, roster: Roster) -> Membership:
+    """Members go on without those whom they should have admitted; others are started in their slots."""
+    newcomers = [member for member in roster.members if not can_go_on(member)]
+    staying = [member for member in roster.members if can_go_on(member)]
+    roster = replace(roster, dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in newcomers)))
+    # As after a loss: whoever has gone over to the generation with the newcomers leaves it at once.
+    return _regroup(state, roster, staying, (), lost=True, why="their call ended before newcomers were admitted")
 
 
 def _to_dismiss(state: Membership, roster: Roster) -> list[Member]:
@@ -291,6 +335,7 @@ def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
 def _regroup(
     state: Membership, roster: Roster, staying: Sequence[Member], newcomers: Sequence[Member], *, lost: bool, why: str
 ) -> Membership:
+    staying = [replace(member, stranded_at=0.0) for member in staying]
     admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
     members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
     names = {worker.incarnation for worker in newcomers}
@@ -304,6 +349,7 @@ def _regroup(
         before="" if lost else roster.generation,
         why=why,
         ends=(),
+        losses=roster.ends or roster.losses,
         cleared=(),
         short_since=None,
         torn=False,

@@ -96,6 +96,9 @@ class Report(_FromMember, frozen=True, kw_only=True):
 class Heartbeat(_FromMember, frozen=True, kw_only=True):
     """The process lives, and its interpreter runs. Whether it gets anywhere, reports tell."""
 
+    stranded: bool = False
+    """Its group came apart: a collective failed, and it waits for a newer generation."""
+
 
 class Offer(_FromMember, frozen=True, kw_only=True):
     """A worker that was started into a running attempt waits in this public call to be admitted."""
@@ -228,6 +231,8 @@ class MemberReport(_Value, frozen=True, kw_only=True):
     """The public call that it is in."""
     offers: int = 0
     """It waits to be admitted, in this public call; 0: it does not."""
+    stranded: bool = False
+    """It cannot go on in its generation, and waits for a newer one."""
     exit_code: int | None = None
     first_step: int | None = None
     """Where it began in this generation."""
@@ -280,6 +285,7 @@ class Job(_Value, frozen=True, kw_only=True):
     max_restarts: int
     threads: int | None = None
     most_workers: int = 0
+    least_workers: int = 0
     """Above 0: the run is elastic, and this is its upper bound over all hosts."""
     heartbeat_s: float = 3.0
     hang_s: float = 10.0

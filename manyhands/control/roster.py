@@ -97,6 +97,8 @@ class Member(_Value, frozen=True, kw_only=True):
     catch_up: int | None = None
     """Of a newcomer: the run's step when it was admitted. Until it reports that step it has no state of its own."""
     done_at: float = 0.0
+    stranded_at: float = 0.0
+    """When it was first heard to wait for a newer generation than its own; 0: it does not."""
 
 
 class Slot(_Value, frozen=True, kw_only=True):
@@ -137,6 +139,11 @@ class Roster(_Value, frozen=True, kw_only=True):
     """Someone who was to leave at a step's end is gone before it, so that step will not end."""
     exit_codes: tuple[int, ...] = ()
     """Of workers that were done and are in no later group."""
+    losses: tuple[Ended, ...] = ()
+    """Whom the generation before lost, should this one turn out to be too few to go on."""
+    apart: int = 0
+    """How often in a row, without a step in between, the group came apart although nobody was gone."""
+    apart_at_step: int | None = None
     short_since: float | None = None
     """When the group fell below the lower bound."""
     fatal: bool = False

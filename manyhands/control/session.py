@@ -107,6 +107,7 @@ class Session:
         self._heard = threading.Condition()
         self._announced: Announce | None = None
         self._offering = 0
+        self._stranded = False
         self._sent_at = 0.0
         self._outbox: deque[Any] = deque()
         self._dropped = 0
@@ -152,10 +153,19 @@ class Session:
         self.group, self._offering = group, 0
         self._post(Heartbeat(**self._header()))
 
-    def await_group(self, timeout_s: float) -> Group:
-        """Wait for a generation later than this worker's; it is not entered yet. `PeerTimeout` if none comes."""
-        with self._heard:
-            self._heard.wait_for(lambda: self.newest is not None or self._closing, timeout_s)
+    def await_group(self, timeout_s: float, *, stranded: bool = False) -> Group:
+        """Wait for a generation later than this worker's; it is not entered yet. `PeerTimeout` if none comes.
+
+        `stranded`: its group came apart. If nobody is found to be gone, the coordinator puts it together anew.
+        """
+        self._stranded = stranded
+        if stranded and self.newest is None:
+            self._post(Heartbeat(**self._header(), stranded=True))
+        try:
+            with self._heard:
+                self._heard.wait_for(lambda: self.newest is not None or self._closing, timeout_s)
+        finally:
+            self._stranded = False
         if (newest := self.newest) is not None:
             return newest
         raise PeerTimeout(
@@ -353,7 +363,8 @@ class Session:
             self._sent_at = now
         elif now - self._sent_at >= HEARTBEAT_EVERY_S and not self._closing:
             self._sent_at, call = now, self._offering
-            self._outbox.append(Offer(**self._header(), call=call) if call else Heartbeat(**self._header()))
+            beat = Heartbeat(**self._header(), stranded=self._stranded)
+            self._outbox.append(Offer(**self._header(), call=call) if call else beat)
 
     def _take(self, message: ToWorker) -> None:
         match message:

@@ -54,7 +54,7 @@ class Worker:
         self.told_at = 0.0
         self.dismissed_at: float | None = None
         self.end_reported = False
-        self.call, self.offers = 0, 0
+        self.call, self.offers, self.stranded = 0, 0, False
         self.first_step: int | None = None
         self.step: int | None = None
         self.phase = ""
@@ -121,7 +121,7 @@ class Worker:
     def heard(self, generation: str) -> None:
         """It said something, speaking for this generation."""
         if is_later(generation, self.generation):
-            self.generation, self.offers = generation, 0
+            self.generation, self.offers, self.stranded = generation, 0, False
         self.heard_at = time.monotonic()
 
     def moved(self, step: int, phase: str, call: int = 0) -> None:
@@ -233,6 +233,7 @@ class Worker:
             generation=self.generation,
             call=self.call,
             offers=self.offers,
+            stranded=self.stranded,
             exit_code=self.exit_code,
             status=status,
             first_step=self.first_step,

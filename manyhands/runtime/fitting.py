@@ -114,7 +114,7 @@ class Fit:
                 self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
                 return
             if stats.stop == REGROUP:
-                self._regrouping.go_over(done=True)
+                self._regrouping.change()
             asked_at = time.perf_counter()
 
     def _next_step(self) -> Step | None:

@@ -392,7 +392,7 @@ class Hands:
             raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
         self._saver.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
-            self._known_run.regrouping.go_over(done=True)
+            self._known_run.regrouping.change()
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

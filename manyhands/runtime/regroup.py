@@ -137,8 +137,20 @@ class Regrouping:
     @property
     def change_is_due(self) -> bool:
         """Whether the chief should have all members go over at the end of the next step."""
-        newest = self._worker.session.newest
-        return newest is not None and newest.call in (0, self._worker.call)
+        newest, worker = self._worker.session.newest, self._worker
+        if newest is None:  # with too few, they wait for others
+            return bool(worker.world_size < worker.session.seat.least_workers)
+        return newest.call in (0, worker.call)
+
+    def change(self) -> None:
+        """All members go over, between two steps."""
+        worker, step = self._worker, self.training.progress.step if self.training is not None else 0
+        if worker.session.newest is None and worker.world_size < worker.session.seat.least_workers:
+            worker.report(step, "waiting for workers")
+            worker.warn(
+                f"waiting: {worker.world_size} of at least {worker.session.seat.least_workers} workers are there"
+            )
+        self.go_over(done=True, after_loss=False)
 
     def agreed(self, work: Callable[[], T]) -> T:
         """Do what all workers do together, again if a member is lost in it, until every member has its result."""
@@ -158,16 +170,16 @@ class Regrouping:
                     return results[0]
                 results.clear()
 
-    def go_over(self, *, done: bool = False) -> Arrival:
+    def go_over(self, *, done: bool = False, after_loss: bool = True) -> Arrival:
         """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it."""
         while True:
-            group = self._session.await_group(NEXT_GROUP_S)
+            group = self._session.await_group(NEXT_GROUP_S, stranded=after_loss)
             if group.rank < 0:
                 raise Dismissed
             try:
                 return self._arrive(group, done)
             except PeerLost:
-                continue  # another member was lost meanwhile: there will be a newer group
+                after_loss = True  # another member was lost meanwhile: there will be a newer group
 
     def wait_for_admission(self) -> bool:
         """A worker that was started into a running run waits here. False: the run has finished this call without it."""

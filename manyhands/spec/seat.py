@@ -61,6 +61,8 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """In an elastic run: the place that this process fills; a replacement takes the same."""
     most_workers: int = 0
     """Above 0: the run is elastic, and this is its upper bound."""
+    least_workers: int = 0
+    """With fewer than these, an elastic run waits for others between steps."""
     joining: bool = False
     """Started into a running attempt: in no group yet, and its generation is empty."""
     flags: dict[str, Any] = {}
@@ -102,6 +104,7 @@ _VARIABLES = {
     "memory_fd": "MANYHANDS_MEMORY_FD",
     "slot": "MANYHANDS_SLOT",
     "most_workers": "MANYHANDS_MOST_WORKERS",
+    "least_workers": "MANYHANDS_LEAST_WORKERS",
     "joining": "MANYHANDS_JOINING",
     "flags": "MANYHANDS_FLAGS",
 }

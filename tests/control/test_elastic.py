@@ -234,14 +234,14 @@ def test_members_that_go_on_long_after_one_was_done_get_a_group_without_it():
 # ---- too few -----------------------------------------------------------------------------------------------------
 
 
-def test_below_the_lower_bound_nothing_is_issued_until_enough_offer_themselves():
+def test_below_the_lower_bound_the_few_finish_their_step_and_wait_for_enough_to_join_them():
     scene = started(slots=3, elastic=(3, 8))
     scene.kill(2)
-    assert (scene.generation, scene.joining) == ("7.1", [4])
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.2", [1, 3], True)
     scene.obey()
     scene.set(4, offers=CALL)
     plan = scene.plan()
-    assert (scene.generation, scene.group, plan.lost, plan.call) == ("7.2", [1, 3, 4], True, CALL)
+    assert (scene.generation, scene.group, plan.lost, plan.call) == ("7.3", [1, 3, 4], False, CALL)
 
 
 def test_an_offer_at_another_call_does_not_make_it_enough():
@@ -249,7 +249,51 @@ def test_an_offer_at_another_call_does_not_make_it_enough():
     scene.kill(2)
     scene.obey()
     scene.set(4, offers=CALL + 1)
-    assert scene.generation == "7.1"
+    assert scene.generation == "7.2"
+
+
+def test_newcomers_whose_call_ended_before_they_were_admitted_are_taken_back():
+    scene = started(slots=2)
+    scene.step(20)
+    scene.kill(2)
+    scene.obey()
+    scene.set(3, offers=CALL)
+    assert (scene.generation, scene.group) == ("7.3", [1, 3])
+    scene.set(1, call=CALL + 1)
+    plan = scene.plan()
+    assert (scene.generation, scene.group, plan.lost, plan.dismissed) == ("7.4", [1], True, [3])
+
+
+# ---- a group that comes apart ------------------------------------------------------------------------------------
+
+
+def test_a_group_that_came_apart_although_all_live_is_put_together_again():
+    scene = started()
+    scene.set(2, stranded=True)
+    assert scene.generation == "7.1", "somebody's death may still become known"
+    scene.tick(0.75)
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.2", [1, 2, 3], True)
+    assert scene.plan().why == "it came apart"
+
+
+def test_whoever_waits_for_a_generation_that_is_there_is_not_stranded():
+    scene = started()
+    scene.kill(3)
+    scene.set(2, stranded=True)
+    assert scene.generation == "7.2"
+    scene.tick(2.0)
+    assert scene.generation == "7.2", "it just has not heard of it yet"
+
+
+def test_a_group_that_comes_apart_again_and_again_ends_the_attempt():
+    scene = started()
+    for _ in range(11):
+        scene.obey()
+        scene.set(2, stranded=True)
+        scene.tick(0.75)
+        scene.words[2] = replace(scene.words[2], stranded=False)
+    assert scene.state.phase == "stopping"
+    assert "lost each other 10 times" in scene.state.roster.ends[0].end.message
 
 
 def test_too_few_and_nobody_to_come_ends_the_run_with_the_failure_block():
@@ -683,12 +727,12 @@ def test_a_worker_that_was_declared_gone_is_refused_and_in_no_plan():
 
 
 def test_a_late_report_takes_nothing_back():
-    scene = started(slots=3, elastic=(3, 8))
+    scene = started(slots=3)
     before = scene.words[2]
     scene.kill(2)
     scene.words[2] = before
     scene.say("a")
-    assert [member.status for member in scene.state.roster.members] == ["live", "dead", "live"]
+    assert scene.group == [1, 3]
 
 
 def test_orders_of_a_later_state_have_a_higher_revision():
