@@ -21,6 +21,7 @@ __all__ = [
     "call_of",
     "can_go_on",
     "done",
+    "finished",
     "hear",
     "lose_host",
     "lost",
@@ -41,9 +42,11 @@ def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> M
 
     def heard(workers: Sequence[Member]) -> tuple[Member, ...]:
         return tuple(
-            _merged(worker, said[worker.incarnation], now)
-            if worker.agent == report.agent and worker.incarnation in said
-            else worker
+            worker
+            if worker.agent != report.agent
+            else _merged(worker, said[worker.incarnation], now)
+            if worker.incarnation in said
+            else _awake(worker)
             for worker in workers
         )
 
@@ -135,11 +138,11 @@ def lost(state: Membership, member: Member) -> Ended:
 
 def resumed(roster: Roster) -> Roster:
     """As a restarted coordinator takes it up: it has heard of nobody yet, so nobody has been silent for long."""
+    return replace(roster, members=tuple(_awake(member) for member in roster.members))
 
-    def awake(member: Member) -> Member:
-        return replace(member, status="live") if member.status == "suspect" else member
 
-    return replace(roster, members=tuple(awake(member) for member in roster.members))
+def _awake(member: Member) -> Member:
+    return replace(member, status="live") if member.status == "suspect" else member
 
 
 # ---- questions ---------------------------------------------------------------------------------------------------
@@ -155,6 +158,14 @@ def missing(roster: Roster) -> list[Member]:
 
 def done(roster: Roster) -> list[Member]:
     return [member for member in roster.members if member.status == "done"]
+
+
+def finished(roster: Roster) -> bool:
+    """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
+    chief = roster.members[0]
+    if roster.chief_done and all(member.status in ("done", "suspect") for member in roster.members):
+        return True
+    return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
 
 
 def can_go_on(member: Member) -> bool:
