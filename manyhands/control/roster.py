@@ -99,6 +99,8 @@ class Member(_Value, frozen=True, kw_only=True):
     done_at: float = 0.0
     stranded_at: float = 0.0
     """When it was first heard to wait for a newer generation than its own; 0: it does not."""
+    leads_since: str = ""
+    """The generation in which it became the chief."""
 
 
 class Slot(_Value, frozen=True, kw_only=True):
@@ -139,8 +141,10 @@ class Roster(_Value, frozen=True, kw_only=True):
     """Someone who was to leave at a step's end is gone before it, so that step will not end."""
     exit_codes: tuple[int, ...] = ()
     """Of workers that were done and are in no later group."""
-    losses: tuple[Ended, ...] = ()
-    """Whom the generation before lost, should this one turn out to be too few to go on."""
+    chief_done: bool = False
+    """The chief of an earlier group was done: the run is finished when the others are."""
+    last_loss: tuple[Ended, ...] = ()
+    """What the generation before was lost to."""
     apart: int = 0
     """How often in a row, without a step in between, the group came apart although nobody was gone."""
     apart_at_step: int | None = None

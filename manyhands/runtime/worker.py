@@ -344,6 +344,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         "workers": getattr(chosen, "workers", None),
         "threads": chosen.threads,
         "reducer": getattr(chosen, "reducer", None),
+        "elastic": getattr(chosen, "elastic", None),
         **arguments,
     }
     flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
@@ -363,6 +364,12 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         seated_workers.append(worker)
     for line in resolved.overrides:
         worker.warn(line)
+    elastic = resolved.spec.launch.elastic
+    if elastic is not None and not worker.is_elastic:
+        least, most = elastic
+        worker.warn(
+            f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
+        )
     wanted = resolved.spec.launch.workers
     if wanted is not None and wanted != seat.local_world_size and resolved.origins["launch.workers"] == "constructor":
         worker.warn(

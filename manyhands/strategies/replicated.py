@@ -56,6 +56,8 @@ class Mirrored(_Settings, frozen=True, kw_only=True):
     workers: int | None = None
     reducer: str | None = None
     """How gradients travel: "exact" (the default), "bf16" or "int8"."""
+    elastic: tuple[int, int] | None = None
+    """Workers may die, come and go while the others train: at least and at most so many. Default: they may not."""
     name = "mirrored"
 
 
@@ -67,6 +69,8 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     cluster: Any = None
     reducer: str | None = None
     """How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8")."""
+    elastic: tuple[int, int] | None = None
+    """Over all hosts; hosts come and go, too."""
     name = "multi_worker"
 
 
