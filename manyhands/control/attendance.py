@@ -165,7 +165,8 @@ def can_go_on(member: Member) -> bool:
 def tears(roster: Roster, worker: Member) -> bool:
     """Without this dismissed worker, who has not left yet, members cannot finish the step after which they go over."""
     waiting = any(member.generation != roster.generation for member in alive(roster))
-    return waiting and worker.generation == roster.before and worker.status != "left"
+    by_itself = worker.status == "left" and not worker.exit_code
+    return waiting and worker.generation == roster.before and not by_itself
 
 
 def quiet(roster: Roster) -> bool:

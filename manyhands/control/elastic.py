@@ -130,7 +130,17 @@ def _bury(state: Membership, roster: Roster, now: float) -> Membership:
             members = tuple(replace(m, status="dead") if m is member else m for m in roster.members)
             roster = replace(roster, members=members, ends=(*roster.ends, end))
             return count_death(state, roster, member, end.end, now)
-    return state
+    return _bury_unborn(state, roster, now)
+
+
+def _bury_unborn(state: Membership, roster: Roster, now: float) -> Membership:
+    """Agents that were asked to stop start nobody: a member that was not started by then will never be."""
+    unborn = [member for member in alive(roster) if state.stop is not None and member.agent in roster.cleared]
+    if not unborn:
+        return state
+    ends = [Ended(end=replace(_end_of(state, member, now).end, kind="stopped"), at=now) for member in unborn]
+    members = tuple(replace(member, status="dead") if member in unborn else member for member in roster.members)
+    return replace(state, roster=replace(roster, members=members, ends=(*roster.ends, *ends)))
 
 
 def _bury_newcomer(state: Membership, roster: Roster, worker: Member, now: float) -> Membership:

@@ -36,6 +36,7 @@ from manyhands.control.roster import (
     Ticked,
     parse_generation,
 )
+from manyhands.control.slots import rescaled
 
 __all__ = ["begin", "parse_generation", "react", "restored"]
 
@@ -125,10 +126,10 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         log_base=report.log_base if report.local else state.log_base,
         stop=state.stop or report.stop,
         stop_signal=state.stop_signal or report.stop_signal,
-        workers_wanted=state.workers_wanted if report.workers_wanted is None else report.workers_wanted,
     )
-    if state.settings.elastic is not None and state.roster is not None:
-        state = attendance.hear(state, state.roster, report, now)
+    if state.settings.elastic is not None:
+        state = rescaled(state, report.workers_wanted) if report.local else state
+        state = attendance.hear(state, state.roster, report, now) if state.roster is not None else state
     elif report.generation is not None and state.roster is not None:
         if report.generation == state.roster.generation:
             state = _hear_members(state, state.roster, report, now)

@@ -212,7 +212,7 @@ class Commit(_Value, frozen=True, kw_only=True):
 class MemberReport(_Value, frozen=True, kw_only=True):
     """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`.
 
-    left: it was dismissed from an elastic run, and has ended.
+    left: it was dismissed from an elastic run, and has ended; by itself, if its exit code is 0.
     """
 
     rank: int

@@ -16,7 +16,7 @@ from manyhands.control.failure import WorkerEnd
 from manyhands.control.policy import signature
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot
 
-__all__ = ["budget_is_spent", "count_death", "lay_out", "open_to", "staff", "surplus", "wanted"]
+__all__ = ["budget_is_spent", "count_death", "lay_out", "open_to", "rescaled", "staff", "surplus", "wanted"]
 
 FORGIVING_STEPS = 10
 FIRST_DELAY_S = 0.5
@@ -87,6 +87,17 @@ def count_death(state: Membership, roster: Roster, worker: Member, end: WorkerEn
 
 
 # ---- adding, removing, filling ---------------------------------------------------------------------------------
+
+
+def rescaled(state: Membership, number: int | None) -> Membership:
+    """As `mh scale` says, if that is news. Who asks for workers wants slots that were given up on tried again."""
+    if number is None or number == state.workers_wanted:
+        return state
+    roster = state.roster
+    if roster is not None:
+        slots = {place: replace(slot, retired=False) for place, slot in roster.slots.items()}
+        roster = replace(roster, slots=slots)
+    return replace(state, workers_wanted=number, roster=roster)
 
 
 def staff(state: Membership, roster: Roster, now: float) -> Membership:

@@ -464,6 +464,25 @@ def test_scaling_stops_at_the_bounds():
     assert len(scene.group) == 2
 
 
+def test_asking_for_workers_tries_slots_again_that_were_given_up_on():
+    scene = started(max_restarts=0)
+    for _ in range(2):
+        die_in_slot_0(scene, 5)
+    assert (len(scene.group), scene.joining) == (2, [])
+    scale(scene, 3)
+    assert len(scene.joining) == 1
+    scene.obey()
+    scene.kill(scene.joining[0])
+    scene.tick(60.0)
+    assert scene.joining == [], "repeating the same number is not asking again"
+
+
+def test_only_the_launching_agent_scales():
+    scene = started(hosts=2, slots=2)
+    scene.say("b", workers_wanted=1)
+    assert scene.generation == "7.1"
+
+
 def test_scaling_down_dismisses_the_highest_ranks():
     scene = started(slots=4)
     scale(scene, 2)
@@ -481,7 +500,9 @@ def test_a_dismissed_worker_that_dies_before_it_could_leave_makes_the_others_go_
     scene = started(hosts=2, slots=2)
     scale(scene, 2)
     assert (scene.generation, scene.plan().lost) == ("7.2", False)
-    scene.kill(4)
+    scene.set(3, status="left", ended=True, exit_code=0)
+    assert scene.generation == "7.2", "it left after that step's end"
+    scene.set(4, status="left", ended=True, exit_code=-9)
     assert (scene.generation, scene.group, scene.plan().lost) == ("7.3", [1, 2], True), "a step waits for it in vain"
 
 
@@ -613,6 +634,19 @@ def test_a_stop_admits_and_replaces_nobody_and_ends_with_75():
     scene.obey()
     scene.held["a"] = scene.generation
     scene.set(1, status="done", ended=True, exit_code=75)
+    assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 75)
+
+
+def test_a_member_that_was_not_started_before_a_stop_is_not_waited_for():
+    scene = Scene(hosts=2, slots=1)
+    scene.obey("b")
+    scene.extra["a"] = {"stop": "preempt", "stop_signal": 15}
+    scene.say("a")
+    scene.say("b", generation="7.1")
+    assert (scene.group, scene.plan().lost) == ([1], True), "it commits without the other"
+    scene.obey("b")
+    scene.set(1, status="done", ended=True, exit_code=75)
+    scene.say("b", generation="7.2")
     assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 75)
 
 

@@ -88,25 +88,28 @@ class Agent:
             self.gone = True
 
     def _word(self, worker: Worker) -> MemberReport:
-        end = None
-        if worker.status == "failed":
+        end, status, code = None, worker.status, worker.exit_code if worker.status == "done" else None
+        if not worker.alive and self._plan is not None and worker.incarnation in self._plan.dismissed:
+            code, status = -9 if status == "failed" else 0, "left"
+        if status == "failed":
             end = WorkerEnd(rank=worker.slot, host=self.name, pid=worker.incarnation, kind="signal", signal=9)
         return MemberReport(
             rank=worker.slot,
             incarnation=worker.incarnation,
-            status=worker.status,
+            status=status,
             pid=worker.incarnation,
             ended=not worker.alive,
             generation=worker.generation,
             call=worker.call if worker.generation and worker.level else 0,
             offers=worker.offers if not worker.generation else 0,
-            exit_code=worker.exit_code if worker.status == "done" else None,
+            exit_code=code,
             step=worker.step if worker.generation and worker.level else None,
             end=end,
         )
 
     def saw_end(self, worker: Worker) -> None:
         self.report_soon()
+        self._world.at(0.001, self._fill)
 
     # ---- obeying ----
 
@@ -122,7 +125,7 @@ class Agent:
                 self._run(orders.plan, orders.run_call)
             case "stop":
                 assert orders.generation is not None
-                self._generation = orders.generation
+                self._generation, self._plan = orders.generation, None
                 self._kill(list(self.workers.values()))
                 self.report_soon()
             case "end":
@@ -140,12 +143,13 @@ class Agent:
             self._generation = plan.generation
             self.report_soon()
         planned = {worker.incarnation: worker for worker in plan.workers}
+        self._plan = plan
         if self._world.defects.fencing:
-            self._kill([w for n, w in self.workers.items() if n not in planned and n not in plan.dismissed])
+            for name, worker in self.workers.items():
+                if name not in planned and name not in plan.dismissed:
+                    self._world.at(self._world.random.random() * 0.3, worker.die)
         self.workers = {n: w for n, w in self.workers.items() if w.alive or n in planned or n in plan.dismissed}
-        for incarnation, worker in planned.items():
-            if incarnation not in self._ever and not self._leaving:
-                self._start(incarnation, worker.slot, joining=worker.joining, attempt=plan.attempt)
+        self._fill()
         for worker in self.workers.values():
             worker.announce(plan)
         if run_call != self.run_call:
@@ -153,10 +157,22 @@ class Agent:
             for worker in self.workers.values():
                 worker.offer()
 
+    def _fill(self) -> None:
+        """Start who is planned and never was, once the process before in its slot is gone."""
+        if self._plan is None or self.gone or self._leaving or self.stopping:
+            return
+        taken = {worker.slot for worker in self.workers.values() if worker.alive}
+        for planned in self._plan.workers:
+            if planned.incarnation not in self._ever and planned.slot not in taken:
+                self._start(planned.incarnation, planned.slot, joining=planned.joining, attempt=self._plan.attempt)
+
     def _start(self, incarnation: int, slot: int, *, joining: bool, attempt: int) -> None:
         self._ever.add(incarnation)
         self._world.note(Started(self._world.now, incarnation, slot, self.name))
-        self.workers[incarnation] = Worker(self._world, self, slot, incarnation, joining=joining, attempt=attempt)
+        worker = Worker(self._world, self, slot, incarnation, joining=joining, attempt=attempt)
+        self.workers[incarnation] = worker
+        if self._plan is not None:
+            worker.announce(self._plan)
         self.report_soon()
 
     # ---- going ----

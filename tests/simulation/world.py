@@ -170,7 +170,7 @@ class World:
 
     def _lose_agent(self, *, leaving: bool) -> None:
         others = [name for name, agent in self.agents.items() if name != "a" and not agent.gone]
-        if not others or self.coordinator.state.roster is None:
+        if not others or not self.history.of(Generation):
             return  # Before the first generation the run rightly waits minutes for its hosts.
         name = self.random.choice(others)
         self.fault(f"{'leave' if leaving else 'lose'} agent {name}")
