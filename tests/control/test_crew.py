@@ -16,6 +16,8 @@ from manyhands.comm.transport import open_port
 from manyhands.control.crew import Crew, Surroundings
 from manyhands.control.desk import Desk
 from manyhands.control.fence import Guard
+from manyhands.control.hang import Limits
+from manyhands.control.hang_watch import HangWatch
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.messages import (
     Announce,
@@ -208,6 +210,23 @@ def test_messages_are_taken_from_the_living_for_generations_that_they_were_in(ha
     assert crew.member("", 1) is None
     assert crew.member("7.9", 1) is None
     assert crew.member("7.1", 99) is None
+
+
+def test_the_hang_watch_starts_anew_after_its_agent_stood_still_and_then_asks_before_it_kills(hands):
+    hands.begin(plan(1, [1]))
+    (worker,) = hands.started
+    worker.moved(7, "training", 1)
+    worker.peer, worker.heard_at, worker.stepped_at = b"somebody", 100.0, 100.0
+    watch, limits = HangWatch(), Limits(heartbeat_s=3.0, hang_s=10.0)
+    seen: dict[str, float] = {}
+    for now in (100.0, 100.2, *(150.0 + 0.2 * turn for turn in range(25))):
+        watch.look([worker], limits, now)
+        seen.setdefault("killed" if worker.killed_by_us else worker.verdict, now)
+    assert list(seen) == ["fine", "silent", "killed"]
+    assert 153.0 < seen["silent"] < 153.4, "not at 150, when it was missed for 50 s"
+    assert seen["killed"] - seen["silent"] >= 0.5, "it has had time to write its stack"
+    assert worker.hung.startswith("no sign of life for 5")
+    assert worker.hung.endswith("in step 7, training"), "nobody here reads the pipe that its stack comes through"
 
 
 # ---- what the desk makes of it -------------------------------------------------------------------------------------

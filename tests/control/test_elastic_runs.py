@@ -396,18 +396,22 @@ def test_a_joined_host_that_is_killed_is_missed_and_the_run_goes_on(elastic, lau
     run.end()
 
 
-def test_a_joined_host_that_was_away_for_a_while_ends_what_it_has_and_joins_again(elastic, launcher):
+@pytest.mark.parametrize("restarted", [False, True], ids=["same attempt", "next attempt"])
+def test_a_joined_host_that_was_away_for_a_while_ends_what_it_has_and_joins_again(elastic, launcher, restarted):
     run = elastic(workers=1, hosts_wanted=2, listen="127.0.0.1", join_file="join.json")
     ticket = until(lambda: (run.folder / "join.json").exists() and json.loads((run.folder / "join.json").read_text()))
     second = launcher(join=ticket, workers=1)
     pids = by_slot(run.members([0, 1]))
     second.process.send_signal(signal.SIGSTOP)
-    run.members([0], timeout_s=20)
+    alone_at = run.members([0], timeout_s=20)[0]["at"]
+    if restarted:
+        kill(pids[0])
+        run.members([0], after=alone_at)
     assert alive(pids[1]), "only its agent stood still"
     back_at = time.monotonic()
     second.process.send_signal(signal.SIGCONT)
     again = by_slot(run.members([0, 1], after=back_at))
-    assert again[0] == pids[0]
+    assert (again[0] == pids[0]) is not restarted
     assert again[1] != pids[1]
     assert not alive(pids[1])
     run.end()
