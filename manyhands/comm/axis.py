@@ -21,6 +21,8 @@ from manyhands.errors import PeerLost, PeerTimeout
 
 __all__ = ["Axis", "Done", "Pending", "connect"]
 
+LOOK_UP_S = 0.2
+
 
 class Pending:
     """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the name."""
@@ -35,7 +37,7 @@ class Pending:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self._axis.wait_for(self._work, self._name)
         except RuntimeError as error:
             raise self._axis.translate(error, self._name) from error
 
@@ -57,7 +59,8 @@ class Done(Pending):
 class Axis:
     """Ranks 0 to `size` - 1 of one generation.
 
-    `missing` is asked, after a timeout only, for a line that says where the other ranks were last seen.
+    `missing` is asked, after a timeout only, for a line that says where the other ranks were last seen. `lost` is asked
+    now and then during a long wait: whether a rank is known to be gone, whose connection may be silent for ever.
     """
 
     def __init__(
@@ -68,10 +71,24 @@ class Axis:
         *,
         timeout_s: float = 30.0,
         missing: Callable[[], str] = lambda: "",
+        lost: Callable[[], bool] | None = None,
     ) -> None:
         assert group is not None or size == 1
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._group, self._missing = group, missing
+        self._group, self._missing, self._lost = group, missing, lost
+
+    def wait_for(self, work: Any, name: str) -> None:
+        """Wait for an operation that was started here."""
+        while self._lost is not None:
+            try:
+                work.wait(timedelta(seconds=LOOK_UP_S))
+                return
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):  # what an impatient wait says; Gloo's own words are others
+                    raise
+                if self._lost():
+                    raise PeerLost(f"Rank {self.rank} was in {name!r} when a rank was lost.") from error
+        work.wait()
 
     def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
         """Sum in place over the ranks, in the backend's order: the same bits for any grouping with two ranks only."""
@@ -169,6 +186,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     missing: Callable[[], str] = lambda: "",
+    lost: Callable[[], bool] | None = None,
 ) -> Axis:
     """Build the group of one generation: Gloo on CPUs, bound to `address` and nothing else; NCCL on CUDA devices."""
     if size == 1:
@@ -182,7 +200,7 @@ def connect(
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     gloo._timeout = timeout
-    axis = Axis(rank, size, object(), timeout_s=timeout_s, missing=missing)
+    axis = Axis(rank, size, object(), timeout_s=timeout_s, missing=missing, lost=lost)
     try:
         axis._group = dist.ProcessGroupGloo(store, rank, size, gloo)
     except RuntimeError as error:

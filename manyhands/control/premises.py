@@ -74,6 +74,7 @@ class Premises:
             resume=request.resume or "",
             gather_wait_s=request.join_timeout_s,
             elastic=request.elastic,
+            silent_after_s=3.0 if request.elastic else 5.0,
         )
         config = CoordinatorConfig(
             settings=settings,

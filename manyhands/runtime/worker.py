@@ -213,7 +213,12 @@ class Worker:
             device=device,
             timeout_s=self.resolved.spec.comm.timeout_s,
             missing=self._where_the_others_are,
+            lost=self._has_lost_someone if self.is_elastic else None,
         )
+
+    def _has_lost_someone(self) -> bool:
+        newest = self.session.newest
+        return newest is not None and newest.lost
 
     def settle_in(self, facts: RunFacts) -> None:
         """Join the run, then apply the machine's settings. Raises when the run directory is somebody else's."""

@@ -1,7 +1,8 @@
 """What the tests of elastic runs train: dropout, BatchNorm, AdamW, exact; with faults at chosen points on request.
 
 `python training.py '{"steps": 60, "faults": [{"slot": 1, "step": 8, "at": "flip"}]}'`. A fault happens in the first
-process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory.
+process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory. With "until",
+the first call of `fit` ends when the file of that name is there.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class Watch:
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         line = {"pid": os.getpid(), "step": step, "at": time.monotonic(), "loss": stats.loss, "chief": trainer.is_chief}
         os.write(self._file, json.dumps(line).encode() + b"\n")
+        if ASKED.get("until") and os.path.exists(ASKED["until"]):
+            trainer.request_stop()
 
 
 def model() -> nn.Module:
@@ -174,8 +177,9 @@ if __name__ == "__main__":
     arm()
     steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None)
     first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep)
+    reached = trainer.step
     between = trainer.evaluate(data())
-    second = trainer.fit(data(), steps=steps // 2, batch_size=64, checkpoint=keep)
+    second = trainer.fit(data(), steps=min(steps // 2, 20), batch_size=64, checkpoint=keep)
     after = trainer.evaluate(data())
-    told = [list(first), between, list(second), after]
-    print("RESULT " + json.dumps({"digest": digest(trainer.model), "told": told}), flush=True)
+    told = {"digest": digest(trainer.model), "reached": reached, "told": [list(first), between, list(second), after]}
+    print("RESULT " + json.dumps(told), flush=True)

@@ -1,0 +1,121 @@
+"""Hangs, a lost coordinator, and workers that come and go, in real trainings: always the same bits in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import pytest
+
+from manyhands.control.client import query, request_scale
+from tests.elastic.conftest import ENDLESS, Run, Start, check_commits
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+
+def longest_gap(run: Run, after_step: int) -> float:
+    """The longest time between commits of consecutive steps, by any worker, from `after_step` on."""
+    first: dict[int, float] = {}
+    for commit in run.commits():
+        first[commit["step"]] = min(commit["at"], first.get(commit["step"], commit["at"]))
+    steps = [step for step in sorted(first) if step >= after_step]
+    return max(first[b] - first[a] for a, b in pairwise(steps))
+
+
+def test_workers_that_stop_or_hold_their_interpreter_are_replaced_and_named(elastic: Start, undisturbed: Any) -> None:
+    places = [
+        {"slot": 1, "step": 10, "at": "forward", "how": "stop"},
+        {"slot": 0, "step": 18, "at": "forward", "how": "hold"},
+    ]
+    run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3")
+    assert run.wait() == undisturbed({"steps": 40})
+    check_commits(run)
+    assert "rank 1" in run.output() and "stopped" in run.output()
+    assert "hold_the_interpreter" in run.output(), "the place in the code"
+
+
+def test_a_worker_that_is_busy_without_progress_is_replaced(elastic: Start, undisturbed: Any) -> None:
+    places = [{"slot": 2, "step": 10, "at": "backward", "how": "spin"}]
+    run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3", "--hang", "1.5")
+    assert run.wait() == undisturbed({"steps": 40})
+    check_commits(run)
+    assert "spin" in run.output()
+
+
+def test_steps_go_on_without_the_coordinator_and_nothing_changes_when_it_is_back(
+    elastic: Start, undisturbed: Any
+) -> None:
+    run = elastic(ENDLESS, "-n", "3", "--elastic", "1:3")
+    run.until(lambda: run.step() > 10, "step 10")
+    first = query(run.directory).coordinator_pid
+    os.kill(first, signal.SIGKILL)
+    reached = run.step()
+    run.until(lambda: query(run.directory).coordinator_pid not in (0, first), "another coordinator")
+    run.until(lambda: run.step() > reached + 20, "twenty steps more")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    check_commits(run)
+    assert len(run.generations()) == 1, "no generation without a reason"
+    assert longest_gap(run, 10) < 2.0
+
+
+def test_a_worker_killed_while_the_coordinator_is_gone_is_missed_when_it_is_back(
+    elastic: Start, undisturbed: Any
+) -> None:
+    run = elastic(ENDLESS, "-n", "3", "--elastic", "1:3")
+    run.until(lambda: run.step() > 10, "step 10")
+    victim = run.until(run.members, "members")[1].pid
+    os.kill(query(run.directory).coordinator_pid, signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
+    reached = run.step()
+    run.until(lambda: run.step() > reached + 5, "five steps more")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    check_commits(run)
+    assert "died: SIGKILL" in run.generations()[1].why
+
+
+def test_a_run_scaled_from_4_to_1_to_4_to_2_ends_where_one_worker_ends(elastic: Start, undisturbed: Any) -> None:
+    run = elastic(ENDLESS, "-n", "4", "--elastic", "1:4")
+    run.until(lambda: run.step() > 10, "step 10")
+    for wanted in (1, 4, 2):
+        request_scale(run.directory, wanted)
+        run.until(lambda wanted=wanted: len(run.members()) == wanted, f"{wanted} workers")
+        reached = run.step()
+        run.until(lambda reached=reached: run.step() > reached + 5, "five steps more")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    check_commits(run)
+    assert not [event for event in run.generations() if "died" in event.why]
+
+
+def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, undisturbed: Any) -> None:
+    places = [{"slot": 1, "step": 10, "at": "backward"}]
+    run = elastic({"steps": 60, "faults": places}, "-n", "2", "--elastic", "2:2")
+    assert run.wait() == undisturbed({"steps": 60})
+    check_commits(run)
+    counts: dict[int, int] = {}
+    for commit in run.commits():
+        counts[commit["step"]] = counts.get(commit["step"], 0) + 1
+    alone = [step for step, count in counts.items() if count == 1]
+    assert alone in ([10], [11], [10, 11]), "the step under way, and the wish to wait in the one after it"
+    assert "waiting: 1 of at least 2 workers are there" in run.output()
+
+
+def test_a_newcomer_killed_while_it_joins_is_no_loss_to_the_others(elastic: Start, undisturbed: Any) -> None:
+    run = elastic(ENDLESS, "-n", "2", "--elastic", "1:3")
+    run.until(lambda: run.step() > 10, "step 10")
+    request_scale(run.directory, 3)
+
+    def newcomer() -> list[Any]:
+        return [one for one in query(run.directory).members if one.slot == 2 and psutil.pid_exists(one.pid)]
+
+    [first] = run.until(newcomer, "a third worker")
+    os.kill(first.pid, signal.SIGKILL)
+    run.until(lambda: len(found := run.members()) == 3 and all(one.step for one in found), "three workers")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    check_commits(run)
