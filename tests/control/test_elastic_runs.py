@@ -14,6 +14,7 @@ import pytest
 import zmq
 from click.testing import CliRunner
 from conftest import Launched, Launcher, alive, until
+from msgspec.structs import replace
 
 from manyhands.cli.scale import scale
 from manyhands.comm.transport import open_port
@@ -595,8 +596,8 @@ def coordinator(launcher) -> Iterator[FakeCoordinator]:
     made.close()
 
 
-def started(incarnation: int) -> Callable[[HostReport], bool]:
-    return lambda report: [member.incarnation for member in report.members if not member.ended] == [incarnation]
+def started(*incarnations: int) -> Callable[[HostReport], bool]:
+    return lambda report: [member.incarnation for member in report.members if not member.ended] == list(incarnations)
 
 
 def test_a_host_that_the_run_has_gone_on_without_ends_what_it_has(coordinator):
@@ -607,9 +608,10 @@ def test_a_host_that_the_run_has_gone_on_without_ends_what_it_has(coordinator):
 
 
 def test_orders_that_are_older_than_what_was_heard_change_nothing(coordinator):
-    coordinator.order(started(1), do="run", revision=3, plan=plan_of_one(1, 1, 1))
-    coordinator.order(started(2), do="run", revision=5, plan=plan_of_one(1, 2, 2))
-    late = {"do": "run", "revision": 4, "plan": plan_of_one(1, 1, 1)}
+    alone = plan_of_one(1, 1, 1)
+    with_another = replace(alone, workers=[*alone.workers, PlannedWorker(slot=1, incarnation=2, joining=True)])
+    coordinator.order(started(1), do="run", revision=3, plan=alone)
+    coordinator.order(started(1, 2), do="run", revision=5, plan=with_another)
     seen: list[HostReport] = []
-    coordinator.order(lambda report: seen.append(report) or len(seen) == 3, **late)
-    assert all(started(2)(report) for report in seen)
+    coordinator.order(lambda report: seen.append(report) or len(seen) == 3, do="run", revision=4, plan=alone)
+    assert all(started(1, 2)(report) for report in seen), "the newcomer was not killed"
