@@ -6,8 +6,6 @@ reading at `hear`; below it are the questions that `elastic` asks of a roster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
@@ -21,6 +19,7 @@ __all__ = [
     "call_of",
     "can_go_on",
     "done",
+    "finished",
     "hear",
     "lose_host",
     "lost",
@@ -39,13 +38,10 @@ def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> M
     # Whoever is not known was declared gone, or belongs to an older attempt. It is in no plan, so its agent kills it.
     strangers = [word for word in report.members if word.incarnation not in known and not word.ended]
 
-    def heard(workers: Sequence[Member]) -> tuple[Member, ...]:
-        return tuple(
-            _merged(worker, said[worker.incarnation], now)
-            if worker.agent == report.agent and worker.incarnation in said
-            else worker
-            for worker in workers
-        )
+    def updated(worker: Member) -> Member:
+        if worker.agent != report.agent:
+            return worker
+        return _merged(worker, said[worker.incarnation], now) if worker.incarnation in said else _awake(worker)
 
     steps = [
         step
@@ -59,9 +55,9 @@ def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> M
         cleared.add(report.agent)
     roster = replace(
         roster,
-        members=heard(roster.members),
-        joining=heard(roster.joining),
-        dismissed=heard(roster.dismissed),
+        members=tuple(updated(worker) for worker in roster.members),
+        joining=tuple(updated(worker) for worker in roster.joining),
+        dismissed=tuple(updated(worker) for worker in roster.dismissed),
         cleared=tuple(sorted(cleared)),
         first_step=min([*steps, *_some(roster.first_step)], default=None),
         last_step=max([*steps, *_some(roster.last_step)], default=None),
@@ -108,13 +104,10 @@ def _number(generation: str) -> tuple[int, int]:
 def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> Membership:
     """A host is silent, and its workers may live; or it is gone, and they are dead by its agent's word."""
 
-    def marked(workers: Sequence[Member]) -> tuple[Member, ...]:
-        return tuple(
-            replace(worker, status="dead" if gone else "suspect", ended=gone)
-            if worker.agent == agent and worker.status not in ("dead", "done") and not worker.ended
-            else worker
-            for worker in workers
-        )
+    def marked(member: Member) -> Member:
+        if member.agent != agent or member.status in ("dead", "done") or member.ended:
+            return member
+        return replace(member, status="dead" if gone else "suspect", ended=gone)
 
     roster = replace(roster, torn=roster.torn or any(tears(roster, w) for w in roster.dismissed if w.agent == agent))
     if gone:
@@ -124,7 +117,7 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
             dismissed=tuple(worker for worker in roster.dismissed if worker.agent != agent),
             ends=(*roster.ends, *(lost(state, member) for member in alive(roster) if member.agent == agent)),
         )
-    return replace(state, roster=replace(roster, members=marked(roster.members)))
+    return replace(state, roster=replace(roster, members=tuple(marked(member) for member in roster.members)))
 
 
 def lost(state: Membership, member: Member) -> Ended:
@@ -135,11 +128,11 @@ def lost(state: Membership, member: Member) -> Ended:
 
 def resumed(roster: Roster) -> Roster:
     """As a restarted coordinator takes it up: it has heard of nobody yet, so nobody has been silent for long."""
+    return replace(roster, members=tuple(_awake(member) for member in roster.members))
 
-    def awake(member: Member) -> Member:
-        return replace(member, status="live") if member.status == "suspect" else member
 
-    return replace(roster, members=tuple(awake(member) for member in roster.members))
+def _awake(member: Member) -> Member:
+    return replace(member, status="live") if member.status == "suspect" else member
 
 
 # ---- questions ---------------------------------------------------------------------------------------------------
@@ -155,6 +148,14 @@ def missing(roster: Roster) -> list[Member]:
 
 def done(roster: Roster) -> list[Member]:
     return [member for member in roster.members if member.status == "done"]
+
+
+def finished(roster: Roster) -> bool:
+    """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
+    chief = roster.members[0]
+    if roster.chief_done and all(member.status in ("done", "suspect") for member in roster.members):
+        return True
+    return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
 
 
 def can_go_on(member: Member) -> bool:

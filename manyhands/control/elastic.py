@@ -23,6 +23,7 @@ from manyhands.control.attendance import (
     call_of,
     can_go_on,
     done,
+    finished,
     lose_host,
     lost,
     missing,
@@ -66,6 +67,7 @@ def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: flo
             incarnation=state.next_incarnation + rank,
             slot=rank,
             moved_at=now,
+            leads_since="" if rank else generation,
         )
         for rank, (agent, local_rank) in enumerate(places)
     )
@@ -182,13 +184,14 @@ def _finish(state: Membership, roster: Roster, now: float) -> Membership:
     if any(can_go_on(member) for member in alive(roster)):
         return state
     suspects = {member.agent for member in roster.members if member.status == "suspect" and can_go_on(member)}
-    if suspects and roster.members[0].status != "done":
+    if suspects and not finished(roster):
         waited_out = all(
             agent not in state.hosts or now - state.hosts[agent].heard_at > state.settings.rejoin_wait_s
             for agent in suspects
         )
         return give_up_on_silent(state, _with_suspects(state, roster), suspects, now) if waited_out else state
-    return replace(state, phase="stopping", since=now)
+    # Without an end of their own, its last workers were done too early: the chief that they lost is what went wrong.
+    return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.last_loss))
 
 
 def _with_suspects(state: Membership, roster: Roster) -> Roster:
@@ -199,23 +202,27 @@ def _with_suspects(state: Membership, roster: Roster) -> Roster:
 
 def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     """Go on without those who are gone, or were done long before the others."""
-    living, finished = alive(roster), done(roster)
-    early = [member for member in finished if now - member.done_at > DONE_GRACE_S]
+    living, ready = alive(roster), done(roster)
+    early = [member for member in ready if now - member.done_at > DONE_GRACE_S]
     broken = missing(roster) or early or roster.torn
     if not broken or not any(can_go_on(member) for member in living):
         return state
     newcomers: list[Member] = []
-    if len(living) + len(finished) < bounds(state)[0] and state.stop is None:
+    if len(living) + len(ready) < bounds(state)[0] and state.stop is None:
         newcomers = offering(state, roster)
-        if len(living) + len(finished) + len(newcomers) < bounds(state)[0]:
+        if len(living) + len(ready) + len(newcomers) < bounds(state)[0]:
             return state
     why = f"{len(early)} done" if early else "one that was to leave is gone" if roster.torn else ""
     roster = _with_suspects(state, roster)
     if roster.ends:
         first, others, _ = attribute(roster.ends)
         why = short(first) + (f", and {len(others)} more" if others else "")
-    roster = replace(roster, exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in finished)))
-    for member in finished:
+    roster = replace(
+        roster,
+        exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in ready)),
+        chief_done=roster.chief_done or finished(roster),
+    )
+    for member in ready:
         if member.slot in roster.slots:
             retired = replace(roster.slots[member.slot], retired=True)
             roster = replace(roster, slots={**roster.slots, member.slot: retired})
@@ -293,10 +300,12 @@ def _regroup(
 ) -> Membership:
     admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
     members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
+    generation = f"{state.term}.{state.counter + 1}"
+    members = (replace(members[0], leads_since=members[0].leads_since or generation), *members[1:])
     names = {worker.incarnation for worker in newcomers}
     roster = replace(
         roster,
-        generation=f"{state.term}.{state.counter + 1}",
+        generation=generation,
         members=members,
         joining=tuple(worker for worker in roster.joining if worker.incarnation not in names),
         lost=lost,
@@ -304,6 +313,7 @@ def _regroup(
         before="" if lost else roster.generation,
         why=why,
         ends=(),
+        last_loss=roster.ends,
         cleared=(),
         short_since=None,
         torn=False,
@@ -313,10 +323,10 @@ def _regroup(
 
 def _stop(state: Membership, roster: Roster, now: float) -> Membership:
     """Wait until every process is gone, by the agents' word; not for silent hosts once the chief was done."""
-    finished = roster.members[0].status == "done" and not roster.fatal
+    well = finished(roster) and not roster.fatal
     owed = {agent for agent in roster.agents if agent in state.hosts and not state.hosts[agent].silent}
     suspects = {member.agent for member in roster.members if member.status == "suspect"}
-    if not finished:
+    if not well:
         owed |= suspects
     if owed <= set(roster.cleared):
         return conclude(state, roster, now)

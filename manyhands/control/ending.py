@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from manyhands.control.attendance import finished
 from manyhands.control.failure import Failure, WorkerEnd, short
 from manyhands.control.policy import attribute, judge, signature
 from manyhands.control.roster import Membership, Outcome, Roster
@@ -21,14 +22,16 @@ def conclude(state: Membership, roster: Roster, now: float) -> Membership:
     """Every process of the generation is dead, by the agents' word. Done, stopped, again, or failed?"""
     done = [member.exit_code or 0 for member in roster.members if member.status == "done"]
     codes = [*roster.exit_codes, *done]
-    # Elastic runs do without a worker that died when the chief was done: the others' part of the work is the same.
-    by_chief = state.settings.elastic is not None and roster.members[0].status == "done" and not roster.fatal
-    if len(done) == len(roster.members) or by_chief:
+    elastic = state.settings.elastic is not None
+    # An elastic run does without a worker that died when the chief was done, but not without its chief.
+    all_well = finished(roster) and not roster.fatal if elastic else len(done) == len(roster.members)
+    if all_well:
         code = 75 if 75 in codes else 0
         return end_run(state, now, code, "preempted, with a committed checkpoint" if code else "finished")
     if state.stop is not None:
         chief = roster.members[0]
-        code = 75 if chief.status == "done" and chief.exit_code == 75 else stopped_code(state)
+        by_chief = chief.status == "done" and chief.exit_code == 75 and not elastic
+        code = 75 if by_chief else stopped_code(state)
         return end_run(state, now, code, "stopped on request")
     return _after_failure(state, roster, now)
 

@@ -97,6 +97,8 @@ class Member(_Value, frozen=True, kw_only=True):
     catch_up: int | None = None
     """Of a newcomer: the run's step when it was admitted. Until it reports that step it has no state of its own."""
     done_at: float = 0.0
+    leads_since: str = ""
+    """The generation in which it became the chief."""
 
 
 class Slot(_Value, frozen=True, kw_only=True):
@@ -137,6 +139,10 @@ class Roster(_Value, frozen=True, kw_only=True):
     """Someone who was to leave at a step's end is gone before it, so that step will not end."""
     exit_codes: tuple[int, ...] = ()
     """Of workers that were done and are in no later group."""
+    chief_done: bool = False
+    """The chief of an earlier group was done: the run is finished when the others are."""
+    last_loss: tuple[Ended, ...] = ()
+    """What the generation before was lost to."""
     short_since: float | None = None
     """When the group fell below the lower bound."""
     fatal: bool = False

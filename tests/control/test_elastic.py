@@ -231,6 +231,16 @@ def test_members_that_go_on_long_after_one_was_done_get_a_group_without_it():
     assert scene.joining == [], "who was done is not replaced"
 
 
+def test_a_host_that_comes_back_is_believed_about_members_that_it_never_started():
+    scene = Scene(hosts=2, slots=1)
+    scene.obey("b")
+    scene.kill(1)
+    scene.tick(6.0, "b")
+    assert [member.status for member in scene.state.roster.members] == ["suspect"]
+    scene.tick(0.25)
+    assert [member.status for member in scene.state.roster.members] == ["live"], "it can still be started"
+
+
 # ---- too few -----------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +592,7 @@ def end_all(scene: Scene) -> None:
     for number in list(scene.words):
         if not scene.words[number].ended:
             scene.kill(number, kind="stopped")
+    scene.tick(0.25)
 
 
 def test_when_all_members_are_gone_the_attempt_is_over_and_the_run_restarts():
@@ -614,6 +625,27 @@ def test_a_chief_that_dies_after_the_others_were_done_has_not_finished_the_run()
     scene.kill(1)
     end_all(scene)
     assert scene.state.roster.attempt == 2
+
+
+def test_nor_has_one_that_was_done_before_it_knew_that_it_had_become_the_chief():
+    scene = started(slots=2)
+    scene.step(30)
+    scene.kill(1)
+    assert (scene.generation, scene.group) == ("7.2", [2])
+    scene.set(2, status="done", ended=True, exit_code=0)
+    end_all(scene)
+    assert scene.state.roster.attempt == 2, "its last word was for 7.1, where worker 1 was the chief"
+    assert scene.plan().why.startswith("rank 0 on h (pid 101) died: SIGKILL; restarting")
+
+
+def test_a_run_whose_chief_was_done_is_finished_when_the_others_are_however_late_that_is_heard():
+    scene = started(slots=2)
+    scene.set(1, status="done", ended=True, exit_code=0)
+    scene.tick(6.0)
+    assert (scene.generation, scene.group) == ("7.2", [2])
+    scene.set(2, status="done", ended=True, exit_code=0)
+    end_all(scene)
+    assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 0)
 
 
 def test_a_run_that_is_done_does_not_wait_for_a_host_that_went_silent():
