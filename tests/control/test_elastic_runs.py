@@ -153,13 +153,22 @@ def test_when_the_chief_is_killed_another_takes_its_place_and_its_output(elastic
     assert run.run.out == "chief: 1\n"
 
 
-def test_two_killed_at_once_are_both_replaced(elastic):
-    run = elastic()
+def test_two_killed_at_once_are_both_replaced_and_what_they_had_started_is_gone(elastic):
+    run = elastic("""
+        import subprocess
+        loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        session = begin()
+        note("loader", session.group, loader=loader.pid)
+        train(session)
+        loader.kill()
+    """)
     pids = by_slot(run.members([0, 1, 2]))
+    loaders = until(lambda: len(found := run.notes("loader")) == 3 and found)
     killed_at = kill(pids[0], pids[2])
     alone = run.members([1])
     assert alone[0]["pid"] == pids[1]
     assert by_slot(run.members([0, 1, 2], after=killed_at))[1] == pids[1]
+    assert {entry["slot"] for entry in loaders if alive(entry["loader"])} == {1}
     run.end()
     assert len(run.run.events("WorkerStarted")) == 5
 
