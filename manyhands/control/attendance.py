@@ -6,6 +6,8 @@ reading at `hear`; below it are the questions that `elastic` asks of a roster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
@@ -21,6 +23,7 @@ __all__ = [
     "done",
     "finished",
     "hear",
+    "let_go",
     "lose_host",
     "lost",
     "missing",
@@ -111,15 +114,26 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
             return member
         return replace(member, status="dead" if gone else "suspect", ended=gone)
 
-    roster = replace(roster, torn=roster.torn or any(tears(roster, w) for w in roster.dismissed if w.agent == agent))
+    theirs = [worker for worker in roster.dismissed if worker.agent == agent]
+    roster = replace(roster, torn=roster.torn or any(tears(roster, worker) for worker in theirs))
     if gone:
         roster = replace(
-            roster,
+            let_go(roster, theirs),
             joining=tuple(worker for worker in roster.joining if worker.agent != agent),
-            dismissed=tuple(worker for worker in roster.dismissed if worker.agent != agent),
             ends=(*roster.ends, *(lost(state, member) for member in alive(roster) if member.agent == agent)),
         )
     return replace(state, roster=replace(roster, members=tuple(marked(member) for member in roster.members)))
+
+
+def let_go(roster: Roster, workers: Sequence[Member]) -> Roster:
+    """Without these, who were dismissed and are gone. A chief among them may have been done instead of leaving."""
+    led = [worker.generation for worker in workers if worker.leads_since and _by_itself(worker)]
+    return replace(
+        roster,
+        dismissed=tuple(worker for worker in roster.dismissed if worker not in workers),
+        torn=roster.torn or any(tears(roster, worker) for worker in workers),
+        chief_done_in=max([roster.chief_done_in, *led], key=_number),
+    )
 
 
 def lost(state: Membership, member: Member) -> Ended:
@@ -155,7 +169,8 @@ def done(roster: Roster) -> list[Member]:
 def finished(roster: Roster) -> bool:
     """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
     chief = roster.members[0]
-    if roster.chief_done and all(member.status in ("done", "suspect") for member in roster.members):
+    over = all(member.status in ("done", "suspect") for member in roster.members)
+    if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in roster.members):
         return True
     return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
 
@@ -168,8 +183,11 @@ def can_go_on(member: Member) -> bool:
 def tears(roster: Roster, worker: Member) -> bool:
     """Without this dismissed worker, who has not left yet, members cannot finish the step after which they go over."""
     waiting = any(member.generation != roster.generation for member in alive(roster))
-    by_itself = worker.status == "left" and not worker.exit_code
-    return waiting and worker.generation == roster.before and not by_itself
+    return waiting and worker.generation == roster.before and not _by_itself(worker)
+
+
+def _by_itself(worker: Member) -> bool:
+    return worker.status == "done" or (worker.status == "left" and not worker.exit_code)
 
 
 def quiet(roster: Roster) -> bool:

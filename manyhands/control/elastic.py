@@ -24,13 +24,13 @@ from manyhands.control.attendance import (
     can_go_on,
     done,
     finished,
+    let_go,
     lose_host,
     lost,
     missing,
     offering,
     quiet,
     stranded,
-    tears,
 )
 from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
@@ -123,10 +123,8 @@ def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membershi
 
 def _bury(state: Membership, roster: Roster, now: float) -> Membership:
     """Take note, once, of each worker that has ended: in its slot's book, and in the list of what went wrong."""
-    dismissed = tuple(worker for worker in roster.dismissed if not worker.ended)
-    if len(dismissed) < len(roster.dismissed):
-        torn = roster.torn or any(tears(roster, worker) for worker in roster.dismissed if worker.ended)
-        return replace(state, roster=replace(roster, dismissed=dismissed, torn=torn))
+    if gone := [worker for worker in roster.dismissed if worker.ended]:
+        return replace(state, roster=let_go(roster, gone))
     for worker in roster.joining:
         if worker.ended or worker.status == "done":
             return _bury_newcomer(state, roster, worker, now)
@@ -227,7 +225,7 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     roster = replace(
         roster,
         exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in ready)),
-        chief_done=roster.chief_done or finished(roster),
+        chief_done_in=roster.members[0].generation if finished(roster) else roster.chief_done_in,
     )
     for member in ready:
         if member.slot in roster.slots:

@@ -141,8 +141,8 @@ class Roster(_Value, frozen=True, kw_only=True):
     """Someone who was to leave at a step's end is gone before it, so that step will not end."""
     exit_codes: tuple[int, ...] = ()
     """Of workers that were done and are in no later group."""
-    chief_done: bool = False
-    """The chief of an earlier group was done: the run is finished when the others are."""
+    chief_done_in: str = ""
+    """The generation whose chief was done and left the group: the run is finished if the others were done in it too."""
     last_loss: tuple[Ended, ...] = ()
     """What the generation before was lost to."""
     apart: int = 0

@@ -575,6 +575,20 @@ def test_a_dismissed_worker_that_dies_after_the_others_went_over_changes_nothing
     assert scene.generation == "7.2"
 
 
+def test_a_chief_that_was_done_before_it_heard_of_its_dismissal_has_finished_the_run():
+    scene = started(hosts=2, slots=1)
+    chief, other = scene.group
+    scene.state = replace(scene.state, hosts={**scene.state.hosts, "a": replace(scene.state.hosts["a"], leaving=True)})
+    scene.say("b")
+    assert (scene.group, scene.plan("a").dismissed) == ([other], [chief])
+    scene.set(chief, status="left", ended=True, exit_code=0)
+    scene.set(other, status="done", ended=True, exit_code=0)
+    for agent in "ab":
+        scene.held[agent] = scene.generation
+    scene.tick(0.25)
+    assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 0)
+
+
 def test_scaling_down_takes_those_who_are_not_in_yet_first():
     scene = started()
     scale(scene, 5)

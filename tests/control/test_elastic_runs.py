@@ -7,15 +7,22 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 from click.testing import CliRunner
 from conftest import Launched, Launcher, alive, until
+from msgspec.structs import replace
 
 from manyhands.cli.scale import scale
+from manyhands.comm.transport import open_port
 from manyhands.control.client import query, request_scale, request_stop
+from manyhands.control.keys import new_key, server_curve
+from manyhands.control.launch_request import WorkerCommand
+from manyhands.control.messages import FromAgent, HostReport, Job, Orders, Place, Plan, PlannedWorker
+from manyhands.control.refusals import DoorKeeper
 from manyhands.errors import UsageError
 
 pytestmark = pytest.mark.faults
@@ -146,13 +153,22 @@ def test_when_the_chief_is_killed_another_takes_its_place_and_its_output(elastic
     assert run.run.out == "chief: 1\n"
 
 
-def test_two_killed_at_once_are_both_replaced(elastic):
-    run = elastic()
+def test_two_killed_at_once_are_both_replaced_and_what_they_had_started_is_gone(elastic):
+    run = elastic("""
+        import subprocess
+        loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        session = begin()
+        note("loader", session.group, loader=loader.pid)
+        train(session)
+        loader.kill()
+    """)
     pids = by_slot(run.members([0, 1, 2]))
+    loaders = until(lambda: len(found := run.notes("loader")) == 3 and found)
     killed_at = kill(pids[0], pids[2])
     alone = run.members([1])
     assert alone[0]["pid"] == pids[1]
     assert by_slot(run.members([0, 1, 2], after=killed_at))[1] == pids[1]
+    assert {entry["slot"] for entry in loaders if alive(entry["loader"])} == {1}
     run.end()
     assert len(run.run.events("WorkerStarted")) == 5
 
@@ -522,3 +538,89 @@ def test_an_agent_that_was_suspended_itself_does_not_blame_its_workers(elastic):
     time.sleep(0.7)
     run.end()
     assert run.run.events("WorkerLost") == []
+
+
+# ---- an agent and a coordinator that this test plays ----------------------------------------------------
+
+
+class FakeCoordinator:
+    """Gives one agent whatever orders a test wants; each is sent until the agent reports what it should lead to."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        key = new_key()
+        self.door = DoorKeeper(self.context, key)
+        self.port = open_port(
+            self.context, zmq.ROUTER, "tcp://127.0.0.1:*", FromAgent, bind=True, curve=server_curve(key)
+        )
+        self.door.watch(self.port)
+        address = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        (launcher.folder / "train.py").write_text("import time\ntime.sleep(60)\n")
+        self.job = Job(
+            command=WorkerCommand("script", str(launcher.folder / "train.py")),
+            flags={},
+            grace_s=1.0,
+            max_restarts=0,
+            most_workers=4,
+        )
+        self.agent = launcher(join={"address": address, "run": "r", "key": key.hex()}, workers=1)
+
+    def order(self, until_reported: Callable[[HostReport], bool], **orders: Any) -> HostReport:
+        deadline = time.monotonic() + 15.0
+        while time.monotonic() < deadline:
+            self.door.attend()
+            self.port.socket.poll(20)
+            for peer, message in self.port.receive():
+                if isinstance(message, HostReport):
+                    if until_reported(message):
+                        return message
+                    self.port.send(Orders(term=1, run="r", job=self.job, **orders), to=peer)
+        raise AssertionError(f"the agent did not come to stand as ordered: {orders}")
+
+    def close(self) -> None:
+        self.door.close()
+        self.port.close()
+        self.context.term()
+
+
+def plan_of_one(attempt: int, counter: int, incarnation: int) -> Plan:
+    return Plan(
+        generation=f"1.{counter}",
+        attempt=attempt,
+        world_size=1,
+        num_hosts=1,
+        host=0,
+        first_rank=0,
+        incarnations=[incarnation],
+        master=("127.0.0.1", 1),
+        workers=[PlannedWorker(slot=0, incarnation=incarnation)],
+        group=[Place(incarnation=incarnation, slot=0, host=0)],
+    )
+
+
+@pytest.fixture
+def coordinator(launcher) -> Iterator[FakeCoordinator]:
+    made = FakeCoordinator(launcher)
+    yield made
+    made.close()
+
+
+def started(*incarnations: int) -> Callable[[HostReport], bool]:
+    return lambda report: [member.incarnation for member in report.members if not member.ended] == list(incarnations)
+
+
+def test_a_host_that_the_run_has_gone_on_without_ends_what_it_has(coordinator):
+    first = coordinator.order(started(1), do="run", plan=plan_of_one(1, 1, 1))
+    coordinator.order(started(2), do="run", plan=plan_of_one(2, 5, 2))
+    assert not alive(first.members[0].pid), "of the attempt before"
+    coordinator.order(lambda report: report.clear, do="wait", generation="1.9")
+
+
+def test_orders_that_are_older_than_what_was_heard_change_nothing(coordinator):
+    alone = plan_of_one(1, 1, 1)
+    with_another = replace(alone, workers=[*alone.workers, PlannedWorker(slot=1, incarnation=2, joining=True)])
+    coordinator.order(started(1), do="run", revision=3, plan=alone)
+    coordinator.order(started(1, 2), do="run", revision=5, plan=with_another)
+    seen: list[HostReport] = []
+    coordinator.order(lambda report: seen.append(report) or len(seen) == 3, do="run", revision=4, plan=alone)
+    assert all(started(1, 2)(report) for report in seen), "the newcomer was not killed"

@@ -164,3 +164,19 @@ def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_ha
     first, second = [event["generation"] for event in run.events("GenerationStarted")]
     term, counter = (int(part) for part in first.split("."))
     assert second == f"{term + 1}.{counter + 1}"
+
+
+def test_a_coordinator_may_be_killed_any_number_of_times_as_long_as_each_one_worked(launcher):
+    run = launcher("""
+        session = join()
+        for turn in range(7):
+            assert session.add("n", 1) == turn + 1
+            mark(f"counted-{turn}")
+            wait_for(f"go-{turn}")
+    """)
+    for turn in range(7):
+        run.wait_for(f"counted-{turn}")
+        if turn < 6:
+            os.kill(run.coordinator().pid, signal.SIGKILL)
+        (run.folder / f"go-{turn}").touch()
+    assert run.wait() == 0
