@@ -169,7 +169,7 @@ def done(roster: Roster) -> list[Member]:
 def finished(roster: Roster) -> bool:
     """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
     chief = roster.members[0]
-    over = all(member.status in ("done", "suspect") for member in roster.members)
+    over = roster.chief_done_in and all(member.status in ("done", "suspect") for member in roster.members)
     if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in roster.members):
         return True
     return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)

@@ -214,6 +214,14 @@ def test_a_silent_host_with_the_last_members_that_stays_away_ends_the_run_with_4
     assert "host-b did not come back" in scene.state.outcome.reason
 
 
+def test_silence_of_members_that_never_spoke_is_not_a_finished_run():
+    scene = Scene(hosts=2, slots=1)
+    scene.obey("b")
+    scene.kill(1)
+    scene.tick(70.0, "b")
+    assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 4)
+
+
 def test_a_done_member_is_no_loss():
     scene = started()
     scene.set(2, status="done", ended=True, exit_code=0)
