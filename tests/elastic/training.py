@@ -124,10 +124,12 @@ class Watch:
 
     def __init__(self) -> None:
         self._file = os.open("commits.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._calls = 0
 
     def begin(self, trainer: Any) -> None:
         global STEP
         STEP = trainer.step
+        self._calls += 1
 
     def before_step(self, trainer: Any, step: int) -> None:
         global STEP
@@ -136,7 +138,7 @@ class Watch:
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         line = {"pid": os.getpid(), "step": step, "at": time.monotonic(), "loss": stats.loss, "chief": trainer.is_chief}
         os.write(self._file, json.dumps(line).encode() + b"\n")
-        if ASKED.get("until") and os.path.exists(ASKED["until"]):
+        if self._calls == 1 and ASKED.get("until") and os.path.exists(ASKED["until"]):
             trainer.request_stop()
 
 
