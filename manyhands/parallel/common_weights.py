@@ -141,13 +141,17 @@ class CommonWeights:
                 self._look_at(views)
 
     def close(self) -> None:
-        """Give every rank weights and states of its own again."""
+        """Give every rank weights and states of its own again, and the memory back."""
+        self.release()
+        self._plane.meet("weights of their own")
+        if self._plane.rank == 0:
+            for segment in self._segments.values():
+                segment.free()
+
+    def release(self) -> None:
+        """Give this rank weights and states of its own again."""
         self._look_at([view.clone() for view in self._weights[self._current].views])
         for param in self._params:
             state = self._optimizer.state.get(param, {})
             for name, value in state.items():
                 state[name] = value.clone() if isinstance(value, Tensor) else value
-        self._plane.meet("weights of their own")
-        if self._plane.rank == 0:
-            for segment in self._segments.values():
-                segment.free()

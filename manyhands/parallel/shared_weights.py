@@ -202,9 +202,9 @@ class SharedWeights(CommonWeights):
         self._summed = True
         return self._gradients.norm(self._gradients.total(), self._factor)
 
-    def close(self) -> None:
+    def release(self) -> None:
         self._fused.close()
-        super().close()
+        super().release()
 
 
 _SUMMED = struct.pack("i", 0)

@@ -287,16 +287,19 @@ class Replicated:
         self._axis, self._sharing, self._layout = axis, sharing if self._codec is None else None, None
         if self._summed is None:
             return
-        if isinstance(self._summed, SharedGradients):
-            assert sharing is not None and sharing.slots is not None
+        if isinstance(self._summed, SharedGradients) and sharing is not None and sharing.slots is not None:
             self._summed.move(sharing.plane, sharing.slots)
             if isinstance(self._weights, CommonWeights):
                 self._weights.move(sharing.plane)
             return
         self._summed.leave()
         self._summed = self._new_sum(self._summed.params)
-        assert isinstance(self._weights, LocalUpdate)
-        self._weights.move(self._summed)
+        if isinstance(self._weights, LocalUpdate):
+            self._weights.move(self._summed)
+        else:  # the group has members on another host now
+            assert isinstance(self._weights, SharedWeights)
+            self._weights.release()
+            self._weights = LocalUpdate(self._summed, self._optimizer)
 
     @property
     def can_go_on(self) -> bool:
