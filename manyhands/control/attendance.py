@@ -120,7 +120,7 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
         roster = replace(
             let_go(roster, theirs),
             joining=tuple(worker for worker in roster.joining if worker.agent != agent),
-            ends=(*roster.ends, *(lost(state, member) for member in alive(roster) if member.agent == agent)),
+            ends=(*roster.ends, *(lost(state, m) for m in roster.members if marked(m) is not m)),
         )
     return replace(state, roster=replace(roster, members=tuple(marked(member) for member in roster.members)))
 
@@ -169,8 +169,9 @@ def done(roster: Roster) -> list[Member]:
 def finished(roster: Roster) -> bool:
     """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
     chief = roster.members[0]
-    over = roster.chief_done_in and all(member.status in ("done", "suspect") for member in roster.members)
-    if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in roster.members):
+    veterans = [member for member in roster.members if can_go_on(member)]
+    over = roster.chief_done_in and all(member.status in ("done", "suspect") for member in veterans)
+    if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in veterans):
         return True
     return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
 

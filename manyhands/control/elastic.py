@@ -172,8 +172,10 @@ def _end_of(state: Membership, worker: Member, now: float) -> Ended:
 
 
 def _forget_hosts(state: Membership, roster: Roster, now: float) -> Membership:
-    """A host that stays away takes its slots with it, once the group goes on without its members."""
-    needed = {member.agent for member in roster.members if member.status != "dead"}
+    """A host that stays away takes its members and slots with it, if somebody lives elsewhere who can go on."""
+    needed = {member.agent for member in roster.members if member.status == "suspect"}
+    if any(can_go_on(member) for member in alive(roster)):
+        needed = set()
     for host in state.hosts.values():
         if host.silent and host.agent not in needed and now - host.heard_at > state.settings.rejoin_wait_s:
             state = lose_host(state, roster, host.agent, gone=True)
