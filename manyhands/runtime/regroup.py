@@ -27,7 +27,7 @@ from manyhands.strategies.replicated import Mapped
 if TYPE_CHECKING:
     from manyhands.runtime.training import Training
 
-__all__ = ["Arrival", "Dismissed", "Regrouping"]
+__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide"]
 
 # While there is no coordinator, changes wait, and so does a worker that has lost its group.
 NEXT_GROUP_S = 600.0
@@ -191,6 +191,7 @@ class Regrouping:
                 self._arrive(group, done=False)
             except PeerLost:
                 self.go_over()
+        assert self._has_state, "admitted to a group of which nobody has a state"
         return True
 
     def wait_for_end_of_call(self) -> None:

@@ -1,0 +1,73 @@
+"""Who gives whom what when a group changes, decided without a process: only from where its members stand."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.runtime.regroup import Standing, decide
+
+
+def standing(step: int, operation: int = 0, *, call: int = 1, done: bool = False, division: str = "") -> Standing:
+    return Standing(call=call, step=step, operation=operation, done=done, has_state=True, division=division)
+
+
+NEWCOMER = Standing(call=1, step=0, operation=0, done=False, has_state=False)
+
+
+def test_all_in_the_middle_of_the_same_step_go_on_with_it() -> None:
+    members = [standing(7, division="1.1") for _ in range(3)]
+    source, needed, arrival = decide(members, 1)
+    assert (source, needed) == (0, False)
+    assert arrival.same_step and not arrival.received
+
+
+def test_a_step_that_was_divided_by_different_groups_begins_anew() -> None:
+    _, _, arrival = decide([standing(7, division="1.1"), standing(7, division="1.2")], 0)
+    assert not arrival.same_step
+
+
+def test_whoever_is_a_step_behind_gets_the_state_of_one_who_is_not() -> None:
+    members = [standing(7, division="1.1"), standing(8), standing(8, division="1.1")]
+    source, needed, arrival = decide(members, 0)
+    assert (source, needed, arrival.received) == (1, True, True)
+    assert not decide(members, 2)[2].same_step, "the one behind has not begun the step that this one is in"
+
+
+def test_a_newcomer_gets_the_state_and_members_keep_theirs() -> None:
+    members = [standing(7, done=True), NEWCOMER]
+    assert decide(members, 1)[2].received
+    assert not decide(members, 0)[2].received
+
+
+def test_among_workers_without_a_state_nobody_gives_one() -> None:
+    assert decide([NEWCOMER, NEWCOMER], 0)[:2] == (None, False)
+
+
+def test_what_all_have_the_result_of_is_not_done_again() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2, done=True), standing(7, 3)]
+    assert decide(members, 0)[2].all_done, "the third is past it"
+    assert not decide(members, 2)[2].all_done
+
+
+def test_what_one_lacks_the_result_of_is_done_again_by_all() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2)]
+    assert not decide(members, 0)[2].all_done
+    assert not decide(members, 1)[2].all_done
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from(["", "1.1", "1.2"])), min_size=1, max_size=5)
+)
+def test_all_members_come_to_the_same_decision(told: list[tuple[int, bool, str]]) -> None:
+    members = [
+        Standing(call=1, step=step, operation=0, done=False, has_state=has, division=division)
+        for step, has, division in told
+    ]
+    decisions = [decide(members, rank) for rank in range(len(members))]
+    assert len({decision[:2] for decision in decisions}) == 1
+    source, needed, _ = decisions[0]
+    assert needed == (source is not None and any(decision[2].received for decision in decisions))
+    if source is not None:
+        assert not decisions[source][2].received
+        assert len({decision[2].same_step for decision in decisions}) == 1
