@@ -167,7 +167,7 @@ def resolve(request: LaunchRequest) -> Addresses:
             fix=["--listen ADDR, the address the other hosts reach this one at"],
         )
     parse_address(f"{listen[0]}:{listen[1]}" if ":" not in listen[0] else f"[{listen[0]}]:{listen[1]}")
-    if request.hosts_wanted > 1:
+    if request.hosts_wanted > 1 or request.elastic:
         _agree_to_clear_text(listen[0], request)
     key = request.key or (_shared_key(listen[0]) if request.master else new_key())
     return Addresses(listen[0], listen=_free(*listen), key=key)

@@ -104,7 +104,8 @@ class Premises:
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
         address = _tcp(listen).removeprefix("tcp://")
         write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
-        say(f"waiting for {request.hosts_wanted - 1} more: mh agent --join {path}")
+        more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
+        say(f"{more}: mh agent --join {path}")
 
     def renew_meeting(self) -> None:
         """A store for the next generation: what this one left in its own must not be found again."""

@@ -222,6 +222,8 @@ class Regrouping:
         told = worker.axis.all_gather_bytes("standings", msgspec.msgpack.encode(mine))
         standings = [msgspec.msgpack.decode(data, type=Standing) for data in told]
         source, needed, arrival = decide(standings, group.rank)
+        if any(one.has_state and one.mapped is None for one in standings):
+            _ = worker.network  # connected by all at the same time: a newcomer asks for it later than the others
         if training is not None:
             training.engine.regroup(worker.axis, worker.sharing)
         if source is not None and needed:

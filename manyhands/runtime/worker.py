@@ -128,7 +128,7 @@ class Worker:
     @property
     def network(self) -> Axis:
         """The same workers over sockets, whatever they share."""
-        return self._axes("step", self.device, shared=False)
+        return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
 
     @property
     def sharing(self) -> Sharing | None:

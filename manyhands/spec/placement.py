@@ -94,7 +94,7 @@ def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
             fix=["--listen ADDR, the address of this host on the network that joins them"],
         )
     workers = launch.workers or _most(launch, launch.hosts_wanted) or machine.default_workers
-    if launch.hosts_wanted > 1:
+    if launch.hosts_wanted > 1 or (launch.elastic is not None and launch.listen is not None):
         return Placement(workers=workers, num_hosts=launch.hosts_wanted, listen=launch.listen)
     ignored = ["--listen is ignored: one host alone listens to nobody; --hosts-wanted says how many there are."]
     return Placement(workers=workers, notes=ignored if launch.listen else [])

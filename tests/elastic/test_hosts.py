@@ -26,19 +26,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.skipif(REASON is
 
 
 class Run(LocalRun):
-    """Two workers on each of two hosts. The first one has the coordinator."""
+    """Two workers on each of two hosts. The first one has the coordinator; the second may come later."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any], hosts: tuple[list[str], list[str]]) -> None:
+    def __init__(self, folder: Path, asked: dict[str, Any], hosts: tuple[list[str], list[str]], wanted: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.directory, self._hosts = folder, folder / "run", hosts
         common = ["--ui", "plain", "--insecure-data-plane"]
-        words = ["run", "-n", "2", "--run-dir", "run", "--elastic", "1:4", "--hosts-wanted", "2", *common]
+        words = ["run", "-n", "2", "--run-dir", "run", "--elastic", "1:4", "--hosts-wanted", str(wanted), *common]
         self.process = self._start(
             hosts[0], "output.txt", *words, "--listen", ADDRESSES[0], "--join-file", "join",
             "--strategy", "multi_worker", str(TRAINING), json.dumps(asked),
         )  # fmt: skip
-        self.until((folder / "join").exists, "a join file")
-        self.second = self._start(hosts[1], "second.txt", "agent", "--join", "join", "-n", "2")
+        self.second: subprocess.Popen[bytes] | None = None
+
+    def join(self) -> None:
+        self.until((self.folder / "join").exists, "a join file")
+        self.second = self._start(self._hosts[1], "second.txt", "agent", "--join", "join", "-n", "2")
 
     def _start(self, prefix: list[str], output: str, *words: str) -> subprocess.Popen[bytes]:
         fd = os.open(self.folder / output, os.O_WRONLY | os.O_CREAT)
@@ -48,6 +51,7 @@ class Run(LocalRun):
             os.close(fd)
 
     def workers_of_second(self) -> list[int]:
+        assert self.second is not None
         children = psutil.Process(self.second.pid).children(recursive=True)
         return sorted(child.pid for child in children if "manyhands.runtime.bootstrap" in child.cmdline())
 
@@ -60,8 +64,9 @@ class Run(LocalRun):
 
     def close(self) -> None:
         super().close()
-        self.second.kill()
-        self.second.wait()
+        if self.second is not None:
+            self.second.kill()
+            self.second.wait()
 
 
 @pytest.fixture
@@ -69,8 +74,10 @@ def run_on_two_hosts(tmp_path: Path) -> Iterator[Any]:
     with two_hosts() as hosts:
         runs: list[Run] = []
 
-        def start(asked: dict[str, Any]) -> Run:
-            runs.append(Run(tmp_path / "hosts", asked, hosts))
+        def start(asked: dict[str, Any], wanted: int = 2) -> Run:
+            runs.append(Run(tmp_path / "hosts", asked, hosts, wanted))
+            if wanted == 2:
+                runs[-1].join()
             return runs[-1]
 
         yield start
@@ -119,3 +126,21 @@ def test_a_host_that_is_told_to_go_takes_its_workers_along_and_costs_nothing(
     assert run.wait(120) == undisturbed(asked)
     check_commits(run)
     assert not [event for event in run.generations() if "died" in event.why]
+
+
+def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
+    run_on_two_hosts: Any, undisturbed: Any
+) -> None:
+    run = run_on_two_hosts(ENDLESS, wanted=1)
+    run.until(lambda: run.step() > 10, "step 10")
+    run.join()
+    run.until(lambda: [event.workers for event in run.generations()][-1] == 4, "four workers")
+    theirs = set(run.workers_of_second())
+    run.until(lambda: theirs <= {commit["pid"] for commit in run.commits()}, "a commit by each of them")
+    run.second.send_signal(signal.SIGTERM)
+    assert run.second.wait(30) == 0
+    reached = run.step()
+    run.until(lambda: run.step() > reached + 5, "five steps more")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    check_commits(run)

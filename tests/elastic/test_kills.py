@@ -60,8 +60,11 @@ def test_two_at_once_and_a_third_while_the_others_regroup(elastic: Start, undist
     check_commits(run)
 
 
-def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(elastic: Start, undisturbed: Any) -> None:
-    run = elastic({**ENDLESS, "faults": faults((1, 12, "backward"))}, "-n", "3", "--elastic", "1:3")
+@pytest.mark.parametrize("plane", ["auto", "gloo"])
+def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(
+    elastic: Start, undisturbed: Any, plane: str
+) -> None:
+    run = elastic({**ENDLESS, "faults": faults((1, 12, "backward"))}, "-n", "3", "--elastic", "1:3", "--plane", plane)
     first = run.until(lambda: len(found := run.members()) == 3 and found, "three workers")
     run.until(lambda: run.step() > 14, "step 15")
     later = run.until(
