@@ -11,12 +11,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout
 
 __all__ = ["Axis", "Done", "Pending", "connect"]
@@ -34,10 +36,13 @@ class Pending:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
+        began = perf_counter()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._axis.translate(error, self._name) from error
+        finally:
+            self._axis.waiting.seconds += perf_counter() - began
 
 
 class Done(Pending):
@@ -72,6 +77,7 @@ class Axis:
         assert group is not None or size == 1
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._group, self._missing = group, missing
+        self.waiting = Waiting()
 
     def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
         """Sum in place over the ranks, in the backend's order: the same bits for any grouping with two ranks only."""

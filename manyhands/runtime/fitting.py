@@ -91,18 +91,14 @@ class Fit:
     def _loop(self) -> None:
         self._training.start_clock()
         self._training.meter.start()
-        asked_at = time.perf_counter()
         while (step := self._next_step()) is not None:
-            waited_s = time.perf_counter() - asked_at
             if step.number > self._announced:
                 self._announced = step.number
                 self._hooks.call("before_step", self._trainer, step.number)
             self._worker.report(step.number, "training")
             stats = self._train(step)
             if stats is None:
-                asked_at = time.perf_counter()
                 continue  # its slices are divided anew
-            stats.seconds["load"] = stats.seconds.get("load", 0.0) + waited_s
             if step.last_of_epoch:
                 self._end_epoch()
             if stats.stop == LEAVE:
@@ -116,7 +112,6 @@ class Fit:
             if stats.stop == REGROUP:
                 self._regrouping.go_over(done=True)
                 self._close_batches()
-            asked_at = time.perf_counter()
 
     def _next_step(self) -> Step | None:
         while True:

@@ -209,8 +209,7 @@ class Hands:
         """
         assert self._last_step is not None
         step, world = self._last_step, self._worker.world_size
-        shares = self._training.engine.shares(step.num_slices)
-        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in shares]
+        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in step.shares]
         if self._worker.is_elastic:
             return self._mean_of_living(_number(value))
         if world == 1:
