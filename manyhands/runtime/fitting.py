@@ -53,7 +53,7 @@ class Fit:
     ) -> None:
         self._trainer, self._training, self._make_batches = trainer, training, make_batches
         self._saver, self._regrouping, self._settings = saver, regrouping, settings
-        self._worker, self._hooks = training.worker, training.hooks
+        self._worker, self._hooks, self._garbage = training.worker, training.hooks, training.garbage
         self._batches: Batches | None = make_batches()
         self.total_steps = self._batches.total_steps
         self._announced = 0
@@ -73,6 +73,7 @@ class Fit:
             error = raised
             raise
         finally:
+            self._garbage.end()
             self._training.tell_used(ended=True)
             self._hooks.call("end", self._trainer, error)
             self._close_batches()
@@ -91,6 +92,7 @@ class Fit:
     def _loop(self) -> None:
         self._training.start_clock()
         self._training.meter.start()
+        self._garbage.begin()
         while (step := self._next_step()) is not None:
             if step.number > self._announced:
                 self._announced = step.number
@@ -118,6 +120,8 @@ class Fit:
             if self._batches is None:
                 self._batches = self._make_batches()
                 self.total_steps = self._batches.total_steps
+            self._batches.divide(self._training.pacing.division)
+            self._garbage.hold()
             try:
                 return next(self._batches, None)
             except PeerLost as lost:  # rows that some workers lack are sent around here
@@ -130,7 +134,7 @@ class Fit:
         going_on = False
         while True:
             try:
-                stats = engine.resume_step() if going_on else engine.train_step(step, stop=self._wish(step.number))
+                stats = engine.resume_step() if going_on else self._first_try(step)
             except PeerLost as lost:
                 arrival = self._recover(lost)
                 if arrival.received:  # others have committed it
@@ -145,9 +149,13 @@ class Fit:
                 self._commit(step, stats)
                 return stats
 
+    def _first_try(self, step: Step) -> StepStats:
+        return self._training.engine.train_step(step, stop=self._wish(step.number), collect=self._garbage.wanted)
+
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
+        self._garbage.release()
         arrival = self._regrouping.go_over()
         self._close_batches()
         return arrival
@@ -174,6 +182,7 @@ class Fit:
             self._advance_schedule({})
         self._training.step_done(step, stats, self.total_steps)
         self._regrouping.step_done()
+        self._garbage.release()
         self._hooks.call("after_step", self._trainer, step.number, stats)
 
     def _end_epoch(self) -> None:

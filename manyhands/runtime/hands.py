@@ -43,6 +43,7 @@ def join(
     accumulate: int | None = None,
     exact: bool | None = None,
     clip_norm: float | None = None,
+    balance: bool | None = None,
     run_dir: str | Path | None = None,
     checkpoint: Checkpoints | None = None,
     tune: bool = False,
@@ -58,6 +59,7 @@ def join(
         "accumulate": accumulate,
         "exact": exact,
         "clip_norm": clip_norm,
+        "balance": balance,
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
     return Hands(enter(strategy, arguments, tune=tune), checkpoint)
@@ -151,6 +153,7 @@ class Hands:
                 self._worker.end_trial()
                 raise
             finally:
+                training.garbage.end()
                 training.tell_used(ended=True)
                 self._leave_slice()
                 self._close_batches()
@@ -285,11 +288,12 @@ class Hands:
         engine, regrouping = self._training.engine, self._known_run.regrouping
         self._training.start_clock()
         self._training.meter.start()
+        self._training.garbage.begin()
         while (step := self._next_step()) is not None:
             self._step, self._anew, self._lost = step, False, None
             self._worker.report(step.number, "training")
             regrouping.division = self._worker.group.generation
-            engine.begin_step(step, stop=self._wish(step.number))
+            engine.begin_step(step, stop=self._wish(step.number), collect=self._training.garbage.wanted)
             self._todo, self._computed = list(step.indices), list(step.indices)
             pieces = step.mine()
             if not self._todo:
@@ -311,6 +315,8 @@ class Hands:
             if self._batches is None:
                 self._batches = self._make_batches()
             self._total_steps = self._batches.total_steps
+            self._batches.divide(self._training.pacing.division)
+            self._training.garbage.hold()
             try:
                 return next(self._batches, None)
             except PeerLost as lost:  # rows that some workers lack are sent around here
@@ -319,6 +325,7 @@ class Hands:
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
+        self._training.garbage.release()
         arrival = self._known_run.regrouping.go_over()
         self._close_batches()
         return arrival
@@ -381,6 +388,7 @@ class Hands:
 
     def _after_step(self, step: Step, stats: StepStats) -> None:
         assert self._saver is not None
+        self._training.garbage.release()
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
             self._save("checkpoint before leaving", required=True)
