@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from statistics import median
 from typing import Any
@@ -143,6 +144,25 @@ def test_slices_move_to_the_faster_worker_and_the_result_stays_the_same(ranks: R
     before = max(median(result["busy_s"][: divided[0].step]) for result in balanced)
     after = max(median(result["busy_s"][divided[0].step + 1 :]) for result in balanced)
     assert after < 0.85 * before
+
+
+def train_on_hosts(phase: str | None) -> dict[str, Any]:
+    return train(phase, strategy="multi_worker")
+
+
+@pytest.mark.slow
+def test_slices_move_between_hosts(ranks: RankPool) -> None:
+    (alone,) = ranks(1, train, None)
+    results = ranks(4, train_on_hosts, "forward", flags={**FLAGS, "train.balance": True}, hosts=2, deadline_s=110.0)
+    assert [result["weights"] == alone["weights"] for result in results] == [True] * 4
+    assert of_kind(results[0]["events"], Divided)[0].slices[0] > 2
+
+
+@pytest.mark.slow
+def test_a_slow_worker_on_another_host_says_what_that_is_called(ranks: RankPool) -> None:
+    chief, _ = ranks(2, train_on_hosts, "forward", flags=FLAGS, hosts=2, deadline_s=110.0)
+    first = next(event for event in of_kind(chief["events"], Straggler) if event.rank == 1)
+    assert first.host == socket.gethostname()
 
 
 @pytest.mark.slow
