@@ -13,6 +13,7 @@ import msgspec
 __all__ = [
     "CheckpointFailed",
     "CheckpointSaved",
+    "Divided",
     "EpochDone",
     "Evaluated",
     "Event",
@@ -23,6 +24,7 @@ __all__ = [
     "RunEnded",
     "RunStarted",
     "StepDone",
+    "Straggler",
     "Warned",
     "WorkerLost",
     "WorkerStarted",
@@ -82,7 +84,7 @@ class StepDone(_Event, frozen=True):
     rows: int
     samples_per_s: float
     phases: dict[str, float]
-    """Seconds of this step in load, forward, backward, reduce and update."""
+    """Seconds of this step in load, forward, backward, reduce and update; and in gc, where garbage was collected."""
     lr: float | None = None
     grad_norm: float | None = None
     eta_s: float | None = None
@@ -126,7 +128,31 @@ class ResourcesUsed(_Event, frozen=True):
     bytes_sent: int = 0
     """Handed to the other workers, over all steps."""
     phases: dict[str, float] = {}
-    """This worker's seconds in load, forward, backward, reduce and update."""
+    """This worker's seconds in load, forward, backward, reduce, update and gc."""
+
+
+class Straggler(_Event, frozen=True):
+    """A worker is slower than the others, in another way than was told before; or, with `is_over`, not any more."""
+
+    rank: int
+    host: str
+    phase: str
+    """Where it loses most: load, forward, backward, reduce or update."""
+    factor: float
+    """How many times as long it takes as the median of the others, for as much work."""
+    step: int
+    waiting: float = 0.0
+    """The share of a step for which the others wait."""
+    is_over: bool = False
+    generation: str = ""
+    """Whose rank it is."""
+
+
+class Divided(_Event, frozen=True):
+    """With `balance`: from the step after this one on, each rank takes so many slices of a batch."""
+
+    step: int
+    slices: list[int]
 
 
 class CheckpointSaved(_Event, frozen=True):
@@ -176,6 +202,8 @@ Event = (
     | GenerationStarted
     | WorkerStarted
     | StepDone
+    | Straggler
+    | Divided
     | EpochDone
     | Evaluated
     | Logged

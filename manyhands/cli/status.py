@@ -11,7 +11,7 @@ import msgspec
 
 from manyhands.control.messages import MemberStatus
 from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
-from manyhands.runtime.progress_lines import clean, count, duration, results, used_lines
+from manyhands.runtime.progress_lines import clean, count, duration, results, slow_line, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal
 
 __all__ = ["status"]
@@ -82,6 +82,7 @@ def _lines(overview: Overview) -> list[str]:
         ("dropped", f"{overview.events_dropped} events could not be recorded" if overview.events_dropped else ""),
         ("warning", overview.last_warning or ""),
     ]
+    rows += [("slow", f"{slow_line(one)} (step {one.step})") for one in overview.slow]
     rows += [("used", text) for text in used_lines(overview.used)]
     rows += [(_name(place), _place(place)) for place in overview.ranks]
     return [f"{name:<10}  {clean(text)}" for name, text in rows if text]

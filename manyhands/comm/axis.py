@@ -11,12 +11,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout
 
 __all__ = ["Axis", "Done", "Pending", "connect"]
@@ -36,10 +38,13 @@ class Pending:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
+        began = perf_counter()
         try:
             self._axis.wait_for(self._work, self._name)
         except RuntimeError as error:
             raise self._axis.translate(error, self._name) from error
+        finally:
+            self._axis.waiting.seconds += perf_counter() - began
 
 
 class Done(Pending):
@@ -76,6 +81,7 @@ class Axis:
         assert group is not None or size == 1
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._group, self._missing, self._lost = group, missing, lost
+        self.waiting = Waiting()
 
     def wait_for(self, work: Any, name: str) -> None:
         """Wait for an operation that was started here."""

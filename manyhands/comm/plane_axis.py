@@ -21,7 +21,7 @@ class PlaneAxis(Axis):
 
     def __init__(self, plane: Plane, *, timeout_s: float) -> None:
         super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
-        self.plane = plane
+        self.plane, self.waiting = plane, plane.waiting
 
     def retire(self) -> None:
         self._group = None  # nothing is ever pending

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from manyhands.comm.segments import Segment
+from manyhands.comm.waiting import Waiting
 from manyhands.errors import EnvironmentProblem, PeerLost, PeerTimeout
 from manyhands.native import library, why_not
 
@@ -59,6 +61,7 @@ class Plane:
         self._segment, self._timeout_ns, self._missing = segment, int(timeout_s * 1e9), missing
         self.num_posts = 0
         """How often this rank has posted."""
+        self.waiting = Waiting()
         area_bytes = _whole_area(area_bytes, world)
         self._plane = library.open_plane(segment.address, segment.num_bytes, rank, world, area_bytes)
 
@@ -88,9 +91,9 @@ class Plane:
     def all_gather(self, output: Tensor, input: Tensor, name: str) -> None:
         """`output` becomes the ranks' `input`s, one after the other."""
         assert output.is_contiguous() and input.is_contiguous() and output.nbytes == self.world * input.nbytes
-        self._check(
-            library.all_gather(self._plane, output.data_ptr(), input.data_ptr(), input.nbytes, self._timeout_ns), name
-        )
+        began = perf_counter()
+        code = library.all_gather(self._plane, output.data_ptr(), input.data_ptr(), input.nbytes, self._timeout_ns)
+        self._waited(began, code, name)
 
     def broadcast_(self, tensor: Tensor, name: str, *, source: int = 0) -> None:
         assert tensor.is_contiguous()
@@ -109,7 +112,8 @@ class Plane:
         self._check(library.sum(target, addresses, count, _number(dtype), program), "sum")
 
     def meet(self, name: str) -> None:
-        self._check(library.meet(self._plane, self._timeout_ns), name)
+        began = perf_counter()
+        self._waited(began, library.meet(self._plane, self._timeout_ns), name)
 
     def post(self, times: int = 1) -> None:
         """Say that something is written, to whoever looks: nobody meets anybody here, and nobody waits."""
@@ -121,11 +125,16 @@ class Plane:
         return bool(library.all_posted(self._plane, times % 2**32))
 
     def wait_posted(self, times: int, name: str) -> None:
-        self._check(library.wait_posted(self._plane, times % 2**32, self._timeout_ns), name)
+        began = perf_counter()
+        self._waited(began, library.wait_posted(self._plane, times % 2**32, self._timeout_ns), name)
 
     def abort(self, rank: int) -> None:
         """Wake everybody who waits here, now or later, because `rank` is lost. From any thread."""
         library.abort_plane(self._segment.address, self.world, rank)
+
+    def _waited(self, began: float, code: int, name: str) -> None:
+        self.waiting.seconds += perf_counter() - began
+        self._check(code, name)
 
     def _check(self, code: int, name: str) -> None:
         if code == 0:

@@ -18,7 +18,7 @@ import numpy as np
 from manyhands.data.exchange import RowExchange, decode, encode
 from manyhands.data.feeds import STEPS_AHEAD, EpochOrder, Plan, Schedule, cut
 from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
-from manyhands.data.order import slice_key, slices_of
+from manyhands.data.order import Division, slice_key
 from manyhands.data.randomness import randomness
 from manyhands.data.streams import StreamSource
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
@@ -58,11 +58,11 @@ def _lengths(own: dict[int, int | None], num_slices: int, exchange: RowExchange 
 class ApartFeed:
     """Steps over per-slice data with lengths."""
 
-    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, world_size: int) -> None:
+    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, division: Division) -> None:
         assert source.lengths is not None
         self._source, self._schedule, self._lengths = source, schedule, source.lengths
         self._sizes = _sizes(source, schedule)
-        self._mine = slices_of(rank, world_size, source.num_slices)
+        self._mine = division.share(rank, source.num_slices)
         self._orders = self._new_orders()
         self._fetcher: Fetcher | None = None
         self.steps_per_epoch = max(-(-n // size) for n, size in zip(self._lengths, self._sizes, strict=True))
@@ -100,6 +100,9 @@ class ApartFeed:
         if v not in self._source.parts:
             raise DataError(f"Slice {v} has data of its own, which this worker was not given.")
         return fetch_now(self._take, self._job(plan, v, self._orders))
+
+    def divide(self, division: Division) -> None:
+        raise _not_shared_out()
 
     def close(self) -> None:
         if self._fetcher is not None:
@@ -149,13 +152,13 @@ class ApartFeed:
 class ApartStreamFeed:
     """Steps over a stream per slice; without an end of its own."""
 
-    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, world_size: int) -> None:
+    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, division: Division) -> None:
         if schedule.steps is None:
             raise DataError(
                 "Slices with streams of their own have no epochs, so the run has no end.", fix=["steps=1000"]
             )
         self._source, self._schedule, self._sizes = source, schedule, _sizes(source, schedule)
-        self._mine = slices_of(rank, world_size, source.num_slices)
+        self._mine = division.share(rank, source.num_slices)
         self._rows: dict[int, list[Any]] = {}
         self._plan: Plan | None = None
 
@@ -182,6 +185,9 @@ class ApartStreamFeed:
 
     again = get
 
+    def divide(self, division: Division) -> None:
+        raise _not_shared_out()
+
     def close(self) -> None:
         self._rows = {}
 
@@ -195,6 +201,10 @@ class ApartStreamFeed:
             raise DataFetchFailed(
                 f"Reading slice {v} of step {number} from its stream failed. {type(error).__name__}: {error}"
             ) from error
+
+
+def _not_shared_out() -> ManyhandsError:
+    return ManyhandsError("Slices with data of their own stay with the workers that were given it.")
 
 
 def _endless(stream: StreamSource) -> Iterator[Any]:

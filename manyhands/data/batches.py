@@ -17,8 +17,9 @@ import torch
 from manyhands.data.apart import ApartFeed, ApartSource, ApartStreamFeed
 from manyhands.data.exchange import RowExchange
 from manyhands.data.feeds import Feed, Plan, RowFeed, Schedule, SharedFilesFeed, total_steps
-from manyhands.data.order import Position, slice_key, slices_of
+from manyhands.data.order import Division, Position, slice_key
 from manyhands.data.randomness import torch_randomness
+from manyhands.data.rows import RowSource
 from manyhands.data.source import Source
 from manyhands.data.streams import LoadedStreamFeed, StreamFeed, StreamSource
 from manyhands.errors import DataError
@@ -43,7 +44,7 @@ class Step:
     """One global batch: `rows` rows from position `start` of the epoch's order, cut into slices at `bounds`.
 
     `number` counts the run's steps from 1, `epoch` counts from 0; `load_s` is how many seconds this step was blocked in
-    fetching, so far.
+    fetching, so far. With `fetched_together` that began with an exchange of rows, which all workers wait for.
     """
 
     __slots__ = (
@@ -52,11 +53,13 @@ class Step:
         "_plan",
         "bounds",
         "epoch",
+        "fetched_together",
         "last_of_epoch",
         "load_s",
         "num_slices",
         "number",
         "rows",
+        "shares",
         "start",
     )
 
@@ -64,12 +67,13 @@ class Step:
         self._batches, self._plan, self._given = batches, plan, False
         self.number, self.epoch, self.start, self.rows, self.bounds, self.last_of_epoch = plan
         self.num_slices = len(plan.bounds)
+        self.shares, self.fetched_together = batches.division.shares(len(plan.bounds)), batches.fetched_together
         self.load_s = load_s
 
     @property
     def indices(self) -> list[int]:
         """The slices this worker computes; none where there are more workers than slices."""
-        mine = slices_of(self._batches.rank, self._batches.world_size, self.num_slices)
+        mine = self.shares[self._batches.rank]
         return [v for v in mine if self.bounds[v][0] < self.bounds[v][1]]
 
     @property
@@ -106,6 +110,7 @@ class Batches:
     """An iterator of steps from `position` on.
 
     `steps` counts the whole run's, those before `position` included; `first_step` is the number of the first one here.
+    Slices are divided evenly among `world_size` workers, or by `division`.
     """
 
     def __init__(
@@ -124,10 +129,12 @@ class Batches:
         first_step: int = 1,
         device: torch.device | str | None = None,
         exchange: RowExchange | None = None,
+        division: Division | None = None,
     ) -> None:
         _check(batch_size, slices, epochs, steps)
         _check_position(source, position, seed)
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.division = rank, division or Division(world_size)
+        self.fetched_together = isinstance(source, RowSource) and source.shared
         self.schedule = Schedule(batch_size, slices, position, first_step, epochs, steps, shuffle)
         self.device = accelerator(device)
         self.steps_per_epoch: int | None = None
@@ -137,7 +144,7 @@ class Batches:
         self._plans = self.feed.plans()
 
     def _open(self, source: Source, exchange: RowExchange | None) -> Feed:
-        place = (self.schedule, self.rank, self.world_size)
+        place = (self.schedule, self.rank, self.division)
         if isinstance(source, StreamSource):
             return LoadedStreamFeed(source, *place) if source.num_workers else StreamFeed(source, *place)
         if isinstance(source, ApartSource):
@@ -163,6 +170,12 @@ class Batches:
             self.close()
             raise StopIteration
         return Step(self, plan, time.perf_counter() - started)
+
+    def divide(self, division: Division) -> None:
+        """Divide the slices of the steps from the next one on like this; every worker says so between the same two."""
+        if division != self.division:
+            self.division = division
+            self.feed.divide(division)
 
     def close(self) -> None:
         """End threads and loader processes. Happens by itself at the last step, and when nobody holds this any more."""

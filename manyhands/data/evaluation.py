@@ -92,7 +92,7 @@ def _of_rows(source: RowSource, batch_size: int, seed: int, mine: list[EvalSlice
         # Starting a process takes seconds, and a run evaluates often: these stay for as long as the source does.
         loader = source.kept_loader or Loader(source, STEPS_AHEAD)
         source.kept_loader = None  # nobody else may use it meanwhile
-        fetcher: Fetcher = InProcesses(loader, jobs, keep=True)
+        fetcher: Fetcher = InProcesses(loader, jobs)
     else:
         loader, fetcher = None, start_fetcher(source, jobs, STEPS_AHEAD)
     try:

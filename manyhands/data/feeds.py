@@ -16,7 +16,7 @@ import numpy.typing as npt
 from manyhands.data.exchange import RowExchange
 from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
 from manyhands.data.loaders import InProcesses, Loader
-from manyhands.data.order import Position, num_slices, order, slice_bounds, slice_key, slices_of
+from manyhands.data.order import Division, Position, num_slices, order, slice_bounds, slice_key
 from manyhands.data.rows import RowSource
 
 __all__ = [
@@ -73,6 +73,9 @@ class Feed(Protocol):
     def again(self, plan: Plan, v: int) -> Any:
         """The batch of any slice of a step, at any time; may be slow."""
 
+    def divide(self, division: Division) -> None:
+        """From the next step on, slices are divided like this. Between steps, on every worker at the same one."""
+
     def close(self) -> None: ...
 
 
@@ -125,11 +128,12 @@ class EpochOrder:
 class RowFeed:
     """Steps over rows by number; this worker's slices are fetched ahead where the source allows it."""
 
-    def __init__(self, source: RowSource, schedule: Schedule, rank: int, world_size: int) -> None:
-        self._source, self._schedule, self._rank, self._world_size = source, schedule, rank, world_size
+    def __init__(self, source: RowSource, schedule: Schedule, rank: int, division: Division) -> None:
+        self._source, self._schedule, self._rank, self._division = source, schedule, rank, division
         self._order = self._new_order()
         self._draws = source.fetched_by == "caller"
         self._fetcher: Fetcher | None = None
+        self._loader: Loader | None = None
 
     def plans(self) -> Iterator[Plan]:
         return plan_steps(self._source.num_rows, self._schedule)
@@ -138,26 +142,43 @@ class RowFeed:
         if self._source.fetched_by == "memory":
             return fetch_now(self._source.take_job, self._job(plan, v, self._order), draws=False)
         if self._fetcher is None:
-            # Only now, so that making a feed starts nothing.
-            mine = slices_of(self._rank, self._world_size, self._schedule.slices)
-            self._fetcher = start_fetcher(self._source, self._jobs(), STEPS_AHEAD * max(1, len(mine)))
+            self._fetcher = self._start_fetching(plan)  # only now, so that making a feed starts nothing
         return self._fetcher.get(plan.number, v)
 
     def again(self, plan: Plan, v: int) -> Any:
         return fetch_now(self._source.take_job, self._job(plan, v, self._order))
 
+    def divide(self, division: Division) -> None:
+        """What was fetched ahead may be somebody else's now, and is dropped. Loader processes stay."""
+        self._division = division
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
     def close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()
+        if self._loader is not None:
+            self._loader.close()
+
+    def _start_fetching(self, first: Plan) -> Fetcher:
+        ahead = STEPS_AHEAD * max(1, len(self._division.share(self._rank, self._schedule.slices)))
+        jobs = self._jobs(first)
+        if not self._source.num_workers:
+            return start_fetcher(self._source, jobs, ahead)
+        self._loader = self._loader or Loader(self._source, ahead)
+        return InProcesses(self._loader, jobs)
 
     def _new_order(self) -> EpochOrder:
         shuffle = self._schedule.shuffle and self._source.shuffle
         return EpochOrder(self._source.num_rows, self._schedule.position.seed, shuffle)
 
-    def _jobs(self) -> Iterator[Job]:
-        rows = self._new_order()  # of its own, as the prefetch thread walks it
-        for plan in self.plans():
-            for v in slices_of(self._rank, self._world_size, len(plan.bounds)):
+    def _jobs(self, first: Plan) -> Iterator[Job]:
+        """Those of this worker, from the step `first` on."""
+        rows, division = self._new_order(), self._division  # of its own, as the prefetch thread walks it
+        start = Position(self._schedule.position.seed, first.epoch, first.start)
+        for plan in plan_steps(self._source.num_rows, self._schedule._replace(position=start, first_step=first.number)):
+            for v in division.share(self._rank, len(plan.bounds)):
                 yield self._job(plan, v, rows)
 
     def _job(self, plan: Plan, v: int, rows: EpochOrder) -> Job:
@@ -174,22 +195,19 @@ class SharedFilesFeed(RowFeed):
     """
 
     def __init__(
-        self, source: RowSource, schedule: Schedule, rank: int, world_size: int, exchange: RowExchange
+        self, source: RowSource, schedule: Schedule, rank: int, division: Division, exchange: RowExchange
     ) -> None:
-        super().__init__(source, schedule, rank, world_size)
+        super().__init__(source, schedule, rank, division)
         self._exchange = exchange
         self._plan: Plan | None = None
         self._taken: dict[int, Callable[[], Any]] = {}
 
     def plans(self) -> Iterator[Plan]:
         for plan in super().plans():
-            wanted = [
-                [self._job(plan, v, self._order).rows for v in slices_of(rank, self._world_size, len(plan.bounds))]
-                for rank in range(self._world_size)
-            ]
+            shares = self._division.shares(len(plan.bounds))
+            wanted = [[self._job(plan, v, self._order).rows for v in share] for share in shares]
             batches = self._source.take_together(wanted, self._exchange, f"data/step {plan.number}")
-            mine = slices_of(self._rank, self._world_size, len(plan.bounds))
-            self._plan, self._taken = plan, dict(zip(mine, batches, strict=True))
+            self._plan, self._taken = plan, dict(zip(shares[self._rank], batches, strict=True))
             yield plan
 
     def get(self, plan: Plan, v: int) -> Any:
@@ -200,9 +218,7 @@ class SharedFilesFeed(RowFeed):
 
 
 def start_fetcher(source: RowSource, jobs: Iterator[Job], ahead: int) -> Fetcher:
-    """Whoever may fetch from this source; `ahead` slices may be fetched before they are asked for."""
-    if source.num_workers:
-        return InProcesses(Loader(source, ahead), jobs)
+    """Whoever in this process may fetch from this source; `ahead` slices may be fetched before they are asked for."""
     if source.fetched_by == "thread":
         return InThread(source.take_job, jobs, ahead)
     return InCaller(source.take_job, jobs, draws=source.fetched_by == "caller")

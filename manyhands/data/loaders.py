@@ -58,10 +58,9 @@ class _Slices(Dataset[Any]):
 
 
 class InProcesses:
-    """Slices from a `Loader`, which is closed with this unless it is to be used again."""
+    """Slices from a `Loader`, which can be used again when this is closed."""
 
-    def __init__(self, loader: Loader, jobs: Iterator[Job], *, keep: bool = False) -> None:
-        self._loader, self._keep = loader, keep
+    def __init__(self, loader: Loader, jobs: Iterator[Job]) -> None:
         self._items: Generator[Any, None, None] | None = loader.run(jobs)
 
     def get(self, step: int, v: int) -> Any:
@@ -79,8 +78,6 @@ class InProcesses:
         if self._items is not None:
             self._items.close()
             self._items = None
-        if not self._keep:
-            self._loader.close()
 
 
 class _Jobs:

@@ -8,11 +8,14 @@ and collating rows is `source` and `batches`. Start reading at `order`.
 
 from __future__ import annotations
 
+import functools
+from itertools import accumulate, pairwise
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Position", "num_slices", "order", "slice_bounds", "slice_key", "slices_of"]
+__all__ = ["Division", "Position", "num_slices", "order", "slice_bounds", "slice_key", "slices_of"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -109,3 +112,29 @@ def slices_of(rank: int, world_size: int, count: int) -> range:
     if count <= world_size:
         return range(rank, rank + 1) if rank < count else range(0)
     return range(rank * count // world_size, (rank + 1) * count // world_size)
+
+
+class Division(msgspec.Struct, frozen=True):
+    """Which slices of a step each rank computes: contiguous ranges, in the order of the ranks.
+
+    Sums follow the tree over slices, so no division changes a result.
+    """
+
+    world_size: int
+    parts: tuple[int, ...] | None = None
+    """How many of a whole batch's slices each rank takes; None: evenly. A batch of fewer slices is divided evenly."""
+
+    def shares(self, count: int) -> tuple[range, ...]:
+        """Each rank's slices of a step of `count`."""
+        return _shares(self, count)
+
+    def share(self, rank: int, count: int) -> range:
+        return slices_of(rank, self.world_size, count) if self.parts is None else self.shares(count)[rank]
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(division: Division, count: int) -> tuple[range, ...]:
+    parts, world_size = division.parts, division.world_size
+    if parts is None or sum(parts) != count:
+        return tuple(slices_of(rank, world_size, count) for rank in range(world_size))
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(parts, initial=0)))

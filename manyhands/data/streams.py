@@ -19,7 +19,7 @@ from manyhands.data.columns import collate_rows, is_array
 from manyhands.data.feeds import STEPS_AHEAD, Plan, Schedule, cut
 from manyhands.data.fetch import Job, fetch_now
 from manyhands.data.loaders import Failure, LoaderError, start, stream_loader
-from manyhands.data.order import slice_key, slices_of
+from manyhands.data.order import Division, slice_key
 from manyhands.data.randomness import randomness
 from manyhands.data.rows import Collate
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
@@ -137,8 +137,8 @@ class _Reader:
 class StreamFeed:
     """Steps over a stream, read in the thread that runs the steps."""
 
-    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, world_size: int) -> None:
-        self._source, self._schedule, self._rank, self._world_size = source, schedule, rank, world_size
+    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, division: Division) -> None:
+        self._source, self._schedule = source, schedule
         self._plan: Plan | None = None
         self._rows: list[Any] = []
 
@@ -157,6 +157,9 @@ class StreamFeed:
             return self.get(plan, v)
         return reread(self._source, self._schedule, plan, v)
 
+    def divide(self, division: Division) -> None:
+        pass  # every worker has read all rows of the step
+
     def close(self) -> None:
         self._rows = []
 
@@ -164,9 +167,9 @@ class StreamFeed:
 class LoadedStreamFeed:
     """Steps over a stream that one loader process reads ahead; it sends this worker's slices only."""
 
-    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, world_size: int) -> None:
+    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, division: Division) -> None:
         self._source, self._schedule = source, schedule
-        self._steps = _StreamSteps(source, schedule, rank, world_size)
+        self._steps = _StreamSteps(source, schedule, rank, division)
         self._items: Generator[Any, None, None] | None = None
         self._plan: Plan | None = None
         self._batches: dict[int, Any] = {}
@@ -187,6 +190,9 @@ class LoadedStreamFeed:
     def again(self, plan: Plan, v: int) -> Any:
         return reread(self._source, self._schedule, plan, v)
 
+    def divide(self, division: Division) -> None:
+        raise ManyhandsError("The process that reads a stream sends one worker's slices, and they cannot change.")
+
     def close(self) -> None:
         if self._items is not None:
             self._items.close()  # it holds the last reference to the loader, and so to the process
@@ -195,13 +201,13 @@ class LoadedStreamFeed:
 class _StreamSteps(IterableDataset[Any]):
     """What the loader process runs."""
 
-    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, world_size: int) -> None:
-        self._source, self._schedule, self._rank, self._world_size = source, schedule, rank, world_size
+    def __init__(self, source: StreamSource, schedule: Schedule, rank: int, division: Division) -> None:
+        self._source, self._schedule, self._rank, self._division = source, schedule, rank, division
 
     def __iter__(self) -> Iterator[Any]:
         try:
             for plan, rows in read_steps(self._source, self._schedule):
-                mine = slices_of(self._rank, self._world_size, len(plan.bounds))
+                mine = self._division.share(self._rank, len(plan.bounds))
                 yield plan, {v: collate_slice(self._source, self._schedule, plan, rows, v) for v in mine}
         except Exception as error:
             yield Failure(error)

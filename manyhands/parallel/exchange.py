@@ -1,4 +1,4 @@
-"""What ranks tell each other besides gradients, once per step: every slice's loss, and whether anyone wants to stop."""
+"""What ranks tell each other besides gradients, once per step: every slice's loss, what anyone wants, their times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from manyhands.comm.axis import Axis, Pending
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.phases import PHASES
 from manyhands.parallel.shared_gradients import SharedGradients
 
-__all__ = ["Exchange", "Report"]
+__all__ = ["NO_TIMES", "Exchange", "Heard", "Note", "Report"]
 
 
 class Report(NamedTuple):
@@ -25,11 +26,39 @@ class Report(NamedTuple):
     statistics: Tensor
 
 
+class Note(NamedTuple):
+    """What a rank says for itself."""
+
+    stop: int
+    collect: bool
+    """Whether garbage should be collected after this step, by all ranks at once."""
+    times: Sequence[float]
+    """Of the step before: seconds at work in each of `PHASES`, and seconds of waiting; `NO_TIMES` if not known."""
+
+
+class Heard(NamedTuple):
+    """What all ranks said."""
+
+    reports: list[Report]
+    """In slice order."""
+    stop: int
+    """The largest."""
+    collect: bool
+    """Whether anyone wants it."""
+    times: Sequence[Sequence[float]]
+    """By rank; empty where the ranks that took part in the step are not those of its begin."""
+    changes: bytes
+    """The buffers that slice 0 changed."""
+
+
+NO_TIMES = (0.0,) * (len(PHASES) + 1)
+_TIMES_AT = 3
+_SLICES_AT = _TIMES_AT + len(NO_TIMES)
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class Exchange:
-    """One small message per step and rank: each slice's loss, weight and statistics; whether anyone wants to stop.
+    """One small message per step and rank: its note, and each slice's loss, weight and statistics.
 
     It travels with the gradients where it can: a collective of its own would be a twentieth of a step of 12 ms. Where
     a rank takes the seats of others, which only gradients in shared memory have, it posts a message for each.
@@ -40,16 +69,17 @@ class Exchange:
         axis: Axis,
         gradients: GradientSum | SharedGradients,
         shares: Sequence[range],
-        stop: int,
+        note: Note,
         buffers: StepBuffers,
         number: int,
     ) -> None:
         self._axis, self._gradients, self.shares = axis, gradients, shares
-        self._stop, self._buffers, self._number = stop, buffers, number
+        self._note, self._buffers, self._number = note, buffers, number
+        self.moved = False
         self._alone = axis.size == len(shares) == 1
         self._reports: list[Report] = []
         slots, self._width = max(map(len, shares)), buffers.numel
-        self._num_numbers = 2 + 2 * slots
+        self._num_numbers = _SLICES_AT + 2 * slots
         self._length = self._num_numbers + slots * self._width
         self.posted = False
 
@@ -60,7 +90,8 @@ class Exchange:
         if self._alone:
             self._reports, self._changes = list(reports), changes
             return
-        numbers = [float(self._stop), float(len(changes))]
+        note = self._note
+        numbers = [float(note.stop), float(len(changes)), float(note.collect), *note.times]
         for report in reports:
             numbers += [report.total, report.weight]
         self._carried = self._gradients.can_carry(8 * self._length)
@@ -78,25 +109,26 @@ class Exchange:
         name = f"losses of step {self._number}"
         self._pending: Pending = self._axis.all_gather_start(self._everyone.view(-1), mine, name)
 
-    def finish(self) -> tuple[list[Report], int, bytes]:
-        """All slices' reports in slice order, the largest `stop`, and the buffers that slice 0 changed."""
+    def finish(self) -> Heard:
         if self._alone:
-            return self._reports, self._stop, self._changes
+            return Heard(self._reports, self._note.stop, self._note.collect, (), self._changes)
         numbers = self._numbers()
         reports = [
-            Report(numbers[rank][2 + 2 * i], numbers[rank][3 + 2 * i], self._statistics_of(rank, i))
-            for rank, share in enumerate(self.shares)
+            Report(row[_SLICES_AT + 2 * i], row[_SLICES_AT + 2 * i + 1], self._statistics_of(rank, i))
+            for rank, (row, share) in enumerate(zip(numbers, self.shares, strict=True))
             for i in range(len(share))
         ]
         changes = self._buffers.first_changes()
         if any(row[1] for row in numbers):
             sent = self._axis.all_gather_bytes(f"buffers of step {self._number}", changes)
             changes = next(data for data in sent if data)
-        return reports, int(max(row[0] for row in numbers)), changes
+        stop, collect = int(max(row[0] for row in numbers)), any(row[2] for row in numbers)
+        times = () if self.moved else [row[_TIMES_AT:_SLICES_AT] for row in numbers]
+        return Heard(reports, stop, collect, times, changes)
 
     def move(self, axis: Axis) -> None:
         """Some ranks of the step are lost: the others finish it."""
-        self._axis = axis
+        self._axis, self.moved = axis, True
 
     def is_whole(self, seat: int) -> bool:
         """Whether all that a lost rank's seat has to say is in its message: changed buffers themselves are not."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.waiting import Waiting
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
 
@@ -53,6 +54,11 @@ class GradientSum:
         if axis.size > 1:
             self._make_buckets(range(len(self.params) - 1, -1, -1))
             self._hook({index: self._note_and_launch(index) for index in range(len(self.params))})
+
+    @property
+    def waits(self) -> list[Waiting]:
+        """Where waiting for other ranks is added up."""
+        return [self._axis.waiting]
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""

@@ -1,8 +1,11 @@
-"""Where a step's time went: load, forward, backward, reduce, update."""
+"""Where a step's time went: load, forward, backward, reduce, update; and how much of it was waiting for other ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
+
+from manyhands.comm.waiting import Waiting
 
 __all__ = ["PHASES", "Phases"]
 
@@ -15,11 +18,20 @@ class Phases:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, waits: Sequence[Waiting] = (), load_s: float = 0.0) -> None:
+        """`waits` are where waiting is added up; loading has taken `load_s` already."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds["load"] = load_s
+        self.busy = self.seconds.copy()
+        """The same without waiting for others."""
+        self._waits, self._waited = waits, sum(one.seconds for one in waits)
         self._last = perf_counter()
 
     def mark(self, phase: str) -> None:
-        now = perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        now, waited = perf_counter(), 0.0
+        for one in self._waits:
+            waited += one.seconds
+        took = now - self._last
+        self.seconds[phase] += took
+        self.busy[phase] += took - (waited - self._waited)
+        self._last, self._waited = now, waited

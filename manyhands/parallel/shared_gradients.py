@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import DTYPES, Plane
+from manyhands.comm.waiting import Waiting
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.across_hosts import AcrossHosts, Departures
 from manyhands.parallel.flat import Flat, lay_out
@@ -131,6 +132,11 @@ class SharedGradients:
             self.params[i].register_post_accumulate_grad_hook(self._when_there(i))  # type: ignore[no-untyped-call]
             for i in indices
         ]
+
+    @property
+    def waits(self) -> list[Waiting]:
+        """Where waiting for other ranks is added up."""
+        return [self._plane.waiting] if self._across is None else [self._plane.waiting, self._across.axis.waiting]
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""

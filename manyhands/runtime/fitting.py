@@ -53,7 +53,7 @@ class Fit:
     ) -> None:
         self._trainer, self._training, self._make_batches = trainer, training, make_batches
         self._saver, self._regrouping, self._settings = saver, regrouping, settings
-        self._worker, self._hooks = training.worker, training.hooks
+        self._worker, self._hooks, self._garbage = training.worker, training.hooks, training.garbage
         self._batches: Batches | None = make_batches()
         self.total_steps = self._batches.total_steps
         self._announced = 0
@@ -73,6 +73,7 @@ class Fit:
             error = raised
             raise
         finally:
+            self._garbage.end()
             self._training.tell_used(ended=True)
             self._hooks.call("end", self._trainer, error)
             self._close_batches()
@@ -91,18 +92,15 @@ class Fit:
     def _loop(self) -> None:
         self._training.start_clock()
         self._training.meter.start()
-        asked_at = time.perf_counter()
+        self._garbage.begin()
         while (step := self._next_step()) is not None:
-            waited_s = time.perf_counter() - asked_at
             if step.number > self._announced:
                 self._announced = step.number
                 self._hooks.call("before_step", self._trainer, step.number)
             self._worker.report(step.number, "training")
             stats = self._train(step)
             if stats is None:
-                asked_at = time.perf_counter()
                 continue  # its slices are divided anew
-            stats.seconds["load"] = stats.seconds.get("load", 0.0) + waited_s
             if step.last_of_epoch:
                 self._end_epoch()
             if stats.stop == LEAVE:
@@ -115,13 +113,14 @@ class Fit:
                 return
             if stats.stop == REGROUP:
                 self._regrouping.change()
-            asked_at = time.perf_counter()
 
     def _next_step(self) -> Step | None:
         while True:
             if self._batches is None:
                 self._batches = self._make_batches()
                 self.total_steps = self._batches.total_steps
+            self._batches.divide(self._training.pacing.division)
+            self._garbage.hold()
             try:
                 return next(self._batches, None)
             except PeerLost as lost:  # rows that some workers lack are sent around here
@@ -134,7 +133,7 @@ class Fit:
         going_on = False
         while True:
             try:
-                stats = engine.resume_step() if going_on else engine.train_step(step, stop=self._wish(step.number))
+                stats = engine.resume_step() if going_on else self._first_try(step)
             except PeerLost as lost:
                 arrival = self._recover(lost)
                 if arrival.received:  # others have committed it
@@ -149,9 +148,13 @@ class Fit:
                 self._commit(step, stats)
                 return stats
 
+    def _first_try(self, step: Step) -> StepStats:
+        return self._training.engine.train_step(step, stop=self._wish(step.number), collect=self._garbage.wanted)
+
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
+        self._garbage.release()
         return self._regrouping.go_over()
 
     def regrouped(self) -> None:
@@ -181,6 +184,7 @@ class Fit:
             self._advance_schedule({})
         self._training.step_done(step, stats, self.total_steps)
         self._regrouping.step_done()
+        self._garbage.release()
         self._hooks.call("after_step", self._trainer, step.number, stats)
 
     def _end_epoch(self) -> None:

@@ -43,6 +43,7 @@ def join(
     accumulate: int | None = None,
     exact: bool | None = None,
     clip_norm: float | None = None,
+    balance: bool | None = None,
     run_dir: str | Path | None = None,
     checkpoint: Checkpoints | None = None,
     tune: bool = False,
@@ -58,6 +59,7 @@ def join(
         "accumulate": accumulate,
         "exact": exact,
         "clip_norm": clip_norm,
+        "balance": balance,
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
     return Hands(enter(strategy, arguments, tune=tune), checkpoint)
@@ -151,6 +153,7 @@ class Hands:
                 self._worker.end_trial()
                 raise
             finally:
+                training.garbage.end()
                 training.tell_used(ended=True)
                 self._leave_slice()
                 self._close_batches()
@@ -209,8 +212,7 @@ class Hands:
         """
         assert self._last_step is not None
         step, world = self._last_step, self._worker.world_size
-        shares = self._training.engine.shares(step.num_slices)
-        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in shares]
+        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in step.shares]
         if self._worker.is_elastic:
             return self._mean_of_living(_number(value))
         if world == 1:
@@ -286,11 +288,12 @@ class Hands:
         engine, regrouping = self._training.engine, self._known_run.regrouping
         self._training.start_clock()
         self._training.meter.start()
+        self._training.garbage.begin()
         while (step := self._next_step()) is not None:
             self._step, self._anew, self._lost = step, False, None
             self._worker.report(step.number, "training")
             regrouping.division = self._worker.group.generation
-            engine.begin_step(step, stop=self._wish(step.number))
+            engine.begin_step(step, stop=self._wish(step.number), collect=self._training.garbage.wanted)
             self._todo, self._computed = list(step.indices), list(step.indices)
             pieces = step.mine()
             if not self._todo:
@@ -312,6 +315,8 @@ class Hands:
             if self._batches is None:
                 self._batches = self._make_batches()
             self._total_steps = self._batches.total_steps
+            self._batches.divide(self._training.pacing.division)
+            self._training.garbage.hold()
             try:
                 return next(self._batches, None)
             except PeerLost as lost:  # rows that some workers lack are sent around here
@@ -320,6 +325,7 @@ class Hands:
     def _recover(self, lost: PeerLost) -> Arrival:
         if not self._worker.is_elastic:
             raise lost
+        self._training.garbage.release()
         return self._known_run.regrouping.go_over()
 
     def _regrouped(self) -> None:
@@ -386,6 +392,7 @@ class Hands:
 
     def _after_step(self, step: Step, stats: StepStats) -> None:
         assert self._saver is not None
+        self._training.garbage.release()
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
             self._save("checkpoint before leaving", required=True)

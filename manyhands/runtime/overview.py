@@ -28,6 +28,7 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    Straggler,
     Warned,
     WorkerLost,
 )
@@ -75,6 +76,8 @@ class Overview(msgspec.Struct, kw_only=True):
     last_lost: str | None = None
     used: list[ResourcesUsed] = []
     """What each worker used in its last call of `fit`, by its last word; by rank."""
+    slow: list[Straggler] = []
+    """Workers that are slower than the others; of a run that has ended, that were."""
     ranks: list[MemberStatus] = []
     """Where each worker is right now; empty when the run does not answer."""
     elastic: tuple[int, int] | None = None
@@ -125,7 +128,15 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
     overview.used.sort(key=lambda one: one.rank)
     if ask and overview.state == "running":
         _ask_agent(overview, path)
+    overview.slow = _still_slow(overview.slow, overview.generation)
     return overview
+
+
+def _still_slow(told: list[Straggler], generation: str | None) -> list[Straggler]:
+    """Of this generation, or the last one that was heard of: before it ranks were others'."""
+    if generation is None and told:
+        generation = max(told, key=lambda one: (one.time_s, one.step)).generation
+    return sorted((one for one in told if one.generation == generation and not one.is_over), key=lambda one: one.rank)
 
 
 def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
@@ -150,20 +161,23 @@ def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
                 overview.events_dropped = max(overview.events_dropped, event.dropped)
             case ResourcesUsed():
                 overview.used.append(event)
+            case Straggler():
+                overview.slow.append(event)
             case Warned():
                 overview.last_warning = event.text
             case WorkerLost():
                 overview.last_lost = f"rank {event.rank} on {event.host} (pid {event.pid}): {event.reason}"
 
 
-_WANTED = (RunStarted, StepDone, CheckpointSaved, Evaluated, ResourcesUsed, RunEnded, Warned, WorkerLost)
+_WANTED = (RunStarted, StepDone, CheckpointSaved, Evaluated, ResourcesUsed, RunEnded, Straggler, Warned, WorkerLost)
 _BY_PREFIX = {f'{{"event":"{kind.__name__}"'.encode(): kind for kind in _WANTED}
 
 
 def _last_events(file: Path) -> dict[Hashable, Event]:
     """The last event of each kind we show, looking back through at most 32 MB; the first lines are always seen.
 
-    Of what was used, the last of each worker: all tell it in turns, so one that speaks again has been heard.
+    Of what was used, the last of each worker: all tell it in turns, so one that speaks again has been heard. Of who is
+    slow, the last of each worker, too; such events are few.
     """
     found: dict[Hashable, Event] = {}
     all_told = False
@@ -177,6 +191,8 @@ def _last_events(file: Path) -> dict[Hashable, Event]:
         if isinstance(event, ResourcesUsed):
             all_told = ("used", event.rank) in found
             found.setdefault(("used", event.rank), event)
+        elif isinstance(event, Straggler):
+            found.setdefault(("slow", event.generation, event.rank), event)
         elif event is not None:
             found[kind] = event
     return found

@@ -29,8 +29,9 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    Straggler,
 )
-from manyhands.runtime.progress_lines import Tally, line_of, size, used_lines
+from manyhands.runtime.progress_lines import Tally, line_of, size, slow_line, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal, prints_above, same_terminal, write_bytes
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ class _Narrated(_Queued):
         self._held: dict[type, Event] = {}
         self._last_line: dict[type, float] = {}
         self._used: dict[int, ResourcesUsed] = {}
+        self._slow: dict[int, Straggler] = {}
         super().__init__(stdout, stderr)
 
     def _shown_event(self, event: Event) -> None:
@@ -242,6 +244,11 @@ class _Narrated(_Queued):
 
     def _narrate(self, event: Event) -> None:
         now = time.monotonic()
+        if isinstance(event, Straggler):
+            self._slow = {rank: one for rank, one in self._slow.items() if one.generation == event.generation}
+            self._slow[event.rank] = event
+        if isinstance(event, RunStarted | GenerationStarted):
+            self._slow.clear()  # ranks are others' now
         if isinstance(event, RunStarted):
             self._began = self._began or now
             self._tally.total_steps = event.total_steps
@@ -250,6 +257,9 @@ class _Narrated(_Queued):
         if isinstance(event, RunEnded):
             for text in used_lines(self._used.values()):
                 self._line(f"used by {text}")
+            for slow in self._slow.values():
+                if not slow.is_over:
+                    self._line(f"since step {slow.step} {slow_line(slow)}")
         line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
         if line is not None:
             self._line(line)

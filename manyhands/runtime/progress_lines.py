@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from manyhands.events import (
     CheckpointFailed,
     CheckpointSaved,
+    Divided,
     EpochDone,
     Evaluated,
     Event,
@@ -22,13 +23,14 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    Straggler,
     Warned,
     WorkerLost,
 )
 
-__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size", "used_lines"]
+__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size", "slow_line", "used_lines"]
 
-PHASES = ("load", "forward", "backward", "reduce", "update")
+PHASES = ("load", "forward", "backward", "reduce", "update", "gc")
 MAX_WORKERS_SHOWN = 8
 
 
@@ -139,6 +141,12 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return _started(event)
         case GenerationStarted():
             return f"generation {event.generation}: {_many(event.workers, 'worker')} on {_many(event.hosts, 'host')}"
+        case Straggler(is_over=True):
+            return f"rank {event.rank} on {clean(event.host)} keeps up with the others again"
+        case Straggler():
+            return slow_line(event)
+        case Divided():
+            return _divided(event)
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()
@@ -161,6 +169,19 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case RunEnded():
             return _ended(event, elapsed_s)
     return None
+
+
+def slow_line(event: Straggler) -> str:
+    who = f"rank {event.rank} on {clean(event.host)}"
+    waiting = f"; they wait {100 * event.waiting:.0f}% of a step" if event.waiting >= 0.005 else ""
+    return f"{who} is {event.factor:.1f} times as slow as the others, in {clean(event.phase)}{waiting}"
+
+
+def _divided(event: Divided) -> str:
+    parts = " ".join(map(str, event.slices))
+    if len(event.slices) > MAX_WORKERS_SHOWN:
+        parts = f"{min(event.slices)} to {max(event.slices)} a worker"
+    return f"slices are divided {parts} from step {event.step + 1} on, as fast as the workers are"
 
 
 def _started(event: RunStarted) -> str:

@@ -21,6 +21,7 @@ from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
 from manyhands.data.source import InputContext, Source, as_source
+from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.precision import Precision, fp16_slowdown
@@ -28,6 +29,7 @@ from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, foreign_state, randomness_in
+from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
@@ -149,11 +151,12 @@ class Run:
                 f"fp16 on this CPU takes {factor:.0f} times as long as fp32 in a {operation}; "
                 'precision="bf16" needs no loss scaling and is usually faster here.'
             )
+        pacing = Pacing(spec.train, worker.world_size)
         engine = Replicated(
             Axis(0, 1) if joining else worker.axis,
             parts.loss,
             Precision(spec.train.precision, worker.device),
-            lambda count: [slices_of(rank, worker.world_size, count) for rank in range(worker.world_size)],
+            lambda count: pacing.division.shares(count),
             clip_norm=spec.train.clip_norm,
             bucket_bytes=spec.comm.bucket_bytes,
             reducer=spec.comm.reducer,
@@ -171,7 +174,7 @@ class Run:
         if engine.shares_weights:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
-        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices)
+        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing)
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train
@@ -192,14 +195,16 @@ class Run:
         return slices
 
     def announce(self, call: str, total_steps: int | None) -> None:
-        worker = self.worker
+        worker, slices = self.worker, self.ready().slices
+        if self.spec.train.balance and worker.world_size > 1 and slices <= worker.world_size:
+            worker.warn(f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}.")
         worker.emit(
             RunStarted(
                 time_s=time.time(),
                 run=str(worker.run_dir),
                 strategy=worker.strategy.name,
                 workers=worker.world_size,
-                slices=self.ready().slices,
+                slices=slices,
                 precision=self.spec.train.precision,
                 threads=worker.threads,
                 attempt=worker.session.seat.attempt,
@@ -251,6 +256,8 @@ class Run:
         if (epochs is None) == (steps is None):
             raise DataError("Either epochs or steps must be given.", fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
+        if self.spec.train.balance:
+            _check_balance(source)
         return Batches(
             source,
             batch_size=batch_size,
@@ -264,6 +271,7 @@ class Run:
             first_step=progress.step + 1,
             device=self.worker.device,
             exchange=self.worker if self.worker.world_size > 1 else None,
+            division=training.pacing.division,
         )
 
     def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
@@ -295,6 +303,19 @@ class Run:
             seed=self.spec.run.seed,
             device=worker.device,
             exchange=worker if worker.world_size > 1 else None,
+        )
+
+
+def _check_balance(source: Source) -> None:
+    if isinstance(source, ApartSource):
+        raise DataError(
+            "balance moves slices between workers, but this data is a function of the worker.",
+            fix=["data that is the same on every worker; manyhands shares out the rows", "balance=False"],
+        )
+    if isinstance(source, StreamSource) and source.num_workers:
+        raise DataError(
+            "balance moves slices between workers, but the process that reads a stream ahead knows one worker's only.",
+            fix=["num_workers=0", "data with a length", "balance=False"],
         )
 
 

@@ -66,6 +66,7 @@ class Trainer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         scheduler_every: str = "step",
         clip_norm: float | None = None,
+        balance: bool | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
         tune: bool = False,
@@ -79,6 +80,7 @@ class Trainer:
             "accumulate": accumulate,
             "exact": exact,
             "clip_norm": clip_norm,
+            "balance": balance,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)

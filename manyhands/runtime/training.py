@@ -6,6 +6,8 @@ again what a snapshot was; when that happens is `saving`'s business.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from typing import Any
 
@@ -16,10 +18,14 @@ from torch import Tensor, nn
 from manyhands.checkpoint.reader import Loaded, check_model
 from manyhands.data.batches import Step
 from manyhands.data.order import Position
-from manyhands.errors import CheckpointMismatch
-from manyhands.events import StepDone
+from manyhands.errors import CheckpointMismatch, ManyhandsError
+from manyhands.events import Divided, StepDone, Straggler
 from manyhands.native import why_not
+from manyhands.parallel.balance import Slow
+from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.pacing import Pacing, Verdict
+from manyhands.runtime.solo import Solo
 from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
 from manyhands.runtime.usage import Meter
 from manyhands.runtime.worker import Worker
@@ -30,6 +36,8 @@ __all__ = ["Progress", "Training"]
 
 # How much the newest step counts in the speed that is told.
 SMOOTHING = 0.1
+# A worker on another host says what that is called, once it is told to be slow.
+HOST_NAME_TIMEOUT_S = 2.0
 
 
 class Progress(msgspec.Struct):
@@ -65,9 +73,11 @@ class Training:
         engine: Replicated,
         hooks: Hooks,
         slices: int,
+        pacing: Pacing,
     ) -> None:
         self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
-        self.engine, self.hooks, self.slices = engine, hooks, slices
+        self.engine, self.hooks, self.slices, self.pacing = engine, hooks, slices, pacing
+        self.garbage = Garbage(manage=worker.resolved.spec.train.manage_gc)
         self.progress = Progress()
         self.last_stats: StepStats | None = None
         """Of the last committed step."""
@@ -84,6 +94,8 @@ class Training:
     def step_done(self, step: Step, stats: StepStats, total_steps: int | None) -> None:
         """Move on to where the step left off, and tell watchers."""
         self.last_stats = stats
+        if stats.collect:
+            stats.seconds["gc"] = self.garbage.collect()
         progress, after = self.progress, step.after
         progress.step, progress.epoch, progress.row = step.number, after.epoch, after.row
         now = time.perf_counter()
@@ -109,10 +121,52 @@ class Training:
         self.meter.add(stats)
         if self.meter.due(now):
             self.tell_used()
+        verdict = self.pacing.add(step.shares, self.slices, stats.times)
+        if verdict is not None:
+            self._tell_pace(step.number, verdict)
+
+    def _tell_pace(self, step: int, verdict: Verdict) -> None:
+        for slow in verdict.slow:
+            self._tell_slow(step, slow, is_over=False)
+        for slow in verdict.keeps_up:
+            self._tell_slow(step, slow, is_over=True)
+        if verdict.parts is not None:
+            self.worker.emit(Divided(time_s=time.time(), step=step, slices=list(verdict.parts)))
+
+    def _tell_slow(self, step: int, slow: Slow, *, is_over: bool) -> None:
+        worker, host = self.worker, self._host_name(slow.rank)
+        if worker.is_chief:
+            worker.emit(
+                Straggler(
+                    time_s=time.time(),
+                    rank=slow.rank,
+                    host=host,
+                    phase=slow.phase,
+                    factor=slow.factor,
+                    step=step,
+                    waiting=slow.waiting,
+                    is_over=is_over,
+                    generation=worker.group.generation,
+                )
+            )
+
+    def _host_name(self, rank: int) -> str:
+        """Of a worker, for the chief: one on another host has to say it, and does so here."""
+        worker, hosts = self.worker, self.worker.group.hosts
+        if isinstance(worker.session, Solo) or hosts[rank] == hosts[0]:
+            return socket.gethostname()
+        key = f"host name/{worker.group.generation}/{hosts[rank]}"
+        with contextlib.suppress(ManyhandsError):  # it is the name that is missing then, and nothing else
+            if worker.rank == rank:
+                worker.session.set(key, socket.gethostname().encode())
+            elif worker.is_chief:
+                return worker.session.get(key, HOST_NAME_TIMEOUT_S).decode()
+        return f"host {hosts[rank]}"
 
     def regrouped(self) -> None:
         """This worker's rank, or their number, is another now."""
         self.meter.move(self.worker.rank, self.worker.world_size)
+        self.pacing.regrouped(self.worker.world_size)
 
     def tell_used(self, *, ended: bool = False) -> None:
         """Tell watchers what this worker used since the meter was started."""

@@ -60,8 +60,18 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The same bits for every number of workers: one thread per slice, deterministic kernels."""
     clip_norm: float | None = None
     """Scale the gradient down to this global norm when it is longer."""
+    balance: bool = False
+    """Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers."""
+    straggler_factor: float = 1.25
+    """A worker that takes more than this many times as long as the others, for as much work, is named."""
+    straggler_steps: int = 50
+    """Over how many steps workers are compared; with `balance`, slices move after so many at the earliest."""
+    manage_gc: bool = True
+    """Keep Python's garbage collector out of steps: all workers collect at the end of the same ones."""
 
     def __post_init__(self) -> None:
+        _at_least("train", "straggler_factor", self.straggler_factor, 1)
+        _at_least("train", "straggler_steps", self.straggler_steps, 1)
         _at_least("train", "slices", self.slices, 1)
         _at_least("train", "accumulate", self.accumulate, 1)
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -23,7 +23,7 @@ from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFai
 from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.coded_gradients import CodedGradientSum
 from manyhands.parallel.common_weights import CommonWeights
-from manyhands.parallel.exchange import Exchange, Report
+from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
@@ -124,6 +124,7 @@ class Replicated:
         self._reports: list[Report] = []
         self._lost: list[int] = []
         self._exchange: Exchange
+        self._times: Sequence[float] = NO_TIMES
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
@@ -285,6 +286,7 @@ class Replicated:
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
         """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
         self._axis, self._sharing, self._layout = axis, sharing if self._codec is None else None, None
+        self._times = NO_TIMES
         if self._summed is None:
             return
         if isinstance(self._summed, SharedGradients) and sharing is not None and sharing.slots is not None:
@@ -337,11 +339,11 @@ class Replicated:
 
     # The step, and its parts for those who write their own loop.
 
-    def train_step(self, step: StepLike, *, stop: int = 0) -> StepStats:
+    def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
         assert self._loss_fn is not None
         if _wants_closure(self._optimizer):
-            return self._train_step_with_closure(step, stop)
-        self.begin_step(step, stop=stop)
+            return self._train_step_with_closure(step, stop, collect)
+        self.begin_step(step, stop=stop, collect=collect)
         for piece in step.mine():
             self._compute(piece)
         return self.end_step()
@@ -353,11 +355,12 @@ class Replicated:
         self.backward(piece, result)
         self.phases.mark("backward")
 
-    def begin_step(self, step: StepLike, *, stop: int = 0) -> None:
-        self.phases.begin()
-        self._step, self._stop = step, stop
-        if self._layout is None or self._layout.bounds != step.bounds:
-            self._layout = _lay_out(step.bounds, self.shares(step.num_slices))
+    def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> None:
+        waits, divided = self._gradients.waits, self.shares(step.num_slices)
+        self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
+        self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
+        if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
+            self._layout = _lay_out(step.bounds, divided)
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
@@ -365,7 +368,8 @@ class Replicated:
             self._summed.stamp = self._stamp(step.number)
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
-        self._exchange = Exchange(self._axis, self._gradients, shares, stop, self._buffers, step.number)
+        note = Note(stop, collect, self._times)
+        self._exchange = Exchange(self._axis, self._gradients, shares, note, self._buffers, step.number)
 
     def _stamp(self, number: int) -> bytes:
         """What marks this step's gradients: of this number, divided as this group of ranks does."""
@@ -410,7 +414,8 @@ class Replicated:
         """Sum, update, and only then let go of what was before: whatever fails until then has changed nothing."""
         stats = StepStats(loss=math.nan, rows=self._step.rows)
         reduced = self._reduce()
-        stats.loss, stats.stop, stats.bytes_sent = reduced.loss, reduced.stop, self._gradients.bytes_sent
+        stats.loss, stats.bytes_sent = reduced.loss, self._gradients.bytes_sent
+        stats.stop, stats.collect, stats.times = reduced.heard.stop, reduced.heard.collect, reduced.heard.times
         self.phases.mark("reduce")
         self._scale_gradients(reduced, stats)
         if not stats.skipped:
@@ -419,7 +424,16 @@ class Replicated:
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
         stats.lr = float(self._optimizer.param_groups[0]["lr"])
+        self._times = self._own_times()
         return stats
+
+    def _own_times(self) -> Sequence[float]:
+        """What this rank tells the others of its step: time at work by phase, and time of waiting for them."""
+        if self._exchange.moved:  # it took over slices, after a while
+            return NO_TIMES
+        seconds, busy = self.phases.seconds, self.phases.busy
+        busy["load"] -= self._met_s  # rows that some ranks lack were sent around: nobody was faster than the last
+        return *busy.values(), sum(seconds.values()) - sum(busy.values())
 
     def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]:
         """Loss and per-example metrics of each piece, with the model in evaluation mode."""
@@ -494,18 +508,18 @@ class Replicated:
     def close(self) -> None:
         self._axis.close()
 
-    def _train_step_with_closure(self, step: StepLike, stop: int) -> StepStats:
+    def _train_step_with_closure(self, step: StepLike, stop: int, collect: bool) -> StepStats:
         """LBFGS and its kind evaluate the loss several times per step; each evaluation covers the whole batch."""
         assert self._loss_fn is not None
         pieces = list(step.mine())
         stats = StepStats(loss=math.nan, rows=step.rows)
 
         def closure() -> float:
-            self.begin_step(step, stop=stop)
+            self.begin_step(step, stop=stop, collect=collect)
             for piece in pieces:
                 self.backward(piece, self._forward(piece))
             reduced = self._reduce()
-            stats.stop = reduced.stop
+            stats.stop, stats.collect = reduced.heard.stop, reduced.heard.collect
             self._scale_gradients(reduced, stats)
             self._take_over(reduced, stats)
             if math.isnan(stats.loss):
@@ -534,7 +548,8 @@ class Replicated:
         if not self._exchange.posted:  # no slice of its own
             self._exchange.post(())
         self._gradients.finish()
-        reports, stop, changes = self._exchange.finish()
+        heard = self._exchange.finish()
+        reports = heard.reports
         if isinstance(self._summed, SharedGradients) and not self.shares_weights:
             self._summed.collect()
         total = sum(report.total for report in reports)  # in slice order
@@ -544,7 +559,7 @@ class Replicated:
         loss = total / weight
         if not math.isfinite(loss) and not self._precision.scale:
             self._raise_non_finite(f"The loss of step {self._step.number} is {loss}")
-        return _Reduced(loss, weight, stop, [report.statistics for report in reports], changes)
+        return _Reduced(loss, weight, heard)
 
     def _scale_gradients(self, reduced: _Reduced, stats: StepStats) -> None:
         """Divide out loss scale and weights, clip; an fp16 overflow means that the step is skipped."""
@@ -563,8 +578,8 @@ class Replicated:
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
-        self._buffers.commit(reduced.statistics)
-        self._buffers.apply_first_changes(reduced.changes)
+        self._buffers.commit([report.statistics for report in reduced.heard.reports])
+        self._buffers.apply_first_changes(reduced.heard.changes)
         if self._precision.scale:
             self._adapt_scale(self._precision.scale, stats.skipped)
 
@@ -593,18 +608,15 @@ class _Reduced(NamedTuple):
 
     loss: float
     weight: float
-    stop: int
-    """The largest of what the ranks wished."""
-    statistics: list[Tensor]
-    """What each slice made of the batch statistics, in slice order."""
-    changes: bytes
-    """Other buffers that slice 0 changed."""
+    heard: Heard
 
 
 class _Layout(NamedTuple):
     """Whose slices are whose in a step. An empty slice contributes nothing: the tree is over those that have rows."""
 
     bounds: Sequence[tuple[int, int]]
+    divided: Sequence[range]
+    """Each rank's slices."""
     place: dict[int, int]
     """Slice -> its place among those that have rows."""
     shares: list[range]
@@ -616,7 +628,7 @@ def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Lay
     place = {v: number for number, v in enumerate(present)}
     owned = [[place[v] for v in share if v in place] for share in shares]
     ranges = [range(places[0], places[-1] + 1) if places else range(0) for places in owned]
-    return _Layout(bounds, place, ranges)
+    return _Layout(bounds, shares, place, ranges)
 
 
 def _as_loss(result: Any, rows: int) -> tuple[Tensor, float, float]:

@@ -26,6 +26,7 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    Straggler,
     Warned,
     WorkerLost,
     encode,
@@ -183,6 +184,30 @@ def test_a_live_run_that_does_not_answer_is_shown_from_its_files(tmp_path, monke
     answering(monkeypatch, nobody)
     run = make_run(tmp_path / "a", state="running", events=[step(99)])
     assert "99/500" in show(run)
+
+
+def straggler(number, rank=1, **changes):
+    fields = {"host": "b", "phase": "forward", "factor": 1.94, "waiting": 0.41, "generation": "1.1"}
+    return Straggler(rank=rank, step=number, **(fields | changes))
+
+
+def test_slow_workers_are_shown_by_what_was_said_of_them_last(tmp_path, monkeypatch):
+    events = [
+        started(),
+        straggler(20, rank=3, generation="0.9"),
+        straggler(51),
+        straggler(51, rank=2, phase="load"),
+        straggler(101, phase="backward", factor=3.0),
+        straggler(151, rank=2, is_over=True),
+    ]
+    run = make_run(tmp_path / "r", events=[*events, step(200)])
+    lines = [line for line in show(run).splitlines() if line.startswith("slow")]
+    assert lines == [
+        "slow        rank 1 on b is 3.0 times as slow as the others, in backward; they wait 41% of a step (step 101)"
+    ]
+    answering(monkeypatch, lambda path: live([]))
+    run = make_run(tmp_path / "s", state="running", events=events)
+    assert look_at(run).slow == [], "in the generation of now ranks are others'"
 
 
 def test_a_warning_cannot_repaint_the_terminal(tmp_path):

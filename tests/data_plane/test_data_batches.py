@@ -12,13 +12,23 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from data_cases import Augmented, Broken, Endings, Ledger, batches_of, pieces_by_slice, take_all
+from data_cases import (
+    Augmented,
+    Broken,
+    Endings,
+    Ledger,
+    batches_of,
+    pieces_by_slice,
+    shuffled_numbers,
+    take_all,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.evaluation import eval_pieces
-from manyhands.data.order import Position
+from manyhands.data.order import Division, Position
 from manyhands.data.randomness import randomness, seed_all
+from manyhands.data.rows import RowSource
 from manyhands.data.source import as_source
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
@@ -325,3 +335,44 @@ def test_evaluations_share_their_loader_processes():
     assert [child.pid for child in multiprocessing.active_children()] == [child.pid for child in children]
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def rows_by_slice(data, parts_by_step, **settings):
+    """What two workers got, with slices divided anew before some steps; and the loader processes they ended with."""
+    found, children = {}, set()
+    workers = [batches_of(data, rank=rank, world_size=2, batch_size=8, slices=4, **settings) for rank in range(2)]
+    for steps in zip(*workers, strict=True):
+        for step, worker in zip(steps, workers, strict=True):
+            found |= {(step.number, piece.index): piece.batch for piece in step.mine()}
+            worker.divide(Division(2, parts_by_step.get(step.number + 1, worker.division.parts)))
+        children.add(frozenset(child.pid for child in multiprocessing.active_children()))
+    return found, children
+
+
+class ReadAhead(Augmented):
+    """Long enough that several steps are fetched ahead."""
+
+    def __len__(self) -> int:
+        return 60
+
+
+@pytest.mark.parametrize("kind", ["memory", "thread", "caller", pytest.param("processes", marks=pytest.mark.slow)])
+def test_slices_may_be_divided_anew_between_any_two_steps(kind: str) -> None:
+    data = ReadAhead() if kind in ("caller", "processes") else torch.arange(60)
+    if kind == "thread":
+        data = RowSource(as_source(data).reader, fetched_by="thread")
+    settings = {"num_workers": 1} if kind == "processes" else {}
+    expected = pieces_by_slice(data, batch_size=8, slices=4, epochs=2)
+    found, children = rows_by_slice(data, {3: (3, 1), 4: (1, 3), 10: None, 12: (3, 1)}, epochs=2, **settings)
+    assert found.keys() == expected.keys()
+    for place, columns in expected.items():
+        for a, b in zip(columns, found[place], strict=True):
+            assert torch.equal(a, b)
+    assert len(children) == 1 and len(children.pop()) == (2 if kind == "processes" else 0), "processes stay"
+
+
+def test_a_stream_follows_a_new_division() -> None:
+    expected = pieces_by_slice(shuffled_numbers, batch_size=8, slices=4, epochs=2)
+    found, _ = rows_by_slice(shuffled_numbers, {2: (3, 1), 4: (1, 3)}, epochs=2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[place], batch) for place, batch in expected.items())

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from manyhands.data import files
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.exchange import decode, encode
+from manyhands.data.order import Division
 from manyhands.data.source import as_source, split
 from manyhands.errors import DataError, DataFetchFailed
 
@@ -153,11 +154,12 @@ def test_rows_of_files_that_no_host_holds_whole_reach_whoever_computes_them(tmp_
             epochs=2,
             exchange=shared.of(rank),
         )
-        return [
-            (step.epoch, (piece.batch if kind == "npy" else piece.batch["n"]).tolist())
-            for step in batches
-            for piece in step.mine()
-        ]
+        taken = []
+        for step in batches:
+            pieces = [piece.batch if kind == "npy" else piece.batch["n"] for piece in step.mine()]
+            taken += [(step.epoch, rows.tolist()) for rows in pieces]
+            batches.divide(Division(3, (3, 1, 1) if step.number == 2 else (1, 1, 3)))
+        return taken
 
     seen = [pair for pairs in together(3, work) for pair in pairs]
     for epoch in range(2):

@@ -17,6 +17,7 @@ from manyhands.control.failure import Failure, WorkerEnd, render
 from manyhands.events import (
     CheckpointFailed,
     CheckpointSaved,
+    Divided,
     EpochDone,
     Evaluated,
     GenerationStarted,
@@ -25,6 +26,7 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    Straggler,
     Warned,
     WorkerLost,
 )
@@ -540,3 +542,28 @@ def test_on_a_narrow_terminal_the_bar_is_cut_not_wrapped(terminal):
     screen = terminal.wait_for("step 99/500")
     assert len(screen) == 2
     assert screen[1].startswith("load 2% forward 31%")
+
+
+SLOW = Straggler(rank=2, host="b", phase="forward", factor=1.94, step=51, waiting=0.41, generation="1.1")
+SLOW_LINE = "rank 2 on b is 1.9 times as slow as the others, in forward; they wait 41% of a step"
+
+
+def test_a_slow_worker_gets_a_line_and_is_named_again_at_the_end():
+    lines = Shown().after(STARTED, SLOW, RunEnded(exit_code=0, step=90, reason=""))
+    assert [line for line in lines if "rank 2" in line] == [SLOW_LINE, f"since step 51 {SLOW_LINE}"]
+
+
+def test_one_that_keeps_up_again_is_not_named_at_the_end_nor_one_whose_rank_is_another_now():
+    over = Straggler(rank=2, host="b", phase="forward", factor=1.94, step=101, is_over=True, generation="1.1")
+    lines = Shown().after(STARTED, SLOW, over, RunEnded(exit_code=0, step=190, reason=""))
+    assert [line for line in lines if "rank 2" in line] == [SLOW_LINE, "rank 2 on b keeps up with the others again"]
+    generations = [GenerationStarted(generation=name, workers=3, hosts=1) for name in ("1.1", "1.2")]
+    lines = Shown().after(STARTED, generations[0], SLOW, generations[1], RunEnded(exit_code=0, step=190, reason=""))
+    assert [line for line in lines if "rank 2" in line] == [SLOW_LINE]
+
+
+def test_a_new_division_is_told_of_few_workers_one_by_one():
+    assert line_of(Divided(step=51, slices=[6, 2])) == (
+        "slices are divided 6 2 from step 52 on, as fast as the workers are"
+    )
+    assert "1 to 9 a worker" in (line_of(Divided(step=51, slices=list(range(1, 10)))) or "")
