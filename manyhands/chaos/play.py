@@ -6,6 +6,7 @@ that record loses nothing when the chief is killed. Start reading at `play`.
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from manyhands.errors import TrainingFailed
 from manyhands.events import Event, StepDone
 from manyhands.runtime.ledger import read_run_events
 from manyhands.runtime.recorder import parse_line
+from manyhands.runtime.trials import ended_by_signals
 from manyhands.spec.load import CHAOS_VARIABLE, environment
 
 __all__ = ["Chaos", "compare_weights", "play"]
@@ -55,31 +57,39 @@ class Chaos(msgspec.Struct, frozen=True, kw_only=True):
 def play(asked: Chaos, say: Callable[[str], None]) -> Report:
     """Run, strike, and judge. Raises `TrainingFailed` where the script fails without any fault, or does not end."""
     asked.folder.mkdir(parents=True, exist_ok=True)
-    undisturbed: _Run | None = None
-    if asked.reference:
-        say("undisturbed run ...")
-        undisturbed = _Run(asked, "reference", max_restarts=0)
-        with undisturbed.started():
-            undisturbed.wait(None)
-        undisturbed.must_have_ended_well()
-        say(f"undisturbed run: {len(undisturbed.commits)} steps in {undisturbed.seconds:.1f} s")
-    disturbed = _Run(asked, "chaos", max_restarts=asked.max_restarts)
-    timeline = Timeline()
-    striker = Striker(disturbed.run_dir, timeline, lambda struck: say(_told(struck)))
-    with disturbed.started():
-        disturbed.wait_for_first_step()
-        began = time.monotonic()
-        for fault in asked.faults:
-            timeline.add(began + fault.at_s, lambda fault=fault: striker.strike(fault))  # type: ignore[misc]
-        disturbed.wait(timeline)
+    with ended_by_signals():
+        undisturbed = _undisturbed(asked, say) if asked.reference else None
+        disturbed, strikes = _disturbed(asked, say)
     return judge(
-        striker.strikes,
+        strikes,
         read_run_events(disturbed.run_dir, disturbed.told),
         undisturbed.commits if undisturbed is not None else [],
         exit_code=disturbed.exit_code,
         minutes=asked.minutes,
         weights=_weights(disturbed, undisturbed) if undisturbed is not None else None,
     )
+
+
+def _undisturbed(asked: Chaos, say: Callable[[str], None]) -> _Run:
+    say("undisturbed run ...")
+    run = _Run(asked, "reference", max_restarts=0)
+    with run.started():
+        run.wait(Timeline())
+    run.must_have_ended_well()
+    say(f"undisturbed run: {len(run.commits)} steps in {run.seconds:.1f} s")
+    return run
+
+
+def _disturbed(asked: Chaos, say: Callable[[str], None]) -> tuple[_Run, list[Strike]]:
+    run, timeline = _Run(asked, "chaos", max_restarts=asked.max_restarts), Timeline()
+    striker = Striker(run.run_dir, timeline, lambda struck: say(_told(struck)))
+    with run.started():
+        run.wait_for_first_step()
+        began = time.monotonic()
+        for fault in asked.faults:
+            timeline.add(began + fault.at_s, functools.partial(striker.strike, fault))
+        run.wait(timeline)
+    return run, striker.strikes
 
 
 def _told(struck: Strike) -> str:
@@ -133,13 +143,12 @@ class _Run:
             time.sleep(POLL_S)
             self._read()
 
-    def wait(self, timeline: Timeline | None) -> None:
+    def wait(self, timeline: Timeline) -> None:
         """Until the run ends, or has taken too long; plays what is on the timeline meanwhile."""
         assert self._process is not None
         deadline = time.monotonic() + 60.0 * self._asked.minutes + self._asked.wait_s
         while self._process.poll() is None and time.monotonic() < deadline:
-            if timeline is not None:
-                timeline.play()
+            timeline.play()
             time.sleep(POLL_S)
 
     def must_have_ended_well(self) -> None:

@@ -72,10 +72,6 @@ class Timeline:
         while self._acts and self._acts[0][0] <= time.monotonic():
             heapq.heappop(self._acts)[2]()
 
-    @property
-    def next_at(self) -> float | None:
-        return self._acts[0][0] if self._acts else None
-
 
 class Striker:
     """Strikes a run's processes and notes down what it did in `strikes`. `say` gets a line for each."""
