@@ -65,6 +65,7 @@ def play(asked: Chaos, say: Callable[[str], None]) -> Report:
         read_run_events(disturbed.run_dir, disturbed.told),
         undisturbed.commits if undisturbed is not None else [],
         exit_code=disturbed.exit_code,
+        scheduled=len(asked.faults),
         minutes=asked.minutes,
         weights=_weights(disturbed, undisturbed) if undisturbed is not None else None,
     )

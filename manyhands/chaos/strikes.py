@@ -128,12 +128,12 @@ class Striker:
         return True
 
     def _pause(self, pid: int, until: float) -> None:
-        """Stop it and let it go, by turns: half of its time is taken from it."""
-        if time.monotonic() < until and _send(pid, signal.SIGSTOP):
+        """Stop it and let it go, by turns, unless something else strikes it for good: half of its time is taken."""
+        if time.monotonic() < until and pid not in self._doomed and _send(pid, signal.SIGSTOP):
             self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._go_on(pid, until))
 
     def _go_on(self, pid: int, until: float) -> None:
-        if _send(pid, signal.SIGCONT):
+        if pid not in self._doomed and _send(pid, signal.SIGCONT):
             self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._pause(pid, until))
 
     def _coordinator(self, fault: Fault, status: Status) -> bool:
@@ -146,7 +146,11 @@ class Striker:
     def _disk(self, fault: Fault, status: Status) -> bool:
         """Every write to a file fails in every worker, as on a full disk, for a while."""
         now = time.time()
-        limits = {one.pid: _limit_files(one.pid, 0) for one in status.members if one.status == "live"}
+        try:
+            limits = {one.pid: _limit_files(one.pid, 0) for one in status.members if one.status == "live"}
+        except PermissionError as error:
+            self._note(Strike(fault=fault, time_s=now, skipped=f"file sizes cannot be limited here: {error.strerror}"))
+            return True
         if not any(limits.values()):
             return False
         for pid, before in limits.items():  # the first word counts: the disk may be full already

@@ -70,6 +70,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Of the run itself."""
     exact: bool
     """The script asked for exact=True: only then are equal weights promised."""
+    scheduled: int
+    """Faults; those whose time did not come, because the run was over, are not among the outcomes."""
     outcomes: list[Outcome]
     ledger: Ledger
     seconds: float
@@ -83,8 +85,10 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def passed(self) -> bool:
+        """A run that nothing struck has shown nothing."""
+        struck = self.scheduled == 0 or any(not one.skipped for one in self.outcomes)
         well = self.exit_code == 0 and not self.ledger.problems and not any(one.is_bad for one in self.outcomes)
-        return well and (self.weights is None or self.weights.equal)
+        return struck and well and (self.weights is None or self.weights.equal)
 
 
 def judge(
@@ -93,6 +97,7 @@ def judge(
     reference: Sequence[Event],
     *,
     exit_code: int,
+    scheduled: int,
     minutes: float,
     weights: Weights | None = None,
 ) -> Report:
@@ -109,6 +114,7 @@ def judge(
     return Report(
         exit_code=exit_code,
         exact=any(event.exact for event in events if isinstance(event, RunStarted)),
+        scheduled=scheduled,
         outcomes=outcomes,
         ledger=ledger,
         seconds=window_s,

@@ -169,7 +169,7 @@ def _findings(report: Report) -> list[str]:
     share = f", {report.goodput:.0%} of the undisturbed run's in equal time" if report.goodput is not None else ""
     unrecorded = f" ({ledger.unrecorded} known from their neighbours only)" if ledger.unrecorded else ""
     lines = [
-        f"faults: {len(struck)} struck, {len(report.outcomes) - len(struck)} skipped, "
+        f"faults: {len(struck)} of {report.scheduled} struck{_why_fewer(report)}, "
         f"{sum(one.is_bad for one in struck)} not recovered from; the run ended with {report.exit_code}",
         f"steps: {report.steps} in {report.seconds:.1f} s{share}; {report.recovering_s:.1f} s in recovery",
         f"ledger: steps 1 to {ledger.last_step} committed once each{unrecorded} over {ledger.generations} generations; "
@@ -180,6 +180,12 @@ def _findings(report: Report) -> list[str]:
     if report.weights is not None:
         lines.append(_compared(report.weights, report.exact))
     return [*lines, "passed" if report.passed else "FAILED"]
+
+
+def _why_fewer(report: Report) -> str:
+    skipped, late = sum(one.skipped for one in report.outcomes), report.scheduled - len(report.outcomes)
+    reasons = [f"{skipped} found nobody"] * bool(skipped) + [f"the run was over before {late}"] * bool(late)
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _compared(weights: Weights, exact: bool) -> str:

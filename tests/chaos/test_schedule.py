@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from manyhands.chaos.schedule import KINDS, ON_WORKERS, Fault, schedule
 from manyhands.cli.main import cli
+from manyhands.errors import UsageError
 
 
 def test_the_same_arguments_give_the_same_schedule_wherever_it_is_made() -> None:
@@ -46,3 +48,18 @@ def test_a_dry_run_prints_the_schedule_and_runs_nothing(tmp_path, monkeypatch) -
     assert json.loads(found.output)[1] == {"number": 2, "at_s": 0.93, "kind": "stop", "slot": 0, "lasts_s": 0.0}
     assert "stop         worker 0" in CliRunner().invoke(cli, [*words, "train.py"]).output
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_what_cannot_be_played_is_refused_with_what_can(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def refused(*words: str) -> str:
+        with pytest.raises(UsageError) as raised:
+            cli.main(["chaos", *words, "train.py"], standalone_mode=False)
+        return str(raised.value)
+
+    assert "no meteor; there are kill, stop, hang, slow, coordinator, disk" in refused("--faults", "kill,meteor")
+    assert "--faults names none" in refused("--faults", ",")
+    assert "--mtbf is 0, but must be above 0" in refused("--mtbf", "0")
+    assert "--minutes is nan" in refused("--minutes", "nan")

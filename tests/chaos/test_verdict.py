@@ -56,7 +56,9 @@ UNDISTURBED = [generation("1.1", 100.0), *steps(1, 9)]
 
 
 def report(events: list[Event], *strikes: Strike, exit_code: int = 0, weights: Weights | None = None) -> Report:
-    return judge(strikes, events, UNDISTURBED, exit_code=exit_code, minutes=1.0, weights=weights)
+    return judge(
+        strikes, events, UNDISTURBED, exit_code=exit_code, scheduled=len(strikes), minutes=1.0, weights=weights
+    )
 
 
 def test_a_kill_is_recovered_from_with_the_first_step_of_a_later_generation() -> None:
@@ -112,8 +114,16 @@ def test_a_run_that_ends_well_has_come_through_what_struck_it_last() -> None:
 
 
 def test_a_fault_that_found_nobody_says_so_and_is_no_failure() -> None:
-    found = report(UNDISTURBED, strike(skipped="there was no worker to spare for 30 s"))
-    assert found.outcomes[0].skipped and found.passed
+    skipped = strike(skipped="there was no worker to spare for 30 s")
+    after = [lost(103.7), generation("1.2", 103.8), *steps(5, 9, "1.2")]
+    found = report([generation("1.1", 100.0), *steps(1, 4), *after], strike(), skipped)
+    assert found.outcomes[1].skipped and found.passed
+
+
+def test_a_run_that_nothing_struck_has_shown_nothing() -> None:
+    assert not report(UNDISTURBED, strike(skipped="there was no worker to spare for 30 s")).passed
+    assert not judge([], UNDISTURBED, UNDISTURBED, exit_code=0, scheduled=3, minutes=1.0).passed
+    assert report(UNDISTURBED).passed  # nothing was to strike it
 
 
 def test_weights_must_be_there_of_the_same_step_and_equal() -> None:
