@@ -209,7 +209,7 @@ def _disk(struck: Strike, events: Sequence[Event], outcome: Outcome) -> tuple[fl
     """Noticed when a checkpoint fails, over when one is committed again; if none was due, when training goes on."""
     assert struck.until_s is not None
     failed = _first(_after(events, CheckpointFailed, struck.time_s))
-    if failed is None:
+    if failed is None or failed >= struck.until_s:  # a later one is another fault's
         outcome.note = "no checkpoint was due meanwhile"
         return None, _first(_after(events, StepDone, struck.time_s))
     return failed, _first(_after(events, CheckpointSaved, struck.until_s))
