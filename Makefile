@@ -9,9 +9,9 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 .PHONY: demo test soak lint lock bench test-gpu clean help
 
 help:
-	@echo "make demo   train a small network on handwritten digits with 2 workers, stop, resume on 1"
+	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
-	@echo "make soak   tens of thousands of simulated elastic runs full of faults; a seed that fails is printed"
+	@echo "make soak   tens of thousands of simulated elastic runs full of faults, and a real one with 300 kills"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
@@ -47,8 +47,10 @@ test: $(INSTALLED) lint
 
 # Each seed is one run that anyone can play again: python -m tests.simulation --seed N
 SEEDS ?= 50000
+KILLS ?= 300
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m bench.soak --kills $(KILLS)
 
 # For whoever has a CUDA device; without one every test of it skips and says so.
 test-gpu: $(INSTALLED)

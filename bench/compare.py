@@ -10,6 +10,7 @@ come from several launches, and the interval resamples launches first, then the 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, quantiles
@@ -20,7 +21,7 @@ from bench.table import Row, verdict
 __all__ = ["Launch", "Measured", "Size", "divide", "judge"]
 
 RESAMPLES = 2000
-SCALES = {"ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0}
+SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0}
 
 Launch = Mapping[str, Sequence[float]]
 """Per side, what each block gave: seconds per step, bytes, or a share."""
@@ -51,6 +52,8 @@ def divide(size: Size) -> list[int]:
 
 def judge(row: Row, measured: Measured) -> dict[str, Any]:
     """A row's result: medians of its sides, the value that its target is about, and the verdict."""
+    if not row.target.is_ratio:
+        return _judge_alone(row, measured)
     launches, sides = measured.launches, [side for side in (row.ours, row.peer, row.twin) if side is not None]
     rounds = [list(zip(*(launch[side] for side in sides), strict=True)) for launch in launches]
     # A twin halves the peer's noise: the peer of a round is the mean of both.
@@ -73,6 +76,32 @@ def judge(row: Row, measured: Measured) -> dict[str, Any]:
         "control": control,
         **verdict(row.target, found, control),
     }
+
+
+def _judge_alone(row: Row, measured: Measured) -> dict[str, Any]:
+    """The same for a target in absolute numbers. What the peer did stands beside it, if it did anything."""
+    launches, scale = measured.launches, SCALES[row.unit]
+    found = _summary([launch[row.ours] for launch in launches], _ninety_five if row.target.of == "p95" else median)
+    sides = {side: [x for launch in launches for x in launch.get(side, ())] for side in (row.ours, row.peer)}
+    return {
+        "row": row.name,
+        "bench": row.bench,
+        "what": row.what,
+        "against": row.peer,
+        **measured.settings,
+        "launches": len(launches),
+        "blocks": len(sides[row.ours]),
+        "unit": row.unit,
+        "sides": {side: _spread([scale * x for x in values]) for side, values in sides.items() if values},
+        "value": found,
+        "control": None,
+        **verdict(row.target, found, None),
+    }
+
+
+def _ninety_five(values: Sequence[float]) -> float:
+    """What 95 of 100 stay below: the next larger one of those that were seen."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 
 def _value(of: str, ours: float, peer: float) -> float:

@@ -26,6 +26,8 @@ def make_model(workload: str) -> nn.Module:
             return _cnn()
         case "mlp":
             return _mlp(784, 512, 512, 10)
+        case "mlp-1m":
+            return _mlp(784, 768, 512, 10)
         case "mlp-10m":
             return _mlp(784, 2048, 2048, 2048, 10)
         case "mlp-100m":

@@ -39,7 +39,7 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
 def achieved(result: dict[str, Any], end: str = "middle") -> float:
     """How far a result comes of its target: 1 is just reached, 2 is twice as good."""
     value, limit = float(result["value"][end]), float(result["limit"])
-    return value / limit if result["of"] == "speed" else limit / value
+    return value / limit if result["of"] in ("speed", "share") else limit / value
 
 
 def _bar(result: dict[str, Any], y: int) -> list[str]:

@@ -16,6 +16,7 @@ END = "<!-- results: end -->"
 
 _HEADINGS = ("what", "against", "ours", "peer", "peer again", "result", "A/A", "target", "met")
 _WORDS = {"speed": "times as fast", "time": "times its time", "memory": "times its memory", "points": "points lost"}
+_ALONE = {"median": "s", "p95": "s", "share": "%"}
 
 
 def listing(rows: Sequence[Row]) -> str:
@@ -58,6 +59,9 @@ def write_into(path: Path, text: str) -> None:
 
 
 def wish(target: Target) -> str:
+    if not target.is_ratio:
+        limit = 100 * target.limit if target.of == "share" else target.limit
+        return f"{'at least' if target.at_least else 'at most'} {limit:g} {_ALONE[target.of]}"
     return f"{'at least' if target.at_least else 'at most'} {target.limit:g} {_WORDS[target.of]}"
 
 

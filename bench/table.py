@@ -21,20 +21,29 @@ BENCHES = {
     "hosts": "Two hosts on a link of 1 Gbit/s, against DistributedDataParallel on Gloo",
     "accuracy": "Two hosts: what lossy sums cost in accuracy on handwritten digits",
     "memory": "Host memory: mirrored against DistributedDataParallel",
+    "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
 
 class Target(NamedTuple):
-    """`speed` is peer / ours, `time` and `memory` are ours / peer, `points` what ours loses in percent."""
+    """`speed` is peer / ours, `time` and `memory` are ours / peer, `points` what ours loses in percent.
 
-    of: Literal["speed", "time", "memory", "points"]
+    `median`, `p95` and `share` are of ours alone; a peer's numbers stand beside them.
+    """
+
+    of: Literal["speed", "time", "memory", "points", "median", "p95", "share"]
     limit: float
     noise_counts: bool = False
     """The A/A ratio's distance from 1 widens the limit: for targets so near to 1 that they are no larger than it."""
 
     @property
     def at_least(self) -> bool:
-        return self.of == "speed"
+        return self.of in ("speed", "share")
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it takes a peer to tell."""
+        return self.of not in ("median", "p95", "share")
 
 
 class Row(NamedTuple):
@@ -45,12 +54,12 @@ class Row(NamedTuple):
     peer: str
     target: Target
     ours: str = OURS
-    unit: Literal["ms", "us", "MB", "%"] = "ms"
+    unit: Literal["s", "ms", "us", "MB", "%"] = "ms"
 
     @property
     def twin(self) -> str | None:
         """The peer once more, for the A/A control."""
-        return None if self.target.of in ("memory", "points") else f"{self.peer} again"
+        return f"{self.peer} again" if self.target.of in ("speed", "time") else None
 
 
 def _faster(times: float, *, noise_counts: bool = False) -> Target:
@@ -60,6 +69,8 @@ def _faster(times: float, *, noise_counts: bool = False) -> Target:
 _MLP = "step, MLP of 10 M"
 _TINY = "all-reduce 1 KB"
 _LARGE = "4 workers, 100 M, AdamW"
+_KILL = "kill -9 to next step"
+_STALL = "stall at a join"
 
 ROWS = (
     Row("overhead-cnn", "overhead", "cnn", "step, CNN", "by hand", Target("time", 1.02, noise_counts=True)),
@@ -83,6 +94,15 @@ ROWS = (
     Row("hosts-two-each", "hosts", "two-each", f"{_MLP}, two workers on each host", "DDP", _faster(1.2), ours="exact"),
     Row("accuracy-bf16", "accuracy", "digits", "accuracy, bf16", "exact", Target("points", 0.5), "bf16", "%"),
     Row("accuracy-int8", "accuracy", "digits", "accuracy, int8", "exact", Target("points", 0.5), "int8", "%"),
+    Row("recovery-kill", "recovery", "kills", f"{_KILL}, median", "torchrun", Target("median", 0.3), unit="s"),
+    Row("recovery-kill-p95", "recovery", "kills", f"{_KILL}, 95 of 100", "torchrun", Target("p95", 1.0), unit="s"),
+    Row("recovery-join", "recovery", "kills", "stall when a worker joins", "-", Target("median", 0.1), _STALL, "s"),
+    Row("recovery-stop", "recovery", "stop", "SIGSTOP to next step", "-", Target("p95", 5.0), unit="s"),
+    Row("recovery-hang", "recovery", "hang", "deadlock to next step", "-", Target("p95", 5.0), unit="s"),
+    Row("goodput", "recovery", "goodput", "steps, a kill every 15 s", "-", Target("share", 0.85), "goodput", "%"),
+    Row("uptime", "recovery", "goodput", "time not in recovery, the same", "-", Target("share", 0.95), "uptime", "%"),
+    Row("elastic-cost", "recovery", "elastic", "step, elastic", "static", Target("time", 1.02, noise_counts=True)),
+    Row("exact-cost", "recovery", "exact", "step, exact", "default", Target("time", 1.1)),
     Row("memory", "memory", "keep", _LARGE, "DDP", Target("memory", 0.5), unit="MB"),
     Row("memory-system", "memory", "system", f"{_LARGE}, system allocator", "DDP", Target("memory", 0.5), unit="MB"),
 )

@@ -18,6 +18,7 @@ class Workload(NamedTuple):
 _ALL = (
     Workload("cnn", "conv 32, conv 64, fc 128 on 28x28; 1.2 M parameters", 64),
     Workload("mlp", "784-512-512-10; 0.7 M parameters", 128),
+    Workload("mlp-1m", "784-768-512-10; 1.0 M parameters", 32),
     Workload("mlp-10m", "784-2048-2048-2048-10; 10 M parameters", 128),
     Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64),
     Workload("2000-tensors", "1,000 x (64 to 4..64 and back); 2,000 tensors of 1 to 16 KB", 16),

@@ -91,6 +91,10 @@ class StepDone(_Event, frozen=True):
     total_steps: int | None = None
     took_s: float = 0.0
     """Wall clock from the step before, without what came between epochs; `samples_per_s` is smoothed, this is not."""
+    start: tuple[int, int] | None = None
+    """Where its rows begin in the run's data: the epoch, counted over all calls of `fit`, and the row in its order."""
+    generation: str = ""
+    """The one that committed it."""
 
 
 class EpochDone(_Event, frozen=True):

@@ -1,8 +1,9 @@
-"""`mh demo`: train on handwritten digits with 2 workers, stop half-way, go on with 1, and say what happened."""
+"""`mh demo`: train on digits with 2 workers, kill one, stop half-way, go on with 1, and say what happened."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,13 +13,25 @@ from typing import Any
 
 import click
 
-from manyhands.errors import EnvironmentProblem
-from manyhands.events import CheckpointSaved, Evaluated, Event, Resumed, RunStarted, StepDone
-from manyhands.runtime.recorder import read_events
+from manyhands.control.client import query
+from manyhands.errors import EnvironmentProblem, UsageError
+from manyhands.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    Resumed,
+    RunStarted,
+    StepDone,
+    WorkerLost,
+)
+from manyhands.runtime.ledger import audit, generation_key, read_run_events
 
 __all__ = ["demo"]
 
 EPOCHS = 15
+KILL_AT, STOP_AT = 0.3, 0.5
+"""Shares of the run's steps."""
 DEADLINE_S = 300.0
 
 
@@ -26,16 +39,16 @@ DEADLINE_S = 300.0
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run goes. Default: runs/<time>-demo.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def demo(run_dir: Path | None, as_json: bool) -> None:
-    """Train a small network on handwritten digits with 2 workers, stop half-way, resume on 1 worker, report."""
+    """Train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1 worker, report."""
     home = run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
     started = time.monotonic()
     say(f"1. Two workers train on handwritten digits. Run directory: {home}", as_json)
     stopped_at = _run_until_half_way(home, as_json)
     say(
-        f"2. Half-way, at step {stopped_at}, SIGTERM stops the run; it commits a checkpoint and ends with 75.",
+        f"3. At step {stopped_at} SIGTERM stops the run; it commits a checkpoint and ends with 75.",
         as_json,
     )
-    say("3. One worker goes on from there; the result is the same as with any other number.", as_json)
+    say("4. One worker goes on from there; the result is the same as with any other number.", as_json)
     code = subprocess.run(_command(home, workers=1, as_json=as_json), stdout=_quiet(as_json)).returncode
     if code != 0:
         raise EnvironmentProblem(f"The resumed run ended with {code}.", fix=[f"mh logs {home}"])
@@ -58,6 +71,7 @@ def _command(home: Path, *, workers: int, as_json: bool) -> list[str]:
         "run",
         "-n",
         str(workers),
+        *(["--elastic", "1:2"] if workers > 1 else []),
         "--run-dir",
         str(home),
         *quiet,
@@ -70,41 +84,62 @@ def _quiet(as_json: bool) -> int | None:
 
 
 def _run_until_half_way(home: Path, as_json: bool) -> int:
-    """Start the run with two workers and send SIGTERM when half of its steps are done; the step it stopped at."""
+    """Start the run with two workers, kill one, stop the run after half of its steps; the step it stopped at."""
     process = subprocess.Popen(_command(home, workers=2, as_json=as_json), stdout=_quiet(as_json))
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while process.poll() is None and time.monotonic() < deadline:
-            done = [event for event in _events(home) if isinstance(event, StepDone)]
-            if done and done[-1].total_steps and done[-1].step >= done[-1].total_steps // 2:
-                process.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.1)
+        _wait_for_share(process, home, KILL_AT)
+        victim = _kill_a_worker(home)
+        say(f"2. kill -9 {victim}: one of the two is gone. The other goes on, and another takes its place.", as_json)
+        _wait_for_share(process, home, STOP_AT)
+        process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=60)
     finally:
         process.kill()
     if code != 75:
         raise EnvironmentProblem(f"The first half ended with {code}, not with 75.", fix=[f"mh logs {home}"])
-    return max(event.step for event in _events(home) if isinstance(event, CheckpointSaved))
+    return max(event.step for event in read_run_events(home) if isinstance(event, CheckpointSaved))
 
 
-def _events(home: Path) -> list[Event]:
-    path = home / "events" / "chief.jsonl"
-    return list(read_events(path)) if path.exists() else []
+def _wait_for_share(process: subprocess.Popen[bytes], home: Path, share: float) -> None:
+    """Until this share of the run's steps is committed."""
+    deadline = time.monotonic() + DEADLINE_S
+    while process.poll() is None and time.monotonic() < deadline:
+        done = [event for event in read_run_events(home) if isinstance(event, StepDone)]
+        if done and done[-1].total_steps and done[-1].step >= share * done[-1].total_steps:
+            return
+        time.sleep(0.1)
+    raise EnvironmentProblem(
+        f"The run did not get as far as {share:.0%} of its steps; it ended with {process.poll()}.",
+        fix=[f"mh logs {home}"],
+    )
+
+
+def _kill_a_worker(home: Path) -> int:
+    """SIGKILL to the run's last worker; its pid."""
+    try:
+        victim = max(query(home).members, key=lambda member: member.rank)
+        os.kill(victim.pid, signal.SIGKILL)
+    except (UsageError, ProcessLookupError) as error:
+        raise EnvironmentProblem(f"There was no worker to kill: {error}", fix=[f"mh logs {home}"]) from error
+    return victim.pid
 
 
 def _report(home: Path, seconds: float) -> dict[str, Any]:
-    events = _events(home)
+    events = read_run_events(home)
     runs = [event for event in events if isinstance(event, RunStarted)]
     resumed = [event for event in events if isinstance(event, Resumed)]
-    steps = [event.step for event in events if isinstance(event, StepDone)]
     evaluated = [event for event in events if isinstance(event, Evaluated)]
+    ledger = audit(events)
     return {
         "run_dir": str(home),
         "workers": [run.workers for run in runs],
         "slices": runs[-1].slices,
-        "steps": max(steps),
-        "steps_done_twice": len(steps) - len(set(steps)),
+        "steps": ledger.last_step,
+        "steps_done_twice": ledger.steps_lost,
+        "samples_lost": ledger.samples_lost,
+        "samples_repeated": ledger.samples_repeated,
+        "problems": ledger.problems,
+        "killed": _recovery(events),
         "stopped_and_resumed_at": resumed[-1].step,
         "examples_evaluated": evaluated[-1].rows,
         "accuracy": evaluated[-1].results["accuracy"],
@@ -113,14 +148,41 @@ def _report(home: Path, seconds: float) -> dict[str, Any]:
     }
 
 
+def _recovery(events: list[Event]) -> dict[str, Any]:
+    """The loss of the worker that was killed, and the first step that was committed without it."""
+    lost = next(event for event in events if isinstance(event, WorkerLost))
+    newer = next(one for one in events if isinstance(one, GenerationStarted) and one.time_s >= lost.time_s)
+    steps = sorted((event for event in events if isinstance(event, StepDone)), key=lambda step: step.time_s)
+    after = next(step for step in steps if generation_key(step.generation) >= generation_key(newer.generation))
+    return {
+        "pid": lost.pid,
+        "rank": lost.rank,
+        "reason": lost.reason,
+        "next_step": after.step,
+        "went_on_after_s": round(after.time_s - lost.time_s, 3),
+        "replaced": any(isinstance(one, GenerationStarted) and one.workers == 2 for one in _later(events, newer)),
+    }
+
+
+def _later(events: list[Event], than: Event) -> list[Event]:
+    return [event for event in events if event.time_s > than.time_s]
+
+
 def _told(report: dict[str, Any]) -> str:
-    first, second = report["workers"][0], report["workers"][-1]
+    first, second, killed = report["workers"][0], report["workers"][-1], report["killed"]
+    joined = "another joined" if killed["replaced"] else "another was starting when the run was stopped"
+    sound = "; ".join(report["problems"]) or (
+        f"{report['steps_done_twice']} steps done twice, {report['samples_lost']} samples lost, "
+        f"{report['samples_repeated']} repeated"
+    )
     return "\n".join(
         [
             "",
             f"What happened: {report['steps']} steps in {report['slices']} slices each, the first "
-            f"{report['stopped_and_resumed_at']} by {first} workers, the rest by {second}; "
-            f"{report['steps_done_twice']} steps done twice.",
+            f"{report['stopped_and_resumed_at']} by {first} workers, but for the one killed, the rest by {second}; "
+            f"{sound}.",
+            f"Killed: rank {killed['rank']} (pid {killed['pid']}). {killed['went_on_after_s']:.2f} s after that "
+            f"was seen, step {killed['next_step']} was committed without it; {joined}.",
             f"Held-out digits: {report['accuracy']:.2%} of {report['examples_evaluated']} right, each counted once.",
             f"It took {report['seconds']} s. Everything is in {report['run_dir']}:",
             f"  mh status {report['run_dir']}",

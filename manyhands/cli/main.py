@@ -20,9 +20,10 @@ from manyhands.spec.load import environment, nearest
 __all__ = ["COMMANDS", "cli", "main", "report"]
 
 COMMANDS = {
-    "demo": "Train on handwritten digits with 2 workers, stop, resume on 1, report.",
+    "demo": "Train on handwritten digits with 2 workers, kill one, stop, resume on 1, report.",
     "run": "Train: start workers for a script or module on this host.",
     "tune": "Find the fastest settings for a script on this machine, by measurement.",
+    "chaos": "Strike a script's run with random faults, and report how it came through.",
     "agent": "Lend this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
     "scale": "Ask a live elastic run for more or fewer workers.",

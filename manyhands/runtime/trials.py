@@ -37,7 +37,7 @@ from manyhands.runtime.trial_agent import Failed, Order, Wrote
 from manyhands.runtime.tuning import Choice, Gauge, Ground, Measured, Result, Trial
 from manyhands.spec.load import KEYS, TRIAL_VARIABLE, Resolved, environment, resolve
 
-__all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "tune", "tune_this_script"]
+__all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "ended_by_signals", "tune", "tune_this_script"]
 
 SECONDS = 3.0
 WAIT_S = 120.0
@@ -97,7 +97,7 @@ def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:
     resolved = resolve(flags=asked.flags, arguments=asked.arguments, environ=environ, config_file=asked.config_file)
     if place(resolved, environ).num_hosts > 1:
         raise UsageError("Tuning measures one host, and this run has several.", fix=["mh tune on one of them"])
-    with _ended_by_signals():
+    with ended_by_signals():
         first = _Trial(asked, {}, environ).run()
         if first.started is None or first.measured is None:
             raise first.error()
@@ -300,8 +300,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM unwinds the stack as Ctrl-C does, so that a trial's directory does not stay."""
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM unwinds the stack as Ctrl-C does, so that no process or directory of a trial stays."""
 
     def on_signal(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -40,13 +40,15 @@ __all__ = [
     "seat",
     "torchrun_defaults",
     "torchrun_task",
+    "under_chaos",
 ]
 
 CONFIG_VARIABLE = "MANYHANDS_CONFIG"
 KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
 PREFIX = "MANYHANDS_"
 TRIAL_VARIABLE = "MANYHANDS_TRIAL"
-RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE}
+CHAOS_VARIABLE = "MANYHANDS_CHAOS"
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE, CHAOS_VARIABLE}
 MAX_TEXT = 4096
 
 
@@ -335,6 +337,12 @@ def in_trial() -> bool:
     """Whether this worker only runs to be measured by `mh tune`: it may leave nothing behind."""
     environ = environment()
     return bool(environ.get(TRIAL_VARIABLE)) and seat(environ) is not None
+
+
+def under_chaos() -> bool:
+    """Whether `mh chaos` started this worker, and may tell it to hang."""
+    environ = environment()
+    return bool(environ.get(CHAOS_VARIABLE)) and seat(environ) is not None
 
 
 def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:

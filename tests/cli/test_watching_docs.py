@@ -1,4 +1,4 @@
-"""Every command and program in docs/watching.md and docs/tuning.md is taken as it stands."""
+"""Every command and program in docs/watching.md, docs/tuning.md and docs/chaos.md is taken as it stands."""
 
 import re
 import shlex
@@ -13,7 +13,8 @@ from manyhands.runtime.recorder import Recorder
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "watching.md").read_text()
 TUNING = (DOCS / "tuning.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + TUNING, re.S)
+CHAOS = (DOCS / "chaos.md").read_text()
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + TUNING + CHAOS, re.S)
 COMMANDS = re.findall(r"^(mh [^#\n]+)", "".join(BLOCKS), re.M)
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 

@@ -1,0 +1,1 @@
+"""Faults on purpose, against a real run, and what became of each."""

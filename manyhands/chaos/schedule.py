@@ -1,0 +1,48 @@
+"""Which faults strike, when, and whom: a pure function of the seed and the size of the run.
+
+The same arguments give the same schedule on every machine. Whether a fault finds its victim is another matter: the
+run is real, and a worker that should be killed may be dead already; see `strikes`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+__all__ = ["KINDS", "ON_WORKERS", "Fault", "Kind", "schedule"]
+
+Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ON_WORKERS: tuple[Kind, ...] = ("kill", "stop", "hang", "slow")
+
+LASTS_S = {"slow": 3.0, "disk": 3.0}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    number: int
+    at_s: float
+    """After the first committed step."""
+    kind: Kind
+    slot: int | None = None
+    """The place in the run of the worker that it strikes; None: it is not about one worker."""
+    lasts_s: float = 0.0
+    """0: it does not end by itself."""
+
+
+def schedule(
+    seed: int, *, mtbf_s: float, minutes: float, workers: int, kinds: Sequence[Kind] = KINDS
+) -> tuple[Fault, ...]:
+    """Faults with exponential gaps of mean `mtbf_s`, each kind and each worker as likely as any other."""
+    draw = random.Random(f"{seed} {mtbf_s:g} {minutes:g} {workers} {' '.join(sorted(kinds))}")
+    faults: list[Fault] = []
+    at_s = draw.expovariate(1.0 / mtbf_s)
+    while at_s < 60.0 * minutes:
+        kind, slot = draw.choice(sorted(kinds)), draw.randrange(workers)
+        victim = slot if kind in ON_WORKERS else None
+        faults.append(Fault(len(faults) + 1, round(at_s, 3), kind, victim, LASTS_S.get(kind, 0.0)))
+        at_s += draw.expovariate(1.0 / mtbf_s)
+    return tuple(faults)

@@ -1,0 +1,184 @@
+"""What a run's own record proves about it: every step committed once, every sample of an epoch taken once.
+
+Pure: events in, findings out. A step is known by the chief's `StepDone`. A chief that is killed takes up to a quarter
+of a second of them with it; such steps are counted as unrecorded, and are believed only where the positions of their
+neighbours say exactly which rows they took. Start reading at `audit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from manyhands.control.roster import parse_generation
+from manyhands.events import Event, GenerationStarted, Resumed, StepDone
+from manyhands.runtime.recorder import read_events
+
+__all__ = ["Ledger", "Rollback", "audit", "audit_run", "generation_key", "read_run_events"]
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    """Committed steps that were taken back, because the run began again from a checkpoint before them."""
+
+    to_step: int
+    steps: int
+    generation: str
+    """The first one that made them anew."""
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    last_step: int = 0
+    recorded: int = 0
+    """Steps up to the last one that are on record, each counted once."""
+    unrecorded: int = 0
+    """Steps that are not, but whose rows their neighbours account for."""
+    rollbacks: list[Rollback] = []
+    generations: int = 0
+    samples_lost: int = 0
+    samples_repeated: int = 0
+    """Within one epoch. Steps that were taken back count for neither."""
+    problems: list[str] = []
+    """What contradicts the promises, in words; empty: they were kept."""
+
+    @property
+    def steps_lost(self) -> int:
+        return sum(rollback.steps for rollback in self.rollbacks)
+
+
+def audit_run(run_dir: Path, *more: Path) -> Ledger:
+    """The ledger of a run directory. `more`: other files of the same events, such as the output of `mh run --json`."""
+    return audit(read_run_events(run_dir, *more))
+
+
+def read_run_events(run_dir: Path, *more: Path) -> list[Event]:
+    files = [*sorted((run_dir / "events").glob("*.jsonl")), *more]
+    return [event for file in files for event in read_events(file)]
+
+
+def audit(events: Iterable[Event]) -> Ledger:
+    """Check a run's events: `GenerationStarted` in the order of writing, the others in any."""
+    events = list(events)
+    ledger = Ledger()
+    known = _check_generations(events, ledger)
+    commits = _in_order([event for event in events if isinstance(event, StepDone)])
+    resumed = [event.step for event in events if isinstance(event, Resumed)]
+    lineage = _lineage(commits, resumed, ledger)
+    for commit in lineage:
+        if known and commit.generation and commit.generation not in known:
+            ledger.problems.append(f"step {commit.step} was committed in generation {commit.generation}, unannounced")
+    if lineage:
+        ledger.last_step, ledger.recorded = lineage[-1].step, len(lineage)
+        _check_start(lineage[0], resumed, ledger)
+        _check_samples(lineage, ledger)
+    return ledger
+
+
+def generation_key(generation: str) -> tuple[int, int]:
+    """Generations in their order. Records of earlier versions name none, which comes first."""
+    return parse_generation(generation) if generation else (0, 0)
+
+
+def _check_generations(events: Sequence[Event], ledger: Ledger) -> set[str]:
+    started = [event.generation for event in events if isinstance(event, GenerationStarted)]
+    known = set(started)
+    ledger.generations = len(known)
+    if sorted(known, key=generation_key) != list(dict.fromkeys(started)):
+        ledger.problems.append(f"generations did not grow: {' '.join(started)}")
+    return known
+
+
+def _in_order(commits: Sequence[StepDone]) -> list[StepDone]:
+    """By generation, and by the clock of its one chief. What two files tell of the same moment is told once."""
+    unique = {(commit.generation, commit.step, commit.time_s): commit for commit in commits}
+    return sorted(unique.values(), key=lambda commit: (generation_key(commit.generation), commit.time_s))
+
+
+def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger) -> list[StepDone]:
+    """The commits that the run's last state rests on; what was taken back, or done twice, goes into the ledger."""
+    lineage: list[StepDone] = []
+    for commit in commits:
+        if lineage and commit.step <= lineage[-1].step:
+            before = lineage[-1]
+            if commit.step - 1 not in resumed:
+                ledger.problems.append(
+                    f"step {commit.step} was committed in generation {commit.generation or '-'}, after step "
+                    f"{before.step} had been in generation {before.generation or '-'}"
+                )
+            else:
+                back = Rollback(commit.step - 1, before.step - commit.step + 1, commit.generation)
+                ledger.rollbacks.append(back)
+            while lineage and lineage[-1].step >= commit.step:
+                lineage.pop()
+        lineage.append(commit)
+    return lineage
+
+
+def _check_start(first: StepDone, resumed: Sequence[int], ledger: Ledger) -> None:
+    missing = first.step - 1
+    if missing and missing not in resumed:
+        if first.start == (0, missing * first.rows):
+            ledger.unrecorded += missing
+        else:
+            ledger.problems.append(f"the first step on record is {first.step}, and nothing says what came before")
+
+
+def _check_samples(lineage: Sequence[StepDone], ledger: Ledger) -> None:
+    sizes = _epoch_sizes(lineage)
+    for before, after in pairwise(lineage):
+        if before.start is None or after.start is None:
+            continue  # written by a version that did not say
+        missing = after.step - before.step - 1
+        if missing:
+            _check_gap(before, after, missing, sizes, ledger)
+        elif after.start[0] == before.start[0]:
+            _count(before.start[1] + before.rows, after.start[1], after.step, ledger)
+        elif after.start[0] == before.start[0] + 1:
+            _count(before.start[1] + before.rows, sizes[_call(before)], after.step, ledger)
+            _count(0, after.start[1], after.step, ledger)
+        else:
+            ledger.problems.append(f"step {after.step} went from epoch {before.start[0]} to {after.start[0]}")
+
+
+def _count(expected: int, found: int, step: int, ledger: Ledger) -> None:
+    if found > expected:
+        ledger.samples_lost += found - expected
+        ledger.problems.append(f"before step {step}, {found - expected} samples were never taken")
+    elif found < expected:
+        ledger.samples_repeated += expected - found
+        ledger.problems.append(f"step {step} took {expected - found} samples of this epoch again")
+
+
+def _call(commit: StepDone) -> int:
+    """The epoch that its call of `fit` began with: which data it trains on."""
+    return commit.start[0] - commit.epoch if commit.start is not None else 0
+
+
+def _epoch_sizes(lineage: Sequence[StepDone]) -> dict[int, int]:
+    """Rows of an epoch, by call: the farthest that any step of it reached."""
+    sizes: dict[int, int] = {}
+    for commit in lineage:
+        if commit.start is not None:
+            sizes[_call(commit)] = max(sizes.get(_call(commit), 0), commit.start[1] + commit.rows)
+    return sizes
+
+
+def _check_gap(before: StepDone, after: StepDone, missing: int, sizes: dict[int, int], ledger: Ledger) -> None:
+    """Whether steps that nobody recorded took exactly the rows between those of their neighbours."""
+    assert before.start is not None
+    epoch, row, size = before.start[0], before.start[1] + before.rows, sizes[_call(before)]
+    batch = max(before.rows, after.rows)
+    for _ in range(missing):
+        if row >= size:
+            epoch, row = epoch + 1, 0
+        row = min(row + batch, size)
+    expected = {(epoch, row), (epoch + 1, 0)} if row >= size else {(epoch, row)}
+    if after.start in expected:
+        ledger.unrecorded += missing
+    else:
+        ledger.problems.append(
+            f"steps {before.step + 1} to {after.step - 1} are on no record, and step {after.step} does not begin where "
+            f"they would have ended"
+        )

@@ -1,0 +1,105 @@
+"""Faults that last, against real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.chaos.strikes import Striker, Timeline, _limit_files
+from manyhands.runtime.deadlock import HANG_SIGNAL
+
+WRITER = """
+import sys
+for line in sys.stdin:
+    try:
+        with open(line.strip(), "w") as file:
+            file.write("text")
+        print("written", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+HANGS = """
+import threading, time
+from manyhands.runtime.deadlock import hang_when_told
+hang_when_told()
+def tick():
+    while True:
+        print("tick", flush=True)
+        time.sleep(0.01)
+threading.Thread(target=tick, daemon=True).start()
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", request.param]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def is_stopped(process: subprocess.Popen[str]) -> bool:
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
+def until(timeline: Timeline, process: subprocess.Popen[str], *, stopped: bool) -> None:
+    deadline = time.monotonic() + 10
+    while is_stopped(process) != stopped:
+        assert time.monotonic() < deadline
+        timeline.play()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("child", [WRITER], indirect=True)
+def test_a_slow_worker_is_stopped_and_let_go_by_turns_until_it_is_struck_for_good(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    timeline = Timeline()
+    striker = Striker(tmp_path, timeline, print)
+    striker._pause(child.pid, time.monotonic() + 60)
+    for stopped in (True, False, True):
+        until(timeline, child, stopped=stopped)
+    striker._doomed.add(child.pid)
+    time.sleep(0.15)
+    timeline.play()
+    assert is_stopped(child)
+
+
+@pytest.mark.parametrize("child", [WRITER], indirect=True)
+def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[str], tmp_path: Path) -> None:
+    def tries() -> str:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(f"{tmp_path}/file\n")
+        child.stdin.flush()
+        return child.stdout.readline().strip()
+
+    striker = Striker(tmp_path, Timeline(), print)
+    assert tries() == "written"
+    striker._limits[child.pid] = _limit_files(child.pid, 0)
+    assert tries() == "File too large"
+    striker._free_disk()
+    assert tries() == "written"
+
+
+@pytest.mark.parametrize("child", [HANGS], indirect=True)
+def test_a_worker_told_to_hang_lets_no_thread_run(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline() == "tick\n"
+    child.send_signal(HANG_SIGNAL)
+    os.set_blocking(child.stdout.fileno(), False)
+    time.sleep(0.3)
+    with suppress(BlockingIOError):  # what it said until the signal came
+        os.read(child.stdout.fileno(), 2**16)
+    time.sleep(0.3)
+    with pytest.raises(BlockingIOError):  # nothing since then, and no end
+        os.read(child.stdout.fileno(), 2**16)
