@@ -77,4 +77,4 @@ def test_without_room_for_shared_memory_a_run_says_so_and_uses_gloo(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ended at step 4" in done.stdout
-    assert "No 8.0 MB of memory to share between workers: File too large" in done.stderr
+    assert "No 4.0 MB of memory to share between workers: File too large" in done.stderr

@@ -150,12 +150,24 @@ def train_on_hosts(phase: str | None) -> dict[str, Any]:
     return train(phase, strategy="multi_worker")
 
 
+def train_in_many_slices(phase: str | None, strategy: str = "mirrored") -> dict[str, Any]:
+    return train(phase, slices=16, strategy=strategy)
+
+
 @pytest.mark.slow
 def test_slices_move_between_hosts(ranks: RankPool) -> None:
-    (alone,) = ranks(1, train, None)
-    results = ranks(4, train_on_hosts, "forward", flags={**FLAGS, "train.balance": True}, hosts=2, deadline_s=110.0)
+    (alone,) = ranks(1, train_in_many_slices, None)
+    results = ranks(
+        4,
+        train_in_many_slices,
+        "forward",
+        "multi_worker",
+        flags={**FLAGS, "train.balance": True},
+        hosts=2,
+        deadline_s=110.0,
+    )
     assert [result["weights"] == alone["weights"] for result in results] == [True] * 4
-    assert of_kind(results[0]["events"], Divided)[0].slices[0] > 2
+    assert of_kind(results[0]["events"], Divided)[0].slices[0] > 4
 
 
 @pytest.mark.slow
