@@ -36,6 +36,8 @@ HELP = {
     "accumulate": "Slices per worker and step, where --slices is not given.",
     "exact": "The same bits for every number of workers.",
     "clip_norm": "Scale the gradient down to this global norm when it is longer.",
+    "check_every": "Compare the workers' copies of the weights after every so many steps; 0: never.",
+    "audit": "Compute one slice of every step on two workers, and compare its gradients.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
     "elastic": "The least and the most workers, such as 2:8: they may come, go and die while the others train on.",

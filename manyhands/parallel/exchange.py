@@ -43,13 +43,19 @@ class Exchange:
         stop: int,
         buffers: StepBuffers,
         number: int,
+        note: Sequence[float] = (),
     ) -> None:
+        """`note` is whatever else a rank has to say; in one step as many numbers on each."""
         self._axis, self._gradients, self.shares = axis, gradients, shares
         self._stop, self._buffers, self._number = stop, buffers, number
         self._alone = axis.size == len(shares) == 1
         self._reports: list[Report] = []
         slots, self._width = max(map(len, shares)), buffers.numel
-        self._num_numbers = 2 + 2 * slots
+        self._note, self._is_moved = note, False
+        self._first = 2 + len(note)
+        self._num_numbers = self._first + 2 * slots
+        self.notes: list[Sequence[float]] = []
+        """Every rank's, after `finish`; none of a step that ranks were lost in."""
         self._length = self._num_numbers + slots * self._width
         self.posted = False
 
@@ -60,7 +66,7 @@ class Exchange:
         if self._alone:
             self._reports, self._changes = list(reports), changes
             return
-        numbers = [float(self._stop), float(len(changes))]
+        numbers = [float(self._stop), float(len(changes)), *self._note]
         for report in reports:
             numbers += [report.total, report.weight]
         self._carried = self._gradients.can_carry(8 * self._length)
@@ -83,8 +89,11 @@ class Exchange:
         if self._alone:
             return self._reports, self._stop, self._changes
         numbers = self._numbers()
+        if self._note and not self._is_moved:
+            self.notes = [row[2 : self._first] for row in numbers]
+        first = self._first
         reports = [
-            Report(numbers[rank][2 + 2 * i], numbers[rank][3 + 2 * i], self._statistics_of(rank, i))
+            Report(numbers[rank][first + 2 * i], numbers[rank][first + 1 + 2 * i], self._statistics_of(rank, i))
             for rank, share in enumerate(self.shares)
             for i in range(len(share))
         ]
@@ -96,7 +105,7 @@ class Exchange:
 
     def move(self, axis: Axis) -> None:
         """Some ranks of the step are lost: the others finish it."""
-        self._axis = axis
+        self._axis, self._is_moved = axis, True
 
     def is_whole(self, seat: int) -> bool:
         """Whether all that a lost rank's seat has to say is in its message: changed buffers themselves are not."""

@@ -45,6 +45,8 @@ class Trainer:
     compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
     those that the run has already finished return their recorded result at once.
 
+    `audit=True` has one slice of every step computed by two workers, and finds the one whose gradients are wrong.
+
     `tune=True`, in a script started by hand, does what `mh tune` does before it trains, and goes on with what was
     fastest, with several workers if that is it; nothing is changed that changes the maths. Under `mh run`, and so in
     the workers and trials that come of it, it does nothing.
@@ -66,6 +68,7 @@ class Trainer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         scheduler_every: str = "step",
         clip_norm: float | None = None,
+        audit: bool | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
         tune: bool = False,
@@ -79,6 +82,7 @@ class Trainer:
             "accumulate": accumulate,
             "exact": exact,
             "clip_norm": clip_norm,
+            "audit": audit,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)

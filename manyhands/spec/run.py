@@ -60,8 +60,14 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The same bits for every number of workers: one thread per slice, deterministic kernels."""
     clip_norm: float | None = None
     """Scale the gradient down to this global norm when it is longer."""
+    check_every: int = 100
+    """Compare the workers' copies of weights and states after every so many steps, and have weights in shared memory
+    watched for changes that no step made; 0: never."""
+    audit: bool = False
+    """Compute one slice of every step on two workers, and compare its gradients."""
 
     def __post_init__(self) -> None:
+        _at_least("train", "check_every", self.check_every, 0)
         _at_least("train", "slices", self.slices, 1)
         _at_least("train", "accumulate", self.accumulate, 1)
         if self.clip_norm is not None and not self.clip_norm > 0:
