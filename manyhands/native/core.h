@@ -114,11 +114,18 @@ struct mh_digest {
 void mh_digest_add(struct mh_digest *digest, const void *memory, size_t bytes);
 uint64_t mh_digest_end(const struct mh_digest *digest);
 
-/* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. Where `digests` is not
- * NULL it gets two numbers for each block of MH_BLOCK_BYTES of weights, in the order of the pieces: the digests of the
- * block's weights and states as they were found, and as they were left. */
+/* Which blocks of MH_BLOCK_BYTES of weights, counted over the pieces, an update takes digests of, together with their
+ * states: as it finds blocks `turn`, `turn + every`, ..., and as it leaves those one further on, which the next turn finds.
+ * `found` and `left` have a number for every block. */
+struct mh_watch {
+    uint64_t *found, *left;
+    uint64_t every, turn;
+};
+
+/* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. `watch` may be NULL. */
 int mh_update(const struct mh_update *update, const struct mh_piece *pieces, size_t num_pieces,
-              const void *const *sources, size_t num_sources, const int32_t *program, size_t length, uint64_t *digests);
+              const void *const *sources, size_t num_sources, const int32_t *program, size_t length,
+              const struct mh_watch *watch);
 
 /* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
  * values first, and holds afterwards what the codes do not tell. */

@@ -205,15 +205,14 @@ static PyObject *sum(PyObject *self, PyObject *args) {
 
 static PyObject *update(PyObject *self, PyObject *args) {
     struct program along;
-    struct memory how, pieces, sources;
-    unsigned long long digests;
+    struct memory how, pieces, sources, watch;
     int failed;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&K:update", to_memory, &how, to_memory, &pieces, to_memory, &sources, to_program,
-                          &along, &digests)) {
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:update", to_memory, &how, to_memory, &pieces, to_memory, &sources, to_program,
+                          &along, to_memory, &watch)) {
         return NULL;
     }
     size_t num_pieces = pieces.bytes / sizeof(struct mh_piece), num_addresses = sources.bytes / sizeof(void *);
-    if (how.bytes != sizeof(struct mh_update) || pieces.bytes % sizeof(struct mh_piece) ||
+    if (how.bytes != sizeof(struct mh_update) || (watch.bytes && watch.bytes != sizeof(struct mh_watch)) || pieces.bytes % sizeof(struct mh_piece) ||
         (num_pieces && (num_addresses == 0 || num_addresses % num_pieces))) {
         PyErr_SetString(PyExc_ValueError, "an update is a struct, pieces are structs, each with as many sources");
         return NULL;
@@ -221,7 +220,7 @@ static PyObject *update(PyObject *self, PyObject *args) {
     if (num_pieces == 0) return PyLong_FromLong(0);
     Py_BEGIN_ALLOW_THREADS
     failed = mh_update(how.start, pieces.start, num_pieces, sources.start, num_addresses / num_pieces, along.steps,
-                       along.length, (uint64_t *)(uintptr_t)digests);
+                       along.length, watch.bytes ? watch.start : NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
 }
@@ -285,7 +284,7 @@ static PyMethodDef methods[] = {
     {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
-    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, digests or 0): gradients to new weights"},
+    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or nothing): gradients to new weights"},
     {"digest", digest, METH_VARARGS, "digest(address, bytes): what memory holds, in one number"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
     {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},

@@ -148,13 +148,14 @@ static uint64_t digest_of(const float *w, const float *const *states, size_t cou
 }
 
 int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t num_pieces, const void *const *sources,
-              size_t num_sources, const int32_t *program, size_t length, uint64_t *digests) {
+              size_t num_sources, const int32_t *program, size_t length, const struct mh_watch *watch) {
     static const struct vector_ops *v;
     if (v == NULL) v = ops_for_this_cpu();
     if (u->optimizer < 0 || u->optimizer >= MH_NUM_OPTIMIZERS) return MH_BAD_ARGUMENT;
     if (mh_check_program(program, length, num_sources)) return MH_BAD_ARGUMENT;
     unsigned char *memory = malloc((2 + MH_MAX_DEPTH) * MH_BLOCK_BYTES);
     if (memory == NULL) return MH_NO_MEMORY;
+    uint64_t number = 0;
     struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
     for (size_t i = 0; i < num_pieces; i++) {
         const void *const *rows = sources + i * num_sources;
@@ -163,9 +164,14 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
             mh_sum_block(block.g, rows, start * sizeof(float), program, length, block.count, MH_F32,
                          memory + 2 * MH_BLOCK_BYTES);
             place_block(&pieces[i], start, &block);
-            if (digests != NULL) *digests++ = digest_of(block.w, block.from, block.count);
+            if (watch != NULL && number % watch->every == watch->turn) {
+                watch->found[number] = digest_of(block.w, block.from, block.count);
+            }
             update_block(v, u, &block);
-            if (digests != NULL) *digests++ = digest_of(block.to, (const float *const *)block.state, block.count);
+            if (watch != NULL && number % watch->every == (watch->turn + 1) % watch->every) {
+                watch->left[number] = digest_of(block.to, (const float *const *)block.state, block.count);
+            }
+            number++;
         }
     }
     free(memory);

@@ -392,9 +392,9 @@ class Fused:
 _ONE_SOURCE = struct.pack("i", 0)
 
 
-def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes, digests: int = 0) -> None:
-    """`digests` is the address of two numbers per block of weights, which native fills; 0: nobody wants them."""
-    code = library.update(how, pieces, sources, program, digests)
+def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes, watch: bytes = b"") -> None:
+    """`watch` is `struct mh_watch` of core.h, or nothing."""
+    code = library.update(how, pieces, sources, program, watch)
     if code:
         raise MemoryError("no memory for an update") if code == library.NO_MEMORY else AssertionError(code)
 

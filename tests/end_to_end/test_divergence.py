@@ -57,7 +57,7 @@ def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_t
 def test_shared_weights_that_something_changed_restart_the_run_from_before(
     tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
 ) -> None:
-    code, weights, err = run(tmp_path, "-n", "2", *elastic, fault="weight")
+    code, weights, err = run(tmp_path, "-n", "2", "--check-every", "1", *elastic, fault="weight")
     assert code == 0, err
     assert "0.weight, or a state that the optimizer keeps for it, changed" in err
     assert events(tmp_path, Resumed)[-1].step < 7
