@@ -52,6 +52,19 @@ def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_t
     assert weights == undisturbed
 
 
+@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:3")], ids=["static", "elastic"])
+def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
+) -> None:
+    code, weights, err = run(tmp_path, "-n", "3", "--plane", "gloo", "--check-every", "1", *elastic, fault="weight")
+    assert code == 0, err
+    (found,) = events(tmp_path, CopiesDiverged)
+    assert (found.step, found.ranks, found.healed) == (7, [1], True)
+    assert re.search(r"the weights or states of rank 1 on \S+ \(pid \d+\) were not those of the others", err)
+    assert not events(tmp_path, Resumed)
+    assert weights == undisturbed
+
+
 @pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 @pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")], ids=["static", "elastic"])
 def test_shared_weights_that_something_changed_restart_the_run_from_before(

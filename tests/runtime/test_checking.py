@@ -202,3 +202,43 @@ def test_a_script_that_writes_to_shared_weights_is_found_out(
     for error, step in ranks(2, train_scribbling, optimizer, flags={"train.check_every": every}):
         assert error.startswith("0.weight, or a state") and "trainer.editing()" in error
         assert step <= latest
+
+
+def loop_of_their_own(flipping: int) -> dict[str, Any]:
+    hands = mh.join(slices=6)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(12, 4)
+    model, _ = hands.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    flipped = False
+    for x, y in hands.batches(data(), batch_size=24, steps=12):
+        if hands.steps_done == 6 and hands.rank == flipping and not flipped:
+            flip(model.weight.data)  # in the middle of a step, before it computes anything
+            flipped = True
+        hands.backward(torch.nn.functional.cross_entropy(model(x), y))
+        hands.step()
+    events = list(hands._worker.session.events)
+    weights = {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+    return {"weights": weights, "moments": {}, "told": events}
+
+
+def test_a_loop_of_ones_own_is_healed_too(ranks: RankPool) -> None:
+    every_step = {**OVER_GLOO, "train.check_every": 1}
+    undisturbed = ranks(3, loop_of_their_own, -1, flags=every_step)
+    results = ranks(3, loop_of_their_own, 1, flags=every_step)
+    (diverged,) = told(results[0], CopiesDiverged)
+    assert (diverged.step, diverged.ranks, diverged.healed) == (7, [1], True), "the step after it looks again"
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    assert all(not told(result, CopiesDiverged) for result in undisturbed)
+
+
+@needs_native
+@pytest.mark.slow
+def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankPool) -> None:
+    on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
+    undisturbed = ranks(6, train, None, flags=on_hosts, hosts=3, deadline_s=180.0)
+    results = ranks(6, train, (3, 6, "weight"), flags=on_hosts, hosts=3)
+    (diverged,) = told(results[0], CopiesDiverged)
+    assert (diverged.step, diverged.ranks, diverged.healed) == (6, [2, 3], True), "both workers of the second host"
+    assert all(same(result, undisturbed[0]) for result in results)
+    for result in ranks(4, train, (3, 6, "state"), flags=on_hosts, hosts=2):
+        assert result["error"].startswith("Diverged: After step 6 "), "two hosts are two copies"
