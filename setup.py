@@ -4,7 +4,7 @@ from setuptools import Extension, setup
 
 native = Extension(
     "manyhands.native._native",
-    [f"manyhands/native/{name}.c" for name in ("codec", "module", "plane", "sum", "update")],
+    [f"manyhands/native/{name}.c" for name in ("codec", "digest", "module", "plane", "sum", "update")],
     depends=["manyhands/native/core.h", "manyhands/native/vector_ops.h"],
     # Nothing is fused but what says so: every CPU gives the same bits. Nobody reads errno after a square root.
     extra_compile_args=[

@@ -12,6 +12,8 @@
     ├── TrainingFailed               1  the training code failed
     │   ├── BadLoss                     a loss that is not a scalar, or has no gradient
     │   ├── NonFinite                   NaN or infinity in a loss or a parameter
+    │   │   └── Diverged                copies of the weights that differ, gradients that are wrong: numbers, not code
+    │   ├── MemoryChanged               weights that workers share were changed by something other than a step
     │   └── DataFetchFailed             the dataset raised while a slice was fetched
     ├── CheckpointError              3
     │   ├── CheckpointCorrupt           truncated, flipped bits, missing files
@@ -39,10 +41,12 @@ __all__ = [
     "ClusterError",
     "DataError",
     "DataFetchFailed",
+    "Diverged",
     "EnvironmentProblem",
     "GaveUp",
     "JoinRefused",
     "ManyhandsError",
+    "MemoryChanged",
     "NonFinite",
     "PeerLost",
     "PeerTimeout",
@@ -121,6 +125,14 @@ class BadLoss(TrainingFailed):
 
 
 class NonFinite(TrainingFailed):
+    pass
+
+
+class Diverged(NonFinite):
+    """Like those above it, and unlike a lost worker, nothing that a restart by itself would put right."""
+
+
+class MemoryChanged(TrainingFailed):
     pass
 
 

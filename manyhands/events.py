@@ -13,6 +13,7 @@ import msgspec
 __all__ = [
     "CheckpointFailed",
     "CheckpointSaved",
+    "CopiesDiverged",
     "Divided",
     "EpochDone",
     "Evaluated",
@@ -28,6 +29,7 @@ __all__ = [
     "Warned",
     "WorkerLost",
     "WorkerStarted",
+    "WrongGradientFound",
     "decode",
     "encode",
     "encode_lines",
@@ -189,6 +191,32 @@ class WorkerLost(_Event, frozen=True):
     collateral: bool = False
 
 
+class CopiesDiverged(_Event, frozen=True):
+    """Copies of weights and states that should be equal were not."""
+
+    step: int
+    """The last committed one."""
+    workers: list[str]
+    """Whose copy is not that of most; where nobody can tell, all in question."""
+    ranks: list[int]
+    healed: bool
+    """They have a right worker's state now; else the run stops."""
+    agreed_step: int
+    """When they were last found to agree."""
+
+
+class WrongGradientFound(_Event, frozen=True):
+    """A slice was computed by two workers, and its gradients were not the same."""
+
+    step: int
+    slice: int
+    workers: list[str]
+    """Who was wrong; where nobody can tell, both."""
+    ranks: list[int]
+    replaced: bool
+    """The worker ends and the others finish the step; else the run stops."""
+
+
 class Warned(_Event, frozen=True):
     text: str
 
@@ -216,6 +244,8 @@ Event = (
     | CheckpointFailed
     | Resumed
     | WorkerLost
+    | CopiesDiverged
+    | WrongGradientFound
     | Warned
     | RunEnded
 )

@@ -8,6 +8,8 @@ which thread, is `writer`'s business. Start reading at `commit`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from manyhands.checkpoint.layout import (
     LATEST,
     MANIFEST,
     MODEL,
+    SET_ASIDE,
     STATE,
     FileEntry,
     Manifest,
@@ -51,6 +54,7 @@ __all__ = [
     "commit",
     "refuse_non_finite",
     "refuse_stale",
+    "set_aside",
     "sweep",
     "write_shard",
 ]
@@ -229,12 +233,15 @@ def _finite(part: Tensor) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
-def collect_garbage(root: Path, keep_last: int, best: Best | None, files: Files) -> list[str]:
+def collect_garbage(
+    root: Path, keep_last: int, best: Best | None, files: Files, trusted_step: int | None = None
+) -> list[str]:
     """Remove what need not be kept; call it only after a newer commit. What it cannot read stays. Returns warnings."""
     try:
         with files.locked(root):
             committed = [(found.path, found.manifest) for found in scan(root) if found.manifest]
-            for index in expendable([manifest.results for _, manifest in committed], keep_last, best):
+            trusted = [trusted_step is not None and manifest.step <= trusted_step for _, manifest in committed]
+            for index in expendable([manifest.results for _, manifest in committed], keep_last, best, trusted):
                 gone, manifest = committed[index]
                 trash = root / temp_name(manifest.step)
                 # Out of sight first: a half-removed directory must never look like a damaged checkpoint.
@@ -243,6 +250,24 @@ def collect_garbage(root: Path, keep_last: int, best: Best | None, files: Files)
     except (OSError, CheckpointSaveFailed) as error:
         return [f"Old checkpoints in {root} could not be removed: {error}."]
     return []
+
+
+def set_aside(root: Path, after_step: int, files: Files) -> None:
+    """Rename checkpoints of later steps, so that nobody takes them for one. What they hold stays, for whoever looks."""
+    with files.locked(root):
+        for found in scan(root):
+            if found.name.step > after_step:
+                files.rename(found.path, _free_path(found.path.with_name(f"{found.path.name}{SET_ASIDE}")))
+        files.sync_directory(root)
+        left = next((found for found in scan(root) if found.manifest), None)
+        if left is not None:
+            sealed = hashlib.sha256((left.path / MANIFEST).read_bytes()).hexdigest()
+            _point_latest(root, left.path.name, sealed, files)
+
+
+def _free_path(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def sweep(root: Path, files: Files) -> None:

@@ -5,6 +5,7 @@
         state.json                           everything that is not a tensor
         MANIFEST.json                        what there must be, with sizes and SHA-256; sealed with its own SHA-256
     <root>/step-00001800.2/                  the same step saved once more, later
+    <root>/step-00001800.set-aside/          its weights may be wrong; nobody resumes from it
     <root>/step-00001800.tmp-<uuid>/         being written, or being removed; never a checkpoint
     <root>/LATEST                            name and manifest digest of the last commit; a hint for people and scripts
 
@@ -31,6 +32,7 @@ __all__ = [
     "LATEST",
     "MANIFEST",
     "MODEL",
+    "SET_ASIDE",
     "STATE",
     "FileEntry",
     "Manifest",
@@ -52,6 +54,7 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST, STATE, LATEST = "MANIFEST.json", "state.json", "LATEST"
+SET_ASIDE = ".set-aside"
 MODEL = "model/"
 """Tensors under this prefix are the model's: fingerprinted, refused when not finite, and exported."""
 

@@ -41,9 +41,16 @@ def parse_best(text: str | None) -> Best | None:
     )
 
 
-def expendable(results: Sequence[Mapping[str, float]], keep_last: int, best: Best | None) -> list[int]:
-    """Indices that may be removed, given each checkpoint's results, newest first. Never 0, the newest."""
+def expendable(
+    results: Sequence[Mapping[str, float]], keep_last: int, best: Best | None, trusted: Sequence[bool] = ()
+) -> list[int]:
+    """Indices that may be removed, given each checkpoint's results, newest first. Never 0, the newest.
+
+    Nor the newest of those that are `trusted`: should later ones turn out to be wrong, it is where a run goes on.
+    """
     kept = set(range(max(1, keep_last)))
+    if True in trusted:
+        kept.add(list(trusted).index(True))
     if best is not None and (index := best.pick(results)) is not None:
         kept.add(index)
     return [index for index in range(len(results)) if index not in kept]

@@ -100,6 +100,8 @@ class CheckpointWriter:
         self._keep_last, self._best = keep_last, parse_best(keep_best)
         self._verify, self._max_shard_bytes = verify, max_shard_bytes
         self._files = files or Files()
+        self.trusted_step: int | None = None
+        """Keep one checkpoint of this step or before, whatever else is kept: workers were last known to agree then."""
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -214,7 +216,8 @@ class CheckpointWriter:
                 for index, names in enumerate(plan, start=1)
             ]
             done = commit(draft, facts, state_json, shards, self._files, hashes=self._verify)
-        warnings = done.warnings + collect_garbage(self._root, self._keep_last, self._best, self._files)
+        trusted = self.trusted_step
+        warnings = done.warnings + collect_garbage(self._root, self._keep_last, self._best, self._files, trusted)
         return SaveResult(step=snapshot.step, path=done.path, num_bytes=done.manifest.num_bytes, warnings=warnings)
 
     def _failure(self, step: int, needed: int, error: Exception) -> CheckpointSaveFailed:

@@ -40,6 +40,8 @@ HELP = {
     "straggler_factor": "Name a worker that takes more than this many times as long as the others.",
     "straggler_steps": "Steps over which workers are compared.",
     "manage_gc": "Collect Python's garbage between steps, on all workers at once, and never inside one.",
+    "check_every": "Compare the workers' copies of the weights after every so many steps; 0: never.",
+    "audit": "Compute one slice of every step on two workers, and compare its gradients.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
     "elastic": "The least and the most workers, such as 2:8: they may come, go and die while the others train on.",

@@ -143,7 +143,8 @@ class Axis:
             # Gloo knows no bool, bf16 arithmetic or 8-bit floats; a broadcast moves bytes and needs none.
             raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=device)
             self._broadcast(raw, source, f"{name} ({dtype})")
-            _scatter_back(flat, group)
+            if self.rank != source:  # whose tensors may be in use, and must not seem changed
+                _scatter_back(flat, group)
 
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
         options = _broadcast_options(source)

@@ -1,6 +1,7 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
  * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
- * of gradients into new weights, `codec.c` makes fp32 smaller. Start reading at mh_all_reduce. */
+ * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed. Start reading
+ * at mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 
@@ -102,9 +103,29 @@ struct mh_piece {
     float *state[MH_MAX_STATES];
 };
 
-/* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. */
+/* What memory holds, in one number. Start with zeros; a whole is what was added, one after the other, in whole rows of
+ * lanes: a last row that is short counts as one with zeros behind it. */
+#define MH_DIGEST_LANES 16
+
+struct mh_digest {
+    uint64_t sums[MH_DIGEST_LANES], places[MH_DIGEST_LANES], bytes;
+};
+
+void mh_digest_add(struct mh_digest *digest, const void *memory, size_t bytes);
+uint64_t mh_digest_end(const struct mh_digest *digest);
+
+/* Which blocks of MH_BLOCK_BYTES of weights, counted over the pieces, an update takes digests of, together with their
+ * states: as it finds blocks `turn`, `turn + every`, ..., and as it leaves those one further on, which the next turn finds.
+ * `found` and `left` have a number for every block. */
+struct mh_watch {
+    uint64_t *found, *left;
+    uint64_t every, turn;
+};
+
+/* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. `watch` may be NULL. */
 int mh_update(const struct mh_update *update, const struct mh_piece *pieces, size_t num_pieces,
-              const void *const *sources, size_t num_sources, const int32_t *program, size_t length);
+              const void *const *sources, size_t num_sources, const int32_t *program, size_t length,
+              const struct mh_watch *watch);
 
 /* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
  * values first, and holds afterwards what the codes do not tell. */

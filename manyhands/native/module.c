@@ -205,14 +205,14 @@ static PyObject *sum(PyObject *self, PyObject *args) {
 
 static PyObject *update(PyObject *self, PyObject *args) {
     struct program along;
-    struct memory how, pieces, sources;
+    struct memory how, pieces, sources, watch;
     int failed;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&:update", to_memory, &how, to_memory, &pieces, to_memory, &sources, to_program,
-                          &along)) {
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&:update", to_memory, &how, to_memory, &pieces, to_memory, &sources, to_program,
+                          &along, to_memory, &watch)) {
         return NULL;
     }
     size_t num_pieces = pieces.bytes / sizeof(struct mh_piece), num_addresses = sources.bytes / sizeof(void *);
-    if (how.bytes != sizeof(struct mh_update) || pieces.bytes % sizeof(struct mh_piece) ||
+    if (how.bytes != sizeof(struct mh_update) || (watch.bytes && watch.bytes != sizeof(struct mh_watch)) || pieces.bytes % sizeof(struct mh_piece) ||
         (num_pieces && (num_addresses == 0 || num_addresses % num_pieces))) {
         PyErr_SetString(PyExc_ValueError, "an update is a struct, pieces are structs, each with as many sources");
         return NULL;
@@ -220,9 +220,20 @@ static PyObject *update(PyObject *self, PyObject *args) {
     if (num_pieces == 0) return PyLong_FromLong(0);
     Py_BEGIN_ALLOW_THREADS
     failed = mh_update(how.start, pieces.start, num_pieces, sources.start, num_addresses / num_pieces, along.steps,
-                       along.length);
+                       along.length, watch.bytes ? watch.start : NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
+}
+
+static PyObject *digest(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    Py_ssize_t bytes;
+    struct mh_digest whole = {0};
+    if (!PyArg_ParseTuple(args, "Kn:digest", &address, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_digest_add(&whole, (const void *)(uintptr_t)address, (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(mh_digest_end(&whole));
 }
 
 static PyObject *int8_encode(PyObject *self, PyObject *args) {
@@ -273,7 +284,8 @@ static PyMethodDef methods[] = {
     {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
-    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program): gradients to new weights"},
+    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or nothing): gradients to new weights"},
+    {"digest", digest, METH_VARARGS, "digest(address, bytes): what memory holds, in one number"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
     {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},
     {"bf16_add", bf16_add, METH_VARARGS, "bf16_add(halves, values, count)"},

@@ -120,14 +120,16 @@ static void rmsprop(const struct vector_ops *v, const struct mh_update *u, struc
 static void (*const optimizers[MH_NUM_OPTIMIZERS])(const struct vector_ops *, const struct mh_update *, struct block *) = {
     sgd, adam, adagrad, rmsprop};
 
-static void update_block(const struct vector_ops *v, const struct mh_update *u, const struct mh_piece *piece,
-                         size_t start, struct block *b) {
+static void place_block(const struct mh_piece *piece, size_t start, struct block *b) {
     b->w = piece->w + start;
     b->to = piece->to + start;
     for (size_t i = 0; i < MH_MAX_STATES; i++) {
         b->from[i] = piece->from[i] == NULL ? NULL : piece->from[i] + start;
         b->state[i] = piece->state[i] == NULL ? NULL : piece->state[i] + start;
     }
+}
+
+static void update_block(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
     /* In torch's order: divide out weights and loss scale, clip, turn round. Each is rounded. */
     if (u->factor != 1) v->scale(b->g, b->g, u->factor, b->count);
     if (u->clip != 1) v->scale(b->g, b->g, u->clip, b->count);
@@ -135,14 +137,25 @@ static void update_block(const struct vector_ops *v, const struct mh_update *u, 
     optimizers[u->optimizer](v, u, b);
 }
 
+/* Of the weights and states in a block, which are in the nearest cache. */
+static uint64_t digest_of(const float *w, const float *const *states, size_t count) {
+    struct mh_digest digest = {0};
+    mh_digest_add(&digest, w, count * sizeof(float));
+    for (size_t i = 0; i < MH_MAX_STATES; i++) {
+        if (states[i] != NULL) mh_digest_add(&digest, states[i], count * sizeof(float));
+    }
+    return mh_digest_end(&digest);
+}
+
 int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t num_pieces, const void *const *sources,
-              size_t num_sources, const int32_t *program, size_t length) {
+              size_t num_sources, const int32_t *program, size_t length, const struct mh_watch *watch) {
     static const struct vector_ops *v;
     if (v == NULL) v = ops_for_this_cpu();
     if (u->optimizer < 0 || u->optimizer >= MH_NUM_OPTIMIZERS) return MH_BAD_ARGUMENT;
     if (mh_check_program(program, length, num_sources)) return MH_BAD_ARGUMENT;
     unsigned char *memory = malloc((2 + MH_MAX_DEPTH) * MH_BLOCK_BYTES);
     if (memory == NULL) return MH_NO_MEMORY;
+    uint64_t number = 0;
     struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
     for (size_t i = 0; i < num_pieces; i++) {
         const void *const *rows = sources + i * num_sources;
@@ -150,7 +163,15 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
             block.count = pieces[i].count - start < BLOCK ? pieces[i].count - start : BLOCK;
             mh_sum_block(block.g, rows, start * sizeof(float), program, length, block.count, MH_F32,
                          memory + 2 * MH_BLOCK_BYTES);
-            update_block(v, u, &pieces[i], start, &block);
+            place_block(&pieces[i], start, &block);
+            if (watch != NULL && number % watch->every == watch->turn) {
+                watch->found[number] = digest_of(block.w, block.from, block.count);
+            }
+            update_block(v, u, &block);
+            if (watch != NULL && number % watch->every == (watch->turn + 1) % watch->every) {
+                watch->left[number] = digest_of(block.to, (const float *const *)block.state, block.count);
+            }
+            number++;
         }
     }
     free(memory);

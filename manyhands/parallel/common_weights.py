@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
-from manyhands.errors import TrainingFailed
+from manyhands.errors import MemoryChanged, TrainingFailed
 from manyhands.parallel.shared_gradients import SharedGradients
 
 __all__ = ["CommonWeights", "Kept"]
@@ -47,7 +47,9 @@ class CommonWeights:
         self._flat, self._params = gradients.flat, gradients.params
         self._place = {id(param): place for place, param in enumerate(self._params)}
         self._weights = self._keep("weights")
+        self._alarm = self._allot("alarm", 4096)
         self._current = 0
+        self._watch_every, self._names = 0, list[str]()
         self._versions: list[int] | None = None
 
     def _allot(self, name: str, num_bytes: int) -> Segment:
@@ -124,6 +126,32 @@ class CommonWeights:
             raise TrainingFailed(
                 "Weights were changed outside of a step, but the workers of this host share them.",
                 fix=["with trainer.editing() as model: ..., on every worker"],
+            )
+
+    # ---- behind our back ----
+
+    def watch(self, every: int, names: Sequence[str]) -> None:
+        """What an update left in memory must be there in the next; else `MemoryChanged`, on every rank.
+
+        With 1 all of it is looked at each time; with more, so seldom, or so much less of it; with 0, nothing ever.
+        """
+        self._watch_every, self._names = every, list(names)
+
+    def _raise_alarm(self, place: int) -> None:
+        """This parameter, or a state of it, is not what the last update left. All learn it when they meet."""
+        self._alarm.buffer[:8] = (place + 1).to_bytes(8, "little")
+
+    def _look_for_alarm(self) -> None:
+        """After everybody's part of the update, before it counts."""
+        place = int.from_bytes(self._alarm.buffer[:8], "little") - 1
+        if place >= 0:
+            raise MemoryChanged(
+                f"{self._names[place]}, or a state that the optimizer keeps for it, changed in shared memory after the "
+                "last update, and no step did it.",
+                fix=[
+                    "with trainer.editing() as model: ..., for weights and states that are changed by hand",
+                    "a test of this machine's memory, where nothing changes them",
+                ],
             )
 
     @contextmanager

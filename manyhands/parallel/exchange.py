@@ -72,14 +72,20 @@ class Exchange:
         note: Note,
         buffers: StepBuffers,
         number: int,
+        hashes: Sequence[float] = (),
     ) -> None:
+        """`hashes` tell of this rank's copy of the weights, in steps where copies are compared; as many on each."""
         self._axis, self._gradients, self.shares = axis, gradients, shares
         self._note, self._buffers, self._number = note, buffers, number
         self.moved = False
         self._alone = axis.size == len(shares) == 1
         self._reports: list[Report] = []
         slots, self._width = max(map(len, shares)), buffers.numel
-        self._num_numbers = _SLICES_AT + 2 * slots
+        self._hashes = hashes
+        self._first = _SLICES_AT + len(hashes)
+        self._num_numbers = self._first + 2 * slots
+        self.hashes: list[Sequence[float]] = []
+        """Every rank's, after `finish`; none of a step that ranks were lost in."""
         self._length = self._num_numbers + slots * self._width
         self.posted = False
 
@@ -91,7 +97,7 @@ class Exchange:
             self._reports, self._changes = list(reports), changes
             return
         note = self._note
-        numbers = [float(note.stop), float(len(changes)), float(note.collect), *note.times]
+        numbers = [float(note.stop), float(len(changes)), float(note.collect), *note.times, *self._hashes]
         for report in reports:
             numbers += [report.total, report.weight]
         self._carried = self._gradients.can_carry(8 * self._length)
@@ -113,8 +119,11 @@ class Exchange:
         if self._alone:
             return Heard(self._reports, self._note.stop, self._note.collect, (), self._changes)
         numbers = self._numbers()
+        if self._hashes and not self.moved:
+            self.hashes = [row[_SLICES_AT : self._first] for row in numbers]
+        first = self._first
         reports = [
-            Report(row[_SLICES_AT + 2 * i], row[_SLICES_AT + 2 * i + 1], self._statistics_of(rank, i))
+            Report(row[first + 2 * i], row[first + 2 * i + 1], self._statistics_of(rank, i))
             for rank, (row, share) in enumerate(zip(numbers, self.shares, strict=True))
             for i in range(len(share))
         ]

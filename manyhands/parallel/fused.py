@@ -19,9 +19,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from manyhands.native import library, why_not
 
-__all__ = ["MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
+__all__ = ["BLOCK", "MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
 
 MAX_STATES = 3
+BLOCK = 2048
+"""Elements of weights that native updates at a time, and has digests of: MH_BLOCK_BYTES of core.h."""
 # Below so many elements each, handing work to a thread takes longer than it saves.
 WORTH_A_THREAD = 2**17
 Group = Mapping[str, Any]
@@ -390,8 +392,9 @@ class Fused:
 _ONE_SOURCE = struct.pack("i", 0)
 
 
-def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes) -> None:
-    code = library.update(how, pieces, sources, program)
+def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes, watch: bytes = b"") -> None:
+    """`watch` is `struct mh_watch` of core.h, or nothing."""
+    code = library.update(how, pieces, sources, program, watch)
     if code:
         raise MemoryError("no memory for an update") if code == library.NO_MEMORY else AssertionError(code)
 

@@ -34,6 +34,7 @@ from manyhands.comm.plane_axis import PlaneAxis
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.parallel.common_weights import CommonWeights
+from manyhands.parallel.fingerprint import fingerprint
 from manyhands.parallel.flat import lay_out
 from manyhands.parallel.shared_gradients import SharedGradients
 
@@ -92,6 +93,8 @@ class OwnedWeights(CommonWeights):
         owner = owners([param.nbytes if id(param) in updated else 0 for param in self._params], plane.world)
         self._mine = {place for place, rank in enumerate(owner) if rank == plane.rank}
         self._states: dict[tuple[int, str], Tensor] = {}
+        self._updates, self._left = 0, dict[int, int]()
+        """Fingerprints of this rank's tensors, where the last update took them."""
         self._adopt()  # before weights move: where there is not enough memory, nothing has changed yet
         self._settle()
         # Whoever loads states replaces them.
@@ -114,6 +117,9 @@ class OwnedWeights(CommonWeights):
     def apply(self) -> None:
         """Update this rank's own tensors; then wait for the others, and hear which states they have made."""
         total = self._total if self._total is not None else self._gradients.total()
+        for place, left in self._left.items():
+            if self._fingerprint(place) != left:
+                self._raise_alarm(place)
         mine = [place for place in self._gradients.present if place in self._mine]
         grads = [total[place] for place in mine]
         for factor in self._factors:
@@ -127,7 +133,19 @@ class OwnedWeights(CommonWeights):
         told = self._axis.all_gather_bytes("new weights", self._tell_new_states(mine))
         if any(told):
             self._share([state for text in told if text for state in msgspec.json.decode(text, type=list[_State])])
+        self._look_for_alarm()
+        self._updates += 1
+        due = self._watch_every and self._updates % self._watch_every == 0
+        self._left = {place: self._fingerprint(place) for place in self._mine} if due else {}
         self._note_versions()
+
+    def _fingerprint(self, place: int) -> int:
+        states = [(name, value) for _, name, value in self._states_of([place])]
+        return fingerprint([("", self._params[place]), *states])
+
+    def accept(self) -> None:
+        super().accept()
+        self._left = {}
 
     # ---- the optimizer's states ----
 
@@ -168,6 +186,7 @@ class OwnedWeights(CommonWeights):
         """Move states that every rank has alike into shared memory; all write the same there, so none need wait."""
         found = self._states_of(range(len(self._params)))
         self._make_room([_describe(*state) for state in found])
+        self._left = {}
         for place, name, value in found:
             self._optimizer.state[self._params[place]][name] = self._states[place, name].copy_(value)
 

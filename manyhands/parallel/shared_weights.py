@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,15 @@ from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.common_weights import CommonWeights
-from manyhands.parallel.fused import Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
+from manyhands.parallel.fingerprint import fingerprint
+from manyhands.parallel.fused import BLOCK, Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
 from manyhands.parallel.shared_gradients import SharedGradients
 
 __all__ = ["SharedWeights", "shareable"]
 
 _LINE_FLOATS = 16
+# To look at every block takes as long as half of an update; at one of sixteen, less than a hundredth of a step.
+MOST_BLOCKS_PER_LOOK = 16
 
 
 def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
@@ -40,6 +44,14 @@ def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
     if any(id(param) not in known for group in optimizer.param_groups for param in group["params"]):
         return "the optimizer has parameters that are not the model's, or are frozen"
     return ""
+
+
+class _Table(NamedTuple):
+    """A rank's pieces of a batch and their gradients, as native takes them."""
+
+    pieces: bytes
+    sources: bytes
+    num_blocks: int
 
 
 class SharedWeights(CommonWeights):
@@ -59,13 +71,17 @@ class SharedWeights(CommonWeights):
         super().__init__(gradients, optimizer, plane, memory, copies=copies)
         # All memory first: where there is not enough, nothing has changed yet.
         self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
+        self._left: dict[int, Tensor] = {}
+        """By group of parameters, digests of blocks of this rank's part as the last update left them."""
+        self._turn = 0
         self._in_optimizer = [self._place[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._settle(current)
         self._fused = Fused(optimizer, self._state)
-        self._tables: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+        self._tables: dict[tuple[object, ...], _Table] = {}
 
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
         """Memory for a state of the optimizer. Fresh memory is zero, and other ranks may be updating theirs already."""
+        self._left.clear()
         if name not in self._states:
             self._states[name] = self._keep(f"state {name}")
         segment, views = self._states[name][self._current]
@@ -108,20 +124,67 @@ class SharedWeights(CommonWeights):
     def apply(self) -> None:
         """Sum this rank's part of the gradients and update its part of the weights; then wait for the others."""
         self._batches = self._fused.plan_step(self._numbers())
-        self.finish_for(self._plane.rank)
+        left = self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
+        self._look_for_alarm()
+        self._left, self._turn = left, (self._turn + 1) % self._blocks_per_look
         self._fused.step_taken(self._batches)
         self._flip()
         self._note_versions()
 
-    def finish_for(self, rank: int) -> None:
-        """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip."""
+    def finish_for(self, rank: int) -> dict[int, Tensor]:
+        """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip.
+
+        Where weights are watched: what it leaves, by group.
+        """
+        left: dict[int, Tensor] = {}
         for batch in self._batches:
             how = self._fused.how(batch, self._factor, self._clip)
             program = _SUMMED if self._summed else self._gradients.program
-            run_update(how, *self._table(batch, rank), program)
+            table = self._table(batch, rank)
+            if not (self._watch_every and rank == self._plane.rank and self._fused.is_whole_group(batch)):
+                run_update(how, table.pieces, table.sources, program)
+                continue
+            every, turn = self._blocks_per_look, self._turn
+            digests = torch.zeros(2, table.num_blocks, dtype=torch.int64)
+            watch = struct.pack("4Q", digests[0].data_ptr(), digests[1].data_ptr(), every, turn)
+            run_update(how, table.pieces, table.sources, program, watch)
+            self._compare(batch, digests[0])
+            left[batch.group] = digests[1]
         if self._copies > 1:
             self._carry_over(rank)
+        return left
+
+    @property
+    def _blocks_per_look(self) -> int:
+        """Of so many blocks one is looked at in each update, another one each time."""
+        return min(self._watch_every, MOST_BLOCKS_PER_LOOK) or 1
+
+    def _compare(self, batch: Batch, found: Tensor) -> None:
+        before = self._left.get(batch.group)
+        if before is None or torch.equal(before, found):
+            return
+        block = int((before != found).nonzero()[0])
+        blocks = [
+            range(low, min(low + BLOCK, stop))
+            for start, stop in self._stretches(batch, self._plane.rank)
+            for low in range(start, stop, BLOCK)
+        ]
+        places = [self._in_optimizer[number] for number in batch.members]
+        overlaps = [(place, *self._overlap(place, blocks[block])) for place in places]
+        self._raise_alarm(next(place for place, low, high in overlaps if low < high))
+
+    def accept(self) -> None:
+        super().accept()
+        self._left.clear()
+
+    def digest_of_part(self) -> int:
+        """Of this rank's part of weights and states, to compare with what other hosts have."""
+        part = self._part_of(self._plane.rank)
+        kept = {"weights": self._weights, **dict(sorted(self._states.items()))}
+        return fingerprint(
+            (name, _stretch(copies[self._current].segment, part.start, part.stop)) for name, copies in kept.items()
+        )
 
     def _flip(self) -> None:
         if self._copies == 1:
@@ -138,6 +201,7 @@ class SharedWeights(CommonWeights):
     def move(self, plane: Plane) -> None:
         super().move(plane)
         self._tables.clear()  # parts are others now
+        self._left.clear()
 
     @property
     def _next(self) -> int:
@@ -161,7 +225,7 @@ class SharedWeights(CommonWeights):
         there = set(present)
         return [number for number, place in enumerate(self._in_optimizer) if place in there]
 
-    def _table(self, batch: Batch, rank: int) -> tuple[bytes, bytes]:
+    def _table(self, batch: Batch, rank: int) -> _Table:
         """A rank's pieces of the batch and their gradients. A group's are kept as long as the rows are the same."""
         if not self._fused.is_whole_group(batch):
             return self._make_table(batch, rank)
@@ -170,7 +234,7 @@ class SharedWeights(CommonWeights):
             self._tables[key] = self._make_table(batch, rank)
         return self._tables[key]
 
-    def _make_table(self, batch: Batch, rank: int) -> tuple[bytes, bytes]:
+    def _make_table(self, batch: Batch, rank: int) -> _Table:
         names = self._fused.state_names(batch.members[0])
         kept = [self._weights, *(self._states[name] if name is not None else None for name in names)]
         old, new = ([k[i].segment.address if k else 0 for k in kept] for i in (self._current, self._next))
@@ -182,7 +246,8 @@ class SharedWeights(CommonWeights):
             pieces.append(Piece(stop - start, old_w, new_w, tuple(olds), tuple(news)))
             at = 4 * start
             sources += [self._gradients.total_address(at)] if self._summed else self._gradients.addresses(at)
-        return pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources)
+        num_blocks = sum(-(-piece.numel // BLOCK) for piece in pieces)
+        return _Table(pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources), num_blocks)
 
     def _stretches(self, batch: Batch, rank: int) -> list[tuple[int, int]]:
         """A rank's part of the batch's parameters, in elements; neighbours in one piece, with the gap between."""

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from manyhands.data.batches import Batches, Step
-from manyhands.errors import PeerLost, Preempted
+from manyhands.errors import MemoryChanged, PeerLost, Preempted
 from manyhands.events import EpochDone
+from manyhands.parallel.divergence import CopiesDiffer, WrongGradient
+from manyhands.runtime.checking import Checking
 from manyhands.runtime.hooks import EarlyStop
 from manyhands.runtime.regroup import Arrival, Regrouping
 from manyhands.runtime.saving import Saver
@@ -54,6 +56,7 @@ class Fit:
         self._trainer, self._training, self._make_batches = trainer, training, make_batches
         self._saver, self._regrouping, self._settings = saver, regrouping, settings
         self._worker, self._hooks, self._garbage = training.worker, training.hooks, training.garbage
+        self._checking = Checking(training, saver, regrouping)
         self._batches: Batches | None = make_batches()
         self.total_steps = self._batches.total_steps
         self._announced = 0
@@ -68,9 +71,12 @@ class Fit:
                 self._save("first checkpoint", required=True)
             self._loop()
             self._worker.end_trial()
+            self._checking.at_end()
             self._save("end of fit")
         except BaseException as raised:
             error = raised
+            if isinstance(raised, MemoryChanged):
+                self._checking.distrust_last()
             raise
         finally:
             self._garbage.end()
@@ -133,7 +139,10 @@ class Fit:
         going_on = False
         while True:
             try:
-                stats = engine.resume_step() if going_on else self._first_try(step)
+                stats = self._compute(step, going_on)
+            except CopiesDiffer as differ:
+                self._settle(differ)
+                return None
             except PeerLost as lost:
                 arrival = self._recover(lost)
                 if arrival.received:  # others have committed it
@@ -147,6 +156,22 @@ class Fit:
             else:
                 self._commit(step, stats)
                 return stats
+
+    def _compute(self, step: Step, going_on: bool) -> StepStats:
+        engine = self._training.engine
+        try:
+            return engine.resume_step() if going_on else self._first_try(step)
+        except WrongGradient as wrong:
+            raise self._checking.expose(wrong) from None
+
+    def _settle(self, differ: CopiesDiffer) -> None:
+        """Whoever is lost meanwhile: copies are compared again when the step is done again."""
+        self._regrouping.division = ""
+        try:
+            self._checking.settle(differ)
+        except PeerLost as lost:
+            self._recover(lost)
+        self._close_batches()
 
     def _first_try(self, step: Step) -> StepStats:
         return self._training.engine.train_step(step, stop=self._wish(step.number), collect=self._garbage.wanted)

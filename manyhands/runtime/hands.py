@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.batches import Batches, Piece, Step
-from manyhands.errors import PeerLost, Preempted, UsageError
+from manyhands.errors import MemoryChanged, PeerLost, Preempted, SpecError, UsageError
 from manyhands.events import Logged
+from manyhands.parallel.divergence import CopiesDiffer
 from manyhands.runtime import evaluating
+from manyhands.runtime.checking import Checking
 from manyhands.runtime.fitting import LEAVE, REGROUP, SAVE
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
@@ -105,6 +107,12 @@ class Hands:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hand over model, optimizer and LR scheduler (stepped once per update); all get the chief's weights."""
+        if self._worker.resolved.spec.train.audit:
+            raise SpecError(
+                "audit computes a slice once more, and only mh.Trainer knows how: in a loop of your own, you do.",
+                where="audit",
+                fix=["audit = false", "mh.Trainer"],
+            )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
         self._run.ready(resume=False)
@@ -140,6 +148,7 @@ class Hands:
         self._make_batches = lambda: run.batches(source, size, epochs, steps)
         self._batches = self._make_batches()
         self._saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
+        self._checking = Checking(training, self._saver, run.regrouping)
         if not joined:
             run.announce("batches", self._batches.total_steps)
         with run.regrouping.listening(self._regrouped):
@@ -148,6 +157,7 @@ class Hands:
                     self._save("first checkpoint", required=True)
                 yield from self._slices()
                 self._worker.end_trial()
+                self._checking.at_end()
                 self._save("end of batches")
             except GeneratorExit:  # the loop was left by `break`
                 self._worker.end_trial()
@@ -367,6 +377,12 @@ class Hands:
                 if self._lost is not None:
                     raise self._lost
                 stats = training.engine.end_step()
+            except MemoryChanged:
+                self._checking.distrust_last()
+                raise
+            except CopiesDiffer as differ:
+                self._settle(differ)
+                return False
             except PeerLost as lost:
                 self._lost = None
                 arrival = self._recover(lost)
@@ -389,6 +405,15 @@ class Hands:
                 self._known_run.regrouping.step_done()
                 self._after_step(step, stats)
                 return True
+
+    def _settle(self, differ: CopiesDiffer) -> None:
+        """Have the step begin anew, with copies that are the same."""
+        self._anew, self._known_run.regrouping.division = True, ""
+        try:
+            self._checking.settle(differ)
+        except PeerLost as lost:
+            self._recover(lost)
+        self._close_batches()
 
     def _after_step(self, step: Step, stats: StepStats) -> None:
         assert self._saver is not None

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from manyhands.comm.axis import Axis
 from manyhands.control.session import Session
 from manyhands.errors import PeerLost
 from manyhands.runtime.worker import Worker
@@ -27,7 +28,7 @@ from manyhands.strategies.replicated import Mapped
 if TYPE_CHECKING:
     from manyhands.runtime.training import Training
 
-__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide"]
+__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide", "take_shared"]
 
 # While there is no coordinator, changes wait, and so does a worker that has lost its group.
 NEXT_GROUP_S = 600.0
@@ -245,37 +246,49 @@ class Regrouping:
         )
 
     def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
-        axis, training = self._worker.axis, self.training
-        sends = axis.rank == source
-        tensors: dict[str, Tensor] = {}
-        data = b""
-        if sends:
-            assert training is not None
-            tensors, data = _packed(training)
-        data = axis.all_gather_bytes("state", data)[source]
-        state = msgspec.msgpack.decode(data, type=_State)
-        if not sends:
-            tensors = {one.name: _empty(one) for one in state.tensors if one.at is None}
-        axis.broadcast_([tensors[one.name] for one in state.tensors if one.at is None], "state", source=source)
+        training = self.training
+        take = take_shared(self._worker.axis, training, source, with_hooks=not self._has_state)
         if receives:  # no collective from here on: a state is taken whole or not at all
             assert training is not None
-            self._take(training, state, tensors, standing)
+            training.engine.attach(standing.mapped)
+            take()
+            self._operation, self.division, self._has_state = 0, "", True
 
-    def _take(self, training: Training, state: _State, tensors: dict[str, Tensor], standing: Standing) -> None:
-        fresh = not self._has_state
-        training.engine.attach(standing.mapped)
+
+def take_shared(
+    axis: Axis, training: Training | None, source: int, *, with_hooks: bool = False, from_shared_memory: bool = True
+) -> Callable[[], None]:
+    """Have everybody see the state of rank `source`. What is returned makes this worker take it over.
+
+    With `from_shared_memory`, which ranks of one host have in common, tensors that lie there are not sent.
+    """
+    sends = axis.rank == source
+    tensors: dict[str, Tensor] = {}
+    data = b""
+    if sends:
+        assert training is not None
+        tensors, data = _packed(training, from_shared_memory)
+    state = msgspec.msgpack.decode(axis.all_gather_bytes("state", data)[source], type=_State)
+    if not sends:
+        tensors = {one.name: _empty(one) for one in state.tensors if one.at is None}
+    axis.broadcast_([tensors[one.name] for one in state.tensors if one.at is None], "state", source=source)
+
+    def take() -> None:
+        assert training is not None
         for one in state.tensors:
             if one.at is not None:
                 tensors[one.name] = training.engine.shared_tensor(one.at, one.shape, one.stride)
         training.slices = state.slices
-        training.take(state.parts, tensors, with_hooks=fresh)
+        training.take(state.parts, tensors, with_hooks=with_hooks)
         training.last_stats = StepStats(**state.stats)
-        self._operation, self.division, self._has_state = 0, "", True
+
+    return take
 
 
-def _packed(training: Training) -> tuple[dict[str, Tensor], bytes]:
+def _packed(training: Training, from_shared_memory: bool) -> tuple[dict[str, Tensor], bytes]:
     tensors, parts = training.parts()
-    shapes = [_shape(name, one, training.engine.where(one)) for name, one in tensors.items()]
+    where = training.engine.where if from_shared_memory else lambda tensor: None
+    shapes = [_shape(name, one, where(one)) for name, one in tensors.items()]
     last = training.last_stats
     stats = {} if last is None else {name: getattr(last, name) for name in ("grad_norm", "skipped", "stop", "lr")}
     known = {"loss": last.loss if last else 0.0, "rows": last.rows if last else 0, **stats}

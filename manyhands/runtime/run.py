@@ -151,6 +151,8 @@ class Run:
                 f"fp16 on this CPU takes {factor:.0f} times as long as fp32 in a {operation}; "
                 'precision="bf16" needs no loss scaling and is usually faster here.'
             )
+        if spec.train.audit and worker.most_workers == 1:
+            worker.warn("audit compares the gradients of two workers, and this run has one.")
         pacing = Pacing(spec.train, worker.world_size)
         engine = Replicated(
             Axis(0, 1) if joining else worker.axis,
@@ -160,6 +162,9 @@ class Run:
             clip_norm=spec.train.clip_norm,
             bucket_bytes=spec.comm.bucket_bytes,
             reducer=spec.comm.reducer,
+            check_every=spec.train.check_every,
+            audit_seed=spec.run.seed if spec.train.audit else None,
+            exact=spec.train.exact,
             sharing=None if joining else worker.sharing,
             network=lambda: worker.network,
             tell=worker.warn,

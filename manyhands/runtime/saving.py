@@ -16,6 +16,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from manyhands.checkpoint.commit import set_aside
+from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.layout import Manifest
 from manyhands.checkpoint.reader import Loaded, load, newest_valid, scan
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
@@ -97,6 +99,23 @@ class Saver:
         if required and failed:
             raise failed[-1]
 
+    def set_aside(self, after_step: int) -> str:
+        """Have nobody resume from checkpoints of later steps; the newest that is left, or nothing. On the chief alone.
+
+        In a trial there are none.
+        """
+        if self._writer is None:
+            return ""
+        self._writer.close(timeout_s=600.0)  # what is being written has a place in this, too
+        self._tell(self._writer.poll())
+        root = self._worker.run_dir / "checkpoints"
+        set_aside(root, after_step, Files())
+        newest = newest_valid(root)
+        if newest is None:
+            return ""
+        self._worker.session.committed(newest.step, str(newest.path))
+        return str(newest.path)
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close(timeout_s=600.0)
@@ -124,6 +143,7 @@ class Saver:
             slices=training.slices,
             results=dict(progress.results),
         )
+        self._writer.trusted_step = progress.agreed if training.engine.compares_copies else None
         self._last_s = time.monotonic()
         self._blocked_s = self._last_s - start
         self._writer.save(snapshot, wait=wait)

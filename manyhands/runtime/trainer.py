@@ -45,6 +45,8 @@ class Trainer:
     compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
     those that the run has already finished return their recorded result at once.
 
+    `audit=True` has one slice of every step computed by two workers, and finds the one whose gradients are wrong.
+
     `tune=True`, in a script started by hand, does what `mh tune` does before it trains, and goes on with what was
     fastest, with several workers if that is it; nothing is changed that changes the maths. Under `mh run`, and so in
     the workers and trials that come of it, it does nothing.
@@ -67,6 +69,7 @@ class Trainer:
         scheduler_every: str = "step",
         clip_norm: float | None = None,
         balance: bool | None = None,
+        audit: bool | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
         tune: bool = False,
@@ -81,6 +84,7 @@ class Trainer:
             "exact": exact,
             "clip_norm": clip_norm,
             "balance": balance,
+            "audit": audit,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)

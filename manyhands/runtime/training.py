@@ -57,6 +57,8 @@ class Progress(msgspec.Struct):
     epoch_loss: float = 0.0
     epoch_rows: int = 0
     """Sums for the mean training loss of the epoch under way."""
+    agreed: int = 0
+    """The last step after which the workers' copies of the state were known to be the same."""
     results: dict[str, float] = {}
     """The newest results, which decide what the best checkpoint is."""
 
@@ -98,6 +100,8 @@ class Training:
             stats.seconds["gc"] = self.garbage.collect()
         progress, after = self.progress, step.after
         progress.step, progress.epoch, progress.row = step.number, after.epoch, after.row
+        if stats.agreed:
+            progress.agreed = step.number - 1
         now = time.perf_counter()
         took_s, self._done_at = now - self._done_at, now
         self._step_s = took_s if not self._step_s else self._step_s + SMOOTHING * (took_s - self._step_s)
@@ -234,6 +238,7 @@ class Training:
         self._check_identity(loaded.state["identity"])
         check_model(loaded.manifest, self._weights()[0])
         self.take(loaded.state, loaded.tensors, with_hooks=True)
+        self.progress.agreed = self.progress.step  # everybody has what the chief has read
 
     def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool) -> None:
         """Become what `parts` told of."""

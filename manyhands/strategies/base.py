@@ -61,6 +61,8 @@ class StepStats:
     grad_norm: float | None = None
     skipped: bool = False
     """An fp16 overflow: the loss scale was lowered and the weights were left alone."""
+    agreed: bool = False
+    """The workers' copies of the state before this step were compared, and are the same."""
     stop: int = 0
     """The largest of what the workers passed in as `stop`."""
     collect: bool = False

@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16, Codec, Int8
 from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFailed
+from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
 from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.coded_gradients import CodedGradientSum
 from manyhands.parallel.common_weights import CommonWeights
+from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
+from manyhands.parallel.fingerprint import fingerprint, states_of
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
@@ -105,12 +108,19 @@ class Replicated:
         clip_norm: float | None,
         bucket_bytes: int,
         reducer: str = "exact",
+        check_every: int = 0,
+        audit_seed: int | None = None,
+        exact: bool = False,
         foreign: ForeignState | None = None,
         sharing: Sharing | None = None,
         network: Callable[[], Axis] | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`sharing` is given where ranks share memory; `network` is then an axis that does without."""
+        """`sharing` is given where ranks share memory; `network` is then an axis that does without.
+
+        After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
+        With `audit_seed` a slice of every step is computed twice, and must come out the same: to the bit if `exact`.
+        """
         self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
         self._codec = _CODECS[reducer]() if reducer != "exact" else None
@@ -118,6 +128,9 @@ class Replicated:
         # What a codec is for is a network; memory that is shared needs none.
         self._sharing = sharing if self._codec is None else None
         self._network, self._tell = network or (lambda: axis), tell
+        self._check_every, self._redone = check_every, 0
+        tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
+        self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
         self._summed: GradientSum | SharedGradients | None = None
         self._weights: Update | None = None
@@ -136,6 +149,11 @@ class Replicated:
                 f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
                 "with the next.",
                 fix=['reducer="exact" or "bf16"', "another optimizer"],
+            )
+        if self._audit is not None and _wants_closure(optimizer):
+            raise TrainingFailed(
+                f"{type(optimizer).__name__} evaluates the loss several times per step; audit compares one evaluation.",
+                fix=["audit=False", "another optimizer"],
             )
         if not joining:
             self.synchronise()
@@ -241,6 +259,8 @@ class Replicated:
             gradients.close()
             raise
         self._summed = gradients
+        if isinstance(self._weights, CommonWeights):
+            self._weights.watch(self._check_every, self._trained_names())
 
     def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
         if self._codec is None:
@@ -286,7 +306,9 @@ class Replicated:
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
         """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
         self._axis, self._sharing, self._layout = axis, sharing if self._codec is None else None, None
-        self._times = NO_TIMES
+        self._times, self._redone = NO_TIMES, 0
+        if self._audit is not None:
+            self._audit.cancel()
         if self._summed is None:
             return
         if isinstance(self._summed, SharedGradients) and sharing is not None and sharing.slots is not None:
@@ -337,6 +359,40 @@ class Replicated:
         self._summed.take_seat(seat)
         self._mine, self._reports = self._exchange.shares[seat], []
 
+    # Copies that should be the same.
+
+    @property
+    def compares_copies(self) -> bool:
+        return self._check_every > 0 and self._axis.size > 1
+
+    def hashes(self) -> Hashes:
+        """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
+        shared = self._weights if isinstance(self._weights, CommonWeights) else None
+        seeds = {seed.data_ptr() for seed in self._foreign.seeds}
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
+        own = [
+            (name, one)
+            for name, one in [*weights, *states_of(self._optimizer, names)]
+            if one.data_ptr() not in seeds and (shared is None or shared.where(one) is None)
+        ]
+        groups = [[v for v in group.values() if isinstance(v, int | float)] for group in self._optimizer.param_groups]
+        scale = self._precision.scale.state() if self._precision.scale else None
+        of_host = shared.digest_of_part() if isinstance(shared, SharedWeights) and self._ranks_per_copy else 0
+        return Hashes(fingerprint(own, [groups, scale]), of_host)
+
+    @property
+    def _ranks_per_copy(self) -> int:
+        """How many ranks look at each host's weights, where there are several hosts that share them."""
+        return self._sharing.plane.world if self._sharing is not None and self._sharing.across is not None else 0
+
+    def compare(self, told: Sequence[Hashes]) -> None:
+        """`CopiesDiffer` on every rank, unless these, of all ranks, are the same."""
+        found = verdict(told, self._ranks_per_copy)
+        if not found.agrees:
+            self._redone += 1  # whoever is lost when the step is done again must not seem to have done its part
+            raise CopiesDiffer(found)
+
     # The step, and its parts for those who write their own loop.
 
     def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
@@ -355,7 +411,8 @@ class Replicated:
         self.backward(piece, result)
         self.phases.mark("backward")
 
-    def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> None:
+    def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False, within: bool = False) -> None:
+        """With `within`, weights have changed since the step before: copies are compared at steps' ends only."""
         waits, divided = self._gradients.waits, self.shares(step.num_slices)
         self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
         self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
@@ -368,13 +425,17 @@ class Replicated:
             self._summed.stamp = self._stamp(step.number)
         self._gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
+        if self._audit is not None:
+            self._audit.begin(step.number, shares)
+        due = self.compares_copies and (step.number - 1) % self._check_every == 0 and not within
+        hashes = self.hashes().numbers() if due else ()
         note = Note(stop, collect, self._times)
-        self._exchange = Exchange(self._axis, self._gradients, shares, note, self._buffers, step.number)
+        self._exchange = Exchange(self._axis, self._gradients, shares, note, self._buffers, step.number, hashes)
 
     def _stamp(self, number: int) -> bytes:
         """What marks this step's gradients: of this number, divided as this group of ranks does."""
         generation = self._sharing.generation if self._sharing is not None else ""
-        return hashlib.blake2s(f"{generation} {number}".encode(), digest_size=STAMP_BYTES).digest()
+        return hashlib.blake2s(f"{generation} {number} {self._redone}".encode(), digest_size=STAMP_BYTES).digest()
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
@@ -404,18 +465,43 @@ class Replicated:
         self._gradients.before_backward(place)
         if place == self._mine[-1]:
             self._exchange.post(self._reports)  # travels while backward runs
+        audited = self._audit is not None and self._audit.is_mine(place, self._axis.rank)
         try:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            with self._audit.watching(self._gradients.params) if audited and self._audit else nullcontext():
+                scaled.backward()  # type: ignore[no-untyped-call]
             self._gradients.after_backward(place)
         finally:
             self._buffers.put_back()
 
+    def _compute_again(self) -> None:
+        """The slice that is audited, for its gradients alone: after this rank's own, whose gradients are put away."""
+        assert self._audit is not None and self._audit.appointment is not None and self._loss_fn is not None
+        place = self._audit.appointment.place
+        piece = self._step.slice(next(v for v, number in self._place.items() if number == place))
+        self._buffers.enter(place)
+        try:
+            with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+                result = self._loss_fn(self._model, piece.batch)
+            _, _, scaled = self._weigh(piece, result)
+            self._buffers.leave(-1)  # whatever it made of the buffers, another rank tells
+            with self._audit.watching(self._gradients.params):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._buffers.put_back()
+            for param in self._gradients.params:
+                param.grad = None
+
     def end_step(self) -> StepStats:
         """Sum, update, and only then let go of what was before: whatever fails until then has changed nothing."""
         stats = StepStats(loss=math.nan, rows=self._step.rows)
+        if not self._exchange.posted:  # no slice of its own
+            self._exchange.post(())
+        if self._audit is not None:
+            self._audit.compare(self._axis, self._compute_again)
         reduced = self._reduce()
         stats.loss, stats.bytes_sent = reduced.loss, self._gradients.bytes_sent
         stats.stop, stats.collect, stats.times = reduced.heard.stop, reduced.heard.collect, reduced.heard.times
+        stats.agreed = bool(self._exchange.hashes)
         self.phases.mark("reduce")
         self._scale_gradients(reduced, stats)
         if not stats.skipped:
@@ -515,11 +601,12 @@ class Replicated:
         stats = StepStats(loss=math.nan, rows=step.rows)
 
         def closure() -> float:
-            self.begin_step(step, stop=stop, collect=collect)
+            self.begin_step(step, stop=stop, collect=collect, within=not math.isnan(stats.loss))
             for piece in pieces:
                 self.backward(piece, self._forward(piece))
             reduced = self._reduce()
             stats.stop, stats.collect = reduced.heard.stop, reduced.heard.collect
+            stats.agreed = stats.agreed or bool(self._exchange.hashes)
             self._scale_gradients(reduced, stats)
             self._take_over(reduced, stats)
             if math.isnan(stats.loss):
@@ -549,6 +636,8 @@ class Replicated:
             self._exchange.post(())
         self._gradients.finish()
         heard = self._exchange.finish()
+        if self._exchange.hashes:
+            self.compare([Hashes.of(numbers) for numbers in self._exchange.hashes])
         reports = heard.reports
         if isinstance(self._summed, SharedGradients) and not self.shares_weights:
             self._summed.collect()
@@ -578,6 +667,7 @@ class Replicated:
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
+        self._redone = 0
         self._buffers.commit([report.statistics for report in reduced.heard.reports])
         self._buffers.apply_first_changes(reduced.heard.changes)
         if self._precision.scale:

@@ -13,6 +13,7 @@ import torch
 from checkpoint_cases import leftovers, must_save, save, snapshot, whole_step, writer
 
 from manyhands.checkpoint import newest_valid, take_snapshot_tensors
+from manyhands.checkpoint.commit import set_aside
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.retention import expendable, parse_best
 from manyhands.errors import SpecError
@@ -199,6 +200,31 @@ def test_keep_best_knows_its_direction(text, best):
 def test_keep_best_without_a_direction_is_refused(text):
     with pytest.raises(SpecError, match="keep_best"):
         parse_best(text)
+
+
+def test_a_trusted_one_stays_however_many_come_after_it(tmp_path):
+    hand = writer(tmp_path, keep_last=2)
+    for step, trusted in ((0, 0), (5, 0), (10, 0), (15, 0), (20, 12)):
+        hand.trusted_step = trusted
+        hand.save(snapshot(step), wait=True)
+    assert steps(tmp_path) == [10, 15, 20]
+    assert hand.close(1.0)
+
+
+def test_what_is_set_aside_is_no_checkpoint_any_more_but_is_still_there(tmp_path):
+    for step in (5, 10, 15):
+        must_save(tmp_path, step)
+    set_aside(tmp_path, 7, Files())
+    assert whole_step(tmp_path) == 5
+    assert (tmp_path / "LATEST").read_text().startswith("step-00000005 ")
+    assert sorted(path.name for path in tmp_path.glob("*.set-aside")) == [
+        "step-00000010.set-aside",
+        "step-00000015.set-aside",
+    ]
+    must_save(tmp_path, 10)
+    set_aside(tmp_path, 7, Files())
+    assert (tmp_path / "step-00000010.set-aside.2").is_dir()
+    assert whole_step(tmp_path) == 5
 
 
 def test_the_newest_is_never_expendable():

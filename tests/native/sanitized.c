@@ -90,15 +90,24 @@ static void update_all(size_t count, int two_copies, size_t num_sources) {
         piece.state[i] = memory[(two_copies ? 5 : 1) + i];
     }
     const void *sources[] = {memory[8], memory[9], memory[10]};
+    size_t num_blocks = (bytes + MH_BLOCK_BYTES - 1) / MH_BLOCK_BYTES;
+    uint64_t *found = calloc(num_blocks, sizeof(uint64_t)), *left = calloc(num_blocks, sizeof(uint64_t));
+    struct mh_watch all = {.found = found, .left = left, .every = 1};
     for (int optimizer = 0; optimizer < MH_NUM_OPTIMIZERS; optimizer++) {
         for (int32_t flags = 0; flags < 8; flags++) {
             struct mh_update how = {.optimizer = optimizer, .first = flags & 1, .nesterov = flags >> 1 & 1, .maximize = 1,
                                     .extra = flags >> 2, .factor = 0.5f, .clip = 0.5f, .step_size = -0.1f,
                                     .weight_decay = 0.1f, .shrink = 0.9f, .momentum = 0.9f, .gradient_share = 0.6f,
                                     .second_keep = 0.9f, .second_share = 0.1f, .root_divisor = 0.5f, .eps = 0.1f};
-            CHECK(mh_update(&how, &piece, 1, sources, num_sources, program, num_sources == 1 ? 1 : 5) == 0);
+            size_t length = num_sources == 1 ? 1 : 5;
+            CHECK(mh_update(&how, &piece, 1, sources, num_sources, program, length, NULL) == 0);
+            CHECK(mh_update(&how, &piece, 1, sources, num_sources, program, length, &all) == 0);
+            uint64_t before = num_blocks ? left[num_blocks - 1] : 0;
+            CHECK(mh_update(&how, &piece, 1, sources, num_sources, program, length, &all) == 0);
+            if (num_blocks && !two_copies) CHECK(found[num_blocks - 1] == before);
         }
     }
+    free(found), free(left);
     for (size_t i = 0; i < 11; i++) free(memory[i]);
 }
 

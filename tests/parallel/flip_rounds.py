@@ -80,6 +80,7 @@ def rank(number: int, memory: HostMemory, say: int) -> None:
 
     rows = SharedGradients(params, plane, ask)
     weights = SharedWeights(rows, optimizer, plane, ask, copies=2)
+    weights.watch(1, ["first", "second", "third"])
     os.write(say, b"up\n")
     step = 0
     try:
@@ -117,6 +118,7 @@ def allot_everything(memory: HostMemory) -> None:
     for name in ("weights", "state exp_avg", "state exp_avg_sq"):
         for copy in range(2):
             sizes[f"{name}, copy {copy}"] = 4 * 260_000
+    sizes["alarm"] = 4096
     memory.allot("plane", Plane.num_bytes(2), 2)
     for name, num_bytes in sizes.items():
         OFFSETS[name] = memory.allot(name, num_bytes)
