@@ -128,8 +128,8 @@ class NonFinite(TrainingFailed):
     pass
 
 
-class Diverged(NonFinite):
-    """Like those above it, and unlike a lost worker, nothing that a restart by itself would put right."""
+class Diverged(TrainingFailed):
+    """Two copies of the weights differ, and nothing tells which is right: a restart would not either."""
 
 
 class MemoryChanged(TrainingFailed):

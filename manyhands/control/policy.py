@@ -18,6 +18,8 @@ SAME_FAILURE_LIMIT = 3
 PASSED_THROUGH = (2, 3)
 # Errors of the maths: the same step computes the same again.
 REPEATABLE = {"BadLoss", "NonFinite"}
+# Nobody but a person can tell which copy of the weights to go on with.
+UNDECIDED = {"Diverged"}
 
 _PEER_ERRORS = frozenset(
     ["PeerLost", "ConnectionError", "BrokenPipeError", "DistNetworkError", "DistBackendError", "DistStoreError"]
@@ -69,7 +71,7 @@ def signature(end: WorkerEnd) -> Signature:
 def cannot_be_retried(end: WorkerEnd) -> bool:
     """A usage or environment error, or one of the maths: whoever tries again meets it again."""
     raised = end.kind in ("exception", "exit")
-    return raised and (end.exit_code in PASSED_THROUGH or bool(REPEATABLE & set(end.bases)))
+    return raised and (end.exit_code in PASSED_THROUGH or bool((REPEATABLE | UNDECIDED) & set(end.bases)))
 
 
 def judge(
@@ -88,6 +90,8 @@ def judge(
             False, first.exit_code, f"it ended with exit code {first.exit_code}, which a restart cannot change"
         )
     code = (70 if first.exit_code == 70 else 1) if raised else 4
+    if raised and UNDECIDED & set(first.bases):
+        return Verdict(False, code, "the workers' copies of the weights differ, and nothing tells which is right")
     if raised and REPEATABLE & set(first.bases):
         return Verdict(False, code, "a run is repeatable, so this step would fail again")
     if raised and not always_restart:
