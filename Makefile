@@ -51,6 +51,7 @@ KILLS ?= 300
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	$(BIN)/python -m bench.soak --kills $(KILLS)
+	$(BIN)/python -m pytest -n 1 -m soak
 
 # For whoever has a CUDA device; without one every test of it skips and says so.
 test-gpu: $(INSTALLED)

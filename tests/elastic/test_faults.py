@@ -105,6 +105,7 @@ def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, un
     assert "waiting: 1 of at least 2 workers are there" in run.output()
 
 
+@pytest.mark.soak
 def test_a_newcomer_killed_while_it_joins_is_no_loss_to_the_others(elastic: Start, undisturbed: Any) -> None:
     run = elastic(ENDLESS, "-n", "2", "--elastic", "1:3")
     run.until(lambda: run.step() > 10, "step 10")

@@ -115,19 +115,6 @@ def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_e
     assert not any(psutil.pid_exists(pid) for pid in cut_off)
 
 
-def test_a_host_that_is_told_to_go_takes_its_workers_along_and_costs_nothing(
-    run_on_two_hosts: Any, undisturbed: Any
-) -> None:
-    asked = {"steps": 100, "slow_s": 0.01}
-    run = run_on_two_hosts(asked)
-    run.until(lambda: run.step() > 10, "step 10")
-    run.second.send_signal(signal.SIGTERM)
-    assert run.second.wait(30) == 0
-    assert run.wait(120) == undisturbed(asked)
-    check_commits(run)
-    assert not [event for event in run.generations() if "died" in event.why]
-
-
 def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
     run_on_two_hosts: Any, undisturbed: Any
 ) -> None:
@@ -144,3 +131,4 @@ def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
     told = run.enough()
     assert told == undisturbed({"steps": told["reached"]})
     check_commits(run)
+    assert not [event for event in run.generations() if "died" in event.why], "who is told to go costs nothing"
