@@ -36,6 +36,7 @@ def chaos(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.soak
 def test_a_run_full_of_faults_ends_where_the_undisturbed_one_does(tmp_path: Path) -> None:
     done = chaos(
         tmp_path, "--seed", "238", "--mtbf", "1", "--minutes", "0.08", "--faults", "kill,hang,coordinator",

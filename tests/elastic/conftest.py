@@ -26,10 +26,12 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.directory = folder, folder / "run"
         command = [sys.executable, "-m", "manyhands.cli.main", "run", "--run-dir", str(self.directory), *options]
+        told = os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
         self.process = subprocess.Popen(
-            [*command, str(script), json.dumps(asked)], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+            [*command, str(script), json.dumps(asked)], cwd=folder, stdout=told, stderr=output
         )
+        os.close(told)
         os.close(output)
 
     def output(self) -> str:
@@ -39,7 +41,7 @@ class Run:
         """What the chief told at the end of a run that ended well."""
         code = self.process.wait(timeout_s)
         assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
-        [line] = [line for line in self.output().splitlines() if line.startswith("RESULT ")]
+        [line] = [line for line in (self.folder / "told.txt").read_text().splitlines() if line.startswith("RESULT ")]
         told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
         return told
 
@@ -50,7 +52,7 @@ class Run:
 
     def commits(self) -> list[dict[str, Any]]:
         try:
-            lines = (self.folder / "commits.jsonl").read_text().splitlines()
+            *lines, _ = (self.folder / "commits.jsonl").read_text().split("\n")  # the last one may be half written
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in lines]

@@ -37,6 +37,7 @@ def test_workers_that_stop_or_hold_their_interpreter_are_replaced_and_named(elas
     assert "hold_the_interpreter" in run.output(), "the place in the code"
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_busy_without_progress_is_replaced(elastic: Start, undisturbed: Any) -> None:
     places = [{"slot": 2, "step": 10, "at": "backward", "how": "spin"}]
     run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3", "--hang", "1.5")

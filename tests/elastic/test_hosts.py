@@ -44,10 +44,12 @@ class Run(LocalRun):
         self.second = self._start(self._hosts[1], "second.txt", "agent", "--join", "join", "-n", "2")
 
     def _start(self, prefix: list[str], output: str, *words: str) -> subprocess.Popen[bytes]:
+        told = os.open(self.folder / f"told{output.removeprefix('output')}", os.O_WRONLY | os.O_CREAT)
         fd = os.open(self.folder / output, os.O_WRONLY | os.O_CREAT)
         try:
-            return subprocess.Popen([*prefix, *MH, *words], cwd=self.folder, stdout=fd, stderr=subprocess.STDOUT)
+            return subprocess.Popen([*prefix, *MH, *words], cwd=self.folder, stdout=told, stderr=fd)
         finally:
+            os.close(told)
             os.close(fd)
 
     def workers_of_second(self) -> list[int]:
