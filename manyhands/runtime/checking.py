@@ -1,6 +1,6 @@
 """What is done about copies that differ: the odd one is healed, or the run stops where all still agreed.
 
-Workers tell each other hashes of their copies in the exchange of a step (`Replicated.note`), so that all see a
+Workers tell each other hashes of their copies in the exchange of a step (`Replicated.hashes`), so that all see a
 difference at the same place, before the step has changed anything. Who is odd is decided by `parallel/divergence.py`.
 Start reading at `Checking.settle`.
 """

@@ -12,22 +12,17 @@ from typing import Any
 
 import msgspec
 
-from manyhands.data.batches import Batches, Step
-from manyhands.errors import MemoryChanged, PeerLost, Preempted
+from manyhands.data.batches import Step
+from manyhands.errors import MemoryChanged, PeerLost
 from manyhands.events import EpochDone
 from manyhands.parallel.divergence import CopiesDiffer, WrongGradient
-from manyhands.runtime.checking import Checking
 from manyhands.runtime.hooks import EarlyStop
-from manyhands.runtime.regroup import Arrival, Regrouping
-from manyhands.runtime.saving import Saver
+from manyhands.runtime.regroup import Regrouping
+from manyhands.runtime.steps import END_FIT, LEAVE, REGROUP, SAVE, Steps
 from manyhands.runtime.training import Training
 from manyhands.strategies.base import StepStats
 
-__all__ = ["END_FIT", "LEAVE", "REGROUP", "SAVE", "Fit", "FitSettings"]
-
-# What workers tell each other with every step; the largest wins. Each includes those before it, but for REGROUP, which
-# is asked for again.
-REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4
+__all__ = ["Fit", "FitSettings"]
 
 
 class FitSettings(msgspec.Struct, kw_only=True):
@@ -39,67 +34,43 @@ class FitSettings(msgspec.Struct, kw_only=True):
 
 
 class Fit:
-    """Runs the loop from wherever `training` stands. `trainer` is what hooks are handed.
-
-    `make_batches` gives the steps from there on, for this worker's place in its group.
-    """
+    """Runs the loop from wherever `training` stands. `trainer` is what hooks are handed."""
 
     def __init__(
-        self,
-        trainer: Any,
-        training: Training,
-        make_batches: Callable[[], Batches],
-        saver: Saver,
-        regrouping: Regrouping,
-        settings: FitSettings,
+        self, trainer: Any, training: Training, steps: Steps, regrouping: Regrouping, settings: FitSettings
     ) -> None:
-        self._trainer, self._training, self._make_batches = trainer, training, make_batches
-        self._saver, self._regrouping, self._settings = saver, regrouping, settings
-        self._worker, self._hooks, self._garbage = training.worker, training.hooks, training.garbage
-        self._checking = Checking(training, saver, regrouping)
-        self._batches: Batches | None = make_batches()
-        self.total_steps = self._batches.total_steps
+        self._trainer, self._training, self._steps = trainer, training, steps
+        self._regrouping, self._settings = regrouping, settings
+        self._worker, self._hooks = training.worker, training.hooks
         self._announced = 0
         self.stop_asked = False
 
     def run(self) -> list[dict[str, float]]:
+        steps = self._steps
         error: BaseException | None = None
         try:
             self._hooks.call("begin", self._trainer)
             self._training.restore_hooks()
             if not self._settings.goes_on:
-                self._save("first checkpoint", required=True)
+                steps.save("first checkpoint", required=True)
             self._loop()
             self._worker.end_trial()
-            self._checking.at_end()
-            self._save("end of fit")
+            steps.checking.at_end()
+            steps.save("end of fit")
         except BaseException as raised:
             error = raised
             if isinstance(raised, MemoryChanged):
-                self._checking.distrust_last()
+                steps.checking.distrust_last()
             raise
         finally:
-            self._garbage.end()
-            self._training.tell_used(ended=True)
+            steps.end()
             self._hooks.call("end", self._trainer, error)
-            self._close_batches()
-            self._saver.close()
+            steps.close()
         return self._training.progress.history
 
-    def _save(self, what: str, *, required: bool = False) -> None:
-        """Save, and have everybody wait for it."""
-
-        def work() -> None:
-            self._saver.save_now(required=required)
-            self._worker.wait_for_chief(what)
-
-        self._regrouping.agreed(work)
-
     def _loop(self) -> None:
-        self._training.start_clock()
-        self._training.meter.start()
-        self._garbage.begin()
-        while (step := self._next_step()) is not None:
+        self._steps.begin()
+        while (step := self._steps.next()) is not None:
             if step.number > self._announced:
                 self._announced = step.number
                 self._hooks.call("before_step", self._trainer, step.number)
@@ -110,8 +81,8 @@ class Fit:
             if step.last_of_epoch:
                 self._end_epoch()
             if stats.stop == LEAVE:
-                self._leave()
-            self._saver.after_step(save=stats.stop == SAVE)
+                self._steps.leave()
+            self._steps.saver.after_step(save=stats.stop == SAVE)
             if stats.stop == END_FIT:
                 return
             if step.last_of_epoch and self._stopped_early():
@@ -119,18 +90,6 @@ class Fit:
                 return
             if stats.stop == REGROUP:
                 self._regrouping.change()
-
-    def _next_step(self) -> Step | None:
-        while True:
-            if self._batches is None:
-                self._batches = self._make_batches()
-                self.total_steps = self._batches.total_steps
-            self._batches.divide(self._training.pacing.division)
-            self._garbage.hold()
-            try:
-                return next(self._batches, None)
-            except PeerLost as lost:  # rows that some workers lack are sent around here
-                self._recover(lost)
 
     def _train(self, step: Step) -> StepStats | None:
         """One step, committed; None if it has to begin anew, because members were lost and not all had begun it."""
@@ -141,10 +100,10 @@ class Fit:
             try:
                 stats = self._compute(step, going_on)
             except CopiesDiffer as differ:
-                self._settle(differ)
+                self._steps.settle(differ)
                 return None
             except PeerLost as lost:
-                arrival = self._recover(lost)
+                arrival = self._steps.recover(lost)
                 if arrival.received:  # others have committed it
                     assert self._training.last_stats is not None
                     self._hooks.call("after_step", self._trainer, step.number, self._training.last_stats)
@@ -160,46 +119,12 @@ class Fit:
     def _compute(self, step: Step, going_on: bool) -> StepStats:
         engine = self._training.engine
         try:
-            return engine.resume_step() if going_on else self._first_try(step)
+            if going_on:
+                return engine.resume_step()
+            stop = self._steps.wish(step.number, end=self.stop_asked)
+            return engine.train_step(step, stop=stop, collect=self._training.garbage.wanted)
         except WrongGradient as wrong:
-            raise self._checking.expose(wrong) from None
-
-    def _settle(self, differ: CopiesDiffer) -> None:
-        """Whoever is lost meanwhile: copies are compared again when the step is done again."""
-        self._regrouping.division = ""
-        try:
-            self._checking.settle(differ)
-        except PeerLost as lost:
-            self._recover(lost)
-        self._close_batches()
-
-    def _first_try(self, step: Step) -> StepStats:
-        return self._training.engine.train_step(step, stop=self._wish(step.number), collect=self._garbage.wanted)
-
-    def _recover(self, lost: PeerLost) -> Arrival:
-        if not self._worker.is_elastic:
-            raise lost
-        self._garbage.release()
-        return self._regrouping.go_over()
-
-    def regrouped(self) -> None:
-        """This worker has other slices from now on."""
-        self._saver.take_office()
-        self._close_batches()
-
-    def _close_batches(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-    def _wish(self, step: int) -> int:
-        if self._worker.stop_requested:
-            return LEAVE
-        if self.stop_asked:
-            return END_FIT
-        if self._saver.is_due(step):
-            return SAVE
-        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
+            raise self._steps.checking.expose(wrong) from None
 
     def _commit(self, step: Step, stats: StepStats) -> None:
         progress = self._training.progress
@@ -207,9 +132,7 @@ class Fit:
         progress.epoch_rows += stats.rows
         if self._settings.scheduler_every == "step" and not stats.skipped:
             self._advance_schedule({})
-        self._training.step_done(step, stats, self.total_steps)
-        self._regrouping.step_done()
-        self._garbage.release()
+        self._steps.done(step, stats)
         self._hooks.call("after_step", self._trainer, step.number, stats)
 
     def _end_epoch(self) -> None:
@@ -251,8 +174,3 @@ class Fit:
             return False
         name = f"val_{early.metric}" if f"val_{early.metric}" in history[-1] else early.metric
         return early.verdict([row[name] for row in history if name in row])
-
-    def _leave(self) -> None:
-        step = self._training.progress.step
-        self._save("checkpoint before leaving", required=True)
-        raise Preempted(f"Stopped on request after step {step}; the checkpoint of that step is committed.")

@@ -17,18 +17,16 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batches import Batches, Piece, Step
-from manyhands.errors import MemoryChanged, PeerLost, Preempted, SpecError, UsageError
+from manyhands.data.batches import Piece, Step
+from manyhands.errors import MemoryChanged, PeerLost, SpecError, UsageError
 from manyhands.events import Logged
 from manyhands.parallel.divergence import CopiesDiffer
 from manyhands.runtime import evaluating
-from manyhands.runtime.checking import Checking
-from manyhands.runtime.fitting import LEAVE, REGROUP, SAVE
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
-from manyhands.runtime.regroup import Arrival
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.steps import LEAVE, REGROUP, SAVE, Steps
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.strategies.base import LossFn, MetricFn, StepStats
@@ -73,7 +71,7 @@ class Hands:
     def __init__(self, worker: Any, checkpoint: Checkpoints | None) -> None:
         self._worker, self._checkpoint = worker, checkpoint
         self._run: Run | None = None
-        self._saver: Saver | None = None
+        self._taken: Steps | None = None
         self._step: Step | None = None
         self._piece: Piece | None = None
         self._context: AbstractContextManager[None] | None = None
@@ -81,8 +79,6 @@ class Hands:
         self._todo: list[int] = []
         self._anew = False
         self._lost: PeerLost | None = None
-        self._make_batches: Callable[[], Batches]
-        self._batches: Batches | None = None
         self._means = 0
         self._last_step: Step | None = None
         self.stepped = False
@@ -145,40 +141,26 @@ class Hands:
         joined = self._worker.is_waiting
         if joined and not run.regrouping.wait_for_admission():
             return
-        self._make_batches = lambda: run.batches(source, size, epochs, steps)
-        self._batches = self._make_batches()
-        self._saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
-        self._checking = Checking(training, self._saver, run.regrouping)
+        saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
+        self._taken = taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
         if not joined:
-            run.announce("batches", self._batches.total_steps)
-        with run.regrouping.listening(self._regrouped):
+            run.announce("batches", taken.total_steps)
+        with run.regrouping.listening(taken.regrouped):
             try:
                 if not joined and not run.calls.goes_on:
-                    self._save("first checkpoint", required=True)
-                yield from self._slices()
+                    taken.save("first checkpoint", required=True)
+                yield from self._slices(taken)
                 self._worker.end_trial()
-                self._checking.at_end()
-                self._save("end of batches")
+                taken.checking.at_end()
+                taken.save("end of batches")
             except GeneratorExit:  # the loop was left by `break`
                 self._worker.end_trial()
                 raise
             finally:
-                training.garbage.end()
-                training.tell_used(ended=True)
+                taken.end()
                 self._leave_slice()
-                self._close_batches()
-                self._saver.close()
+                taken.close()
         run.calls.finish(None)
-
-    def _save(self, what: str, *, required: bool = False) -> None:
-        """Save, and have everybody wait for it."""
-
-        def work() -> None:
-            assert self._saver is not None
-            self._saver.save_now(required=required)
-            self._worker.wait_for_chief(what)
-
-        self._known_run.regrouping.agreed(work)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Backward of this slice's loss: its mean, or a sum with its weight."""
@@ -252,9 +234,9 @@ class Hands:
 
     def save(self) -> None:
         """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
-        if self._saver is None:
+        if self._taken is None:
             raise UsageError("save was called outside the loop over batches().")
-        self._saver.save_soon()
+        self._taken.saver.save_soon()
 
     def evaluate(
         self,
@@ -294,16 +276,14 @@ class Hands:
     def _training(self) -> Training:
         return self._known_run.ready()
 
-    def _slices(self) -> Iterator[Any]:
+    def _slices(self, taken: Steps) -> Iterator[Any]:
         engine, regrouping = self._training.engine, self._known_run.regrouping
-        self._training.start_clock()
-        self._training.meter.start()
-        self._training.garbage.begin()
-        while (step := self._next_step()) is not None:
+        taken.begin()
+        while (step := taken.next()) is not None:
             self._step, self._anew, self._lost = step, False, None
             self._worker.report(step.number, "training")
             regrouping.division = self._worker.group.generation
-            engine.begin_step(step, stop=self._wish(step.number), collect=self._training.garbage.wanted)
+            engine.begin_step(step, stop=taken.wish(step.number), collect=self._training.garbage.wanted)
             self._todo, self._computed = list(step.indices), list(step.indices)
             pieces = step.mine()
             if not self._todo:
@@ -320,43 +300,6 @@ class Hands:
                         break
                 pieces = map(step.slice, list(self._todo))
 
-    def _next_step(self) -> Step | None:
-        while True:
-            if self._batches is None:
-                self._batches = self._make_batches()
-            self._total_steps = self._batches.total_steps
-            self._batches.divide(self._training.pacing.division)
-            self._training.garbage.hold()
-            try:
-                return next(self._batches, None)
-            except PeerLost as lost:  # rows that some workers lack are sent around here
-                self._recover(lost)
-
-    def _recover(self, lost: PeerLost) -> Arrival:
-        if not self._worker.is_elastic:
-            raise lost
-        self._training.garbage.release()
-        return self._known_run.regrouping.go_over()
-
-    def _regrouped(self) -> None:
-        """This worker has other slices from now on."""
-        assert self._saver is not None
-        self._saver.take_office()
-        self._close_batches()
-
-    def _close_batches(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-    def _wish(self, step: int) -> int:
-        assert self._saver is not None
-        if self._worker.stop_requested:
-            return LEAVE
-        if self._saver.is_due(step):
-            return SAVE
-        return REGROUP if self.is_chief and self._known_run.regrouping.change_is_due else 0
-
     def _check_slice_done(self) -> None:
         if self._piece is not None:
             missing = "step()" if self._backward_done else "backward(loss) and step()"
@@ -371,21 +314,23 @@ class Hands:
 
     def _finish_step(self, step: Step) -> bool:
         """Whether the step is committed. If not, there are slices of lost workers to do, or it begins anew."""
-        training, self._todo = self._training, []
+        training, taken, self._todo = self._training, self._taken, []
+        assert taken is not None
         while True:
             try:
                 if self._lost is not None:
                     raise self._lost
                 stats = training.engine.end_step()
             except MemoryChanged:
-                self._checking.distrust_last()
+                taken.checking.distrust_last()
                 raise
             except CopiesDiffer as differ:
-                self._settle(differ)
+                self._anew = True
+                taken.settle(differ)
                 return False
             except PeerLost as lost:
                 self._lost = None
-                arrival = self._recover(lost)
+                arrival = taken.recover(lost)
                 if arrival.received:  # others have committed it
                     assert training.last_stats is not None
                     self._after_step(step, training.last_stats)
@@ -401,28 +346,17 @@ class Hands:
                 training.progress.results = {"loss": stats.loss}
                 if training.scheduler is not None and not stats.skipped:
                     training.scheduler.step()
-                training.step_done(step, stats, self._total_steps)
-                self._known_run.regrouping.step_done()
+                taken.done(step, stats)
                 self._after_step(step, stats)
                 return True
 
-    def _settle(self, differ: CopiesDiffer) -> None:
-        """Have the step begin anew, with copies that are the same."""
-        self._anew, self._known_run.regrouping.division = True, ""
-        try:
-            self._checking.settle(differ)
-        except PeerLost as lost:
-            self._recover(lost)
-        self._close_batches()
-
     def _after_step(self, step: Step, stats: StepStats) -> None:
-        assert self._saver is not None
-        self._training.garbage.release()
+        taken = self._taken
+        assert taken is not None
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
-            self._save("checkpoint before leaving", required=True)
-            raise Preempted(f"Stopped on request after step {step.number}; the checkpoint of that step is committed.")
-        self._saver.after_step(save=stats.stop == SAVE)
+            taken.leave()
+        taken.saver.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
             self._known_run.regrouping.change()
 

@@ -24,6 +24,7 @@ from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.steps import Steps
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
@@ -163,12 +164,11 @@ class Trainer:
             validate=None if held_out is None else lambda: run.evaluate(held_out, size, tell=False),
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
-        self._fit = Fit(
-            self, training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping, settings
-        )
+        taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
+        self._fit = Fit(self, training, taken, run.regrouping, settings)
         if not joined:
-            run.announce("fit", self._fit.total_steps)
-        with run.regrouping.listening(self._fit.regrouped):
+            run.announce("fit", taken.total_steps)
+        with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
         run.calls.finish(list(history))
         return history

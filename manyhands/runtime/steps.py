@@ -1,0 +1,122 @@
+"""The steps of one call, for the trainer and for a loop of the user's own alike: where they come from, and what is done
+when workers come, go, die or differ while they are under way.
+
+What a loop does with a step is `fitting`'s business, or the user's in `hands`. Start reading at `Steps.next`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from manyhands.data.batches import Batches, Step
+from manyhands.errors import PeerLost, Preempted
+from manyhands.parallel.divergence import CopiesDiffer
+from manyhands.runtime.checking import Checking
+from manyhands.runtime.regroup import Arrival, Regrouping
+from manyhands.runtime.saving import Saver
+from manyhands.runtime.training import Training
+from manyhands.strategies.base import StepStats
+
+__all__ = ["END_FIT", "LEAVE", "REGROUP", "SAVE", "Steps"]
+
+# What workers tell each other with every step; the largest wins. Each includes those before it, but for REGROUP, which
+# is asked for again.
+REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4
+
+
+class Steps:
+    """`make_batches` gives the steps from wherever `training` stands, for this worker's place in its group."""
+
+    def __init__(
+        self, training: Training, make_batches: Callable[[], Batches], saver: Saver, regrouping: Regrouping
+    ) -> None:
+        self._training, self._make_batches, self.saver, self._regrouping = training, make_batches, saver, regrouping
+        self._worker, self._garbage = training.worker, training.garbage
+        self.checking = Checking(training, saver, regrouping)
+        self._batches: Batches | None = make_batches()
+        self.total_steps = self._batches.total_steps
+
+    def begin(self) -> None:
+        self._training.start_clock()
+        self._training.meter.start()
+        self._garbage.begin()
+
+    def next(self) -> Step | None:
+        """The next step for this worker, however its group has changed; None after the last."""
+        while True:
+            if self._batches is None:
+                self._batches = self._make_batches()
+                self.total_steps = self._batches.total_steps
+            self._batches.divide(self._training.pacing.division)
+            self._garbage.hold()
+            try:
+                return next(self._batches, None)
+            except PeerLost as lost:  # rows that some workers lack are sent around here
+                self.recover(lost)
+
+    def wish(self, step: int, *, end: bool = False) -> int:
+        """What this worker wants done after a step; asked before it."""
+        if self._worker.stop_requested:
+            return LEAVE
+        if end:
+            return END_FIT
+        if self.saver.is_due(step):
+            return SAVE
+        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
+
+    def done(self, step: Step, stats: StepStats) -> None:
+        """The step is committed."""
+        self._training.step_done(step, stats, self.total_steps)
+        self._regrouping.step_done()
+        self._garbage.release()
+
+    def recover(self, lost: PeerLost) -> Arrival:
+        """Go over to a group without those who are lost; in a static run there is none."""
+        if not self._worker.is_elastic:
+            raise lost
+        self._garbage.release()
+        return self._regrouping.go_over()
+
+    def settle(self, differ: CopiesDiffer) -> None:
+        """Make copies the same again; the step begins anew. If somebody is lost meanwhile, it compares them again."""
+        self._regrouping.division = ""
+        try:
+            self.checking.settle(differ)
+        except PeerLost as lost:
+            self.recover(lost)
+        self._close_batches()
+
+    def save(self, what: str, *, required: bool = False) -> None:
+        """Save, and have everybody wait for it."""
+
+        def work() -> None:
+            self.saver.save_now(required=required)
+            self._worker.wait_for_chief(what)
+
+        self._regrouping.agreed(work)
+
+    def leave(self) -> NoReturn:
+        """End the run here, on request."""
+        step = self._training.progress.step
+        self.save("checkpoint before leaving", required=True)
+        raise Preempted(f"Stopped on request after step {step}; the checkpoint of that step is committed.")
+
+    def regrouped(self) -> None:
+        """This worker has other slices from now on."""
+        self.saver.take_office()
+        self._close_batches()
+
+    def end(self) -> None:
+        """No more steps, for whatever reason."""
+        self._garbage.end()
+        self._training.tell_used(ended=True)
+
+    def close(self) -> None:
+        self._close_batches()
+        self.saver.close()
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
