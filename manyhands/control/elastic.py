@@ -35,7 +35,7 @@ from manyhands.control.attendance import (
 from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
-from manyhands.control.roster import Host, Member, Membership, Roster, Slot
+from manyhands.control.roster import Host, Member, Membership, Roster, Slot, begun, next_generation
 from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
 
 __all__ = ["advance", "enough", "form", "open_generations"]
@@ -62,7 +62,6 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
     share = lay_out(state, hosts)
     places = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
-    generation = f"{state.term}.{state.counter + 1}"
     members = tuple(
         Member(
             rank=rank,
@@ -71,27 +70,12 @@ def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: flo
             incarnation=state.next_incarnation + rank,
             slot=rank,
             moved_at=now,
-            leads_since="" if rank else generation,
+            leads_since="" if rank else next_generation(state),
         )
         for rank, (agent, local_rank) in enumerate(places)
     )
-    roster = Roster(
-        generation=generation,
-        attempt=state.restarts + 1,
-        members=members,
-        agents=tuple(host.agent for host in hosts if share[host.agent]),
-        master=master,
-        why=state.why,
-        slots={member.slot: Slot(agent=member.agent) for member in members},
-    )
-    return replace(
-        state,
-        counter=state.counter + 1,
-        next_incarnation=state.next_incarnation + len(members),
-        roster=roster,
-        phase="running",
-        since=now,
-    )
+    slots = {member.slot: Slot(agent=member.agent) for member in members}
+    return begun(state, members, tuple(host.agent for host in hosts if share[host.agent]), master, now, slots)
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -345,7 +329,7 @@ def _regroup(
     staying = [replace(member, stranded_at=0.0) for member in staying]
     admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
     members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
-    generation = f"{state.term}.{state.counter + 1}"
+    generation = next_generation(state)
     members = (replace(members[0], leads_since=members[0].leads_since or generation), *members[1:])
     names = {worker.incarnation for worker in newcomers}
     roster = replace(

@@ -34,6 +34,7 @@ from manyhands.control.roster import (
     Settings,
     Tell,
     Ticked,
+    begun,
     parse_generation,
 )
 from manyhands.control.slots import rescaled
@@ -281,22 +282,7 @@ def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: fl
                     moved_at=now,
                 )
             )
-    roster = Roster(
-        generation=f"{state.term}.{state.counter + 1}",
-        attempt=state.restarts + 1,
-        members=tuple(members),
-        agents=tuple(host.agent for host in hosts),
-        master=master,
-        why=state.why,
-    )
-    return replace(
-        state,
-        counter=state.counter + 1,
-        next_incarnation=state.next_incarnation + len(members),
-        roster=roster,
-        phase="running",
-        since=now,
-    )
+    return begun(state, tuple(members), tuple(host.agent for host in hosts), master, now)
 
 
 def _watch(state: Membership, roster: Roster, now: float) -> Membership:

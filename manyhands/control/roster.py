@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from manyhands.control.failure import Failure
 from manyhands.control.messages import Commit, HostReport, Job
@@ -28,6 +29,8 @@ __all__ = [
     "Slot",
     "Tell",
     "Ticked",
+    "begun",
+    "next_generation",
     "parse_generation",
 ]
 
@@ -221,3 +224,35 @@ Output = Persist | Tell | Refuse
 def parse_generation(text: str) -> tuple[int, int]:
     term, counter = text.split(".")
     return int(term), int(counter)
+
+
+def next_generation(state: Membership) -> str:
+    return f"{state.term}.{state.counter + 1}"
+
+
+def begun(
+    state: Membership,
+    members: tuple[Member, ...],
+    agents: tuple[str, ...],
+    master: tuple[str, int],
+    now: float,
+    slots: dict[int, Slot] | None = None,
+) -> Membership:
+    """An attempt begins with these members; those of an elastic run have slots."""
+    roster = Roster(
+        generation=next_generation(state),
+        attempt=state.restarts + 1,
+        members=members,
+        agents=agents,
+        master=master,
+        why=state.why,
+        slots=slots or {},
+    )
+    return replace(
+        state,
+        counter=state.counter + 1,
+        next_incarnation=state.next_incarnation + len(members),
+        roster=roster,
+        phase="running",
+        since=now,
+    )

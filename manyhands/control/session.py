@@ -192,6 +192,13 @@ class Session:
             return None
         raise PeerTimeout(f"The run did not admit this worker to its call {call} within {timeout_s:g} s.")
 
+    def await_end_of_call(self, call: int, timeout_s: float) -> None:
+        """Wait until the run has moved past public call number `call`. `PeerTimeout` if it does not."""
+        with self._heard:
+            self._heard.wait_for(lambda: self.run_call > call or self._closing, timeout_s)
+        if self.run_call <= call:
+            raise PeerTimeout(f"The run did not end its call {call} within {timeout_s:g} s.")
+
     def _loss(self) -> PeerLost | None:
         newest = self.newest
         if newest is None or not newest.lost:

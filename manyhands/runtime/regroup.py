@@ -8,7 +8,6 @@ all workers do together outside of steps. In a static run nothing here has anyth
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -32,6 +31,8 @@ __all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide", "take_sha
 
 # While there is no coordinator, changes wait, and so does a worker that has lost its group.
 NEXT_GROUP_S = 600.0
+# A call may take its hours; beyond that, something is wrong with the run.
+CALL_S = 24 * 3600.0
 
 T = TypeVar("T")
 
@@ -197,8 +198,7 @@ class Regrouping:
 
     def wait_for_end_of_call(self) -> None:
         """The same in a call without steps, which nobody can join."""
-        while self.run_call <= self._worker.call:
-            time.sleep(0.05)
+        self._session.await_end_of_call(self._worker.call, CALL_S)
 
     @property
     def run_call(self) -> int:
