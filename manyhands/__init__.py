@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
-    from manyhands.strategies.replicated import Mirrored as Mirrored
-    from manyhands.strategies.replicated import MultiWorker as MultiWorker
-    from manyhands.strategies.replicated import Single as Single
+    from manyhands.strategies.choices import Mirrored as Mirrored
+    from manyhands.strategies.choices import MultiWorker as MultiWorker
+    from manyhands.strategies.choices import Single as Single
 
 __version__ = "0.1.0"
 
@@ -36,10 +36,10 @@ _HOME = {
     "Hands": "runtime.hands",
     "History": "runtime.trainer",
     "InputContext": "data.source",
-    "Mirrored": "strategies.replicated",
-    "MultiWorker": "strategies.replicated",
+    "Mirrored": "strategies.choices",
+    "MultiWorker": "strategies.choices",
     "Server": "runtime.server",
-    "Single": "strategies.replicated",
+    "Single": "strategies.choices",
     "TensorBoardHook": "runtime.summaries",
     "Trainer": "runtime.trainer",
     "join": "runtime.hands",

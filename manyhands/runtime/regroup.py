@@ -19,10 +19,10 @@ from torch import Tensor
 from manyhands.comm.axis import Axis
 from manyhands.control.session import Session
 from manyhands.errors import PeerLost
+from manyhands.parallel.holding import Mapped
 from manyhands.runtime.worker import Worker
 from manyhands.spec.seat import Group
 from manyhands.strategies.base import StepStats
-from manyhands.strategies.replicated import Mapped
 
 if TYPE_CHECKING:
     from manyhands.runtime.training import Training
@@ -242,7 +242,7 @@ class Regrouping:
             done=done,
             has_state=self._has_state,
             division=self.division,
-            mapped=training.engine.mapped if training is not None and self._has_state else None,
+            mapped=training.engine.held.mapped if training is not None and self._has_state else None,
         )
 
     def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
@@ -250,7 +250,7 @@ class Regrouping:
         take = take_shared(self._worker.axis, training, source, with_hooks=not self._has_state)
         if receives:  # no collective from here on: a state is taken whole or not at all
             assert training is not None
-            training.engine.attach(standing.mapped)
+            training.engine.held.attach(standing.mapped)
             take()
             self._operation, self.division, self._has_state = 0, "", True
 
@@ -277,7 +277,7 @@ def take_shared(
         assert training is not None
         for one in state.tensors:
             if one.at is not None:
-                tensors[one.name] = training.engine.shared_tensor(one.at, one.shape, one.stride)
+                tensors[one.name] = training.engine.held.shared_tensor(one.at, one.shape, one.stride)
         training.slices = state.slices
         training.take(state.parts, tensors, with_hooks=with_hooks)
         training.last_stats = StepStats(**state.stats)
@@ -287,7 +287,7 @@ def take_shared(
 
 def _packed(training: Training, from_shared_memory: bool) -> tuple[dict[str, Tensor], bytes]:
     tensors, parts = training.parts()
-    where = training.engine.where if from_shared_memory else lambda tensor: None
+    where = training.engine.held.where if from_shared_memory else lambda tensor: None
     shapes = [_shape(name, one, where(one)) for name, one in tensors.items()]
     last = training.last_stats
     stats = {} if last is None else {name: getattr(last, name) for name in ("grad_norm", "skipped", "stop", "lr")}

@@ -176,7 +176,7 @@ class Run:
         except PeerLost:
             engine.abandon()
             raise
-        if engine.shares_weights:
+        if engine.held.common is not None:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
         return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing)

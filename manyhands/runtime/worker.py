@@ -36,7 +36,7 @@ from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
 from manyhands.spec.seat import Group
-from manyhands.strategies.replicated import Mirrored, MultiWorker, Single
+from manyhands.strategies.choices import Mirrored, MultiWorker, Single
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 

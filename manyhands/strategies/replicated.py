@@ -1,7 +1,7 @@
 """Whole replicas of the model: `Single`, `Mirrored` and `MultiWorker` are one strategy over one, or many, ranks.
 
-The three names a user writes are plain settings; `Replicated` does the work. One rank is not a special case: the same
-lines run, and the collectives have nothing to do. Start reading at `Replicated.train_step`.
+The three names a user writes are plain settings, in `choices`; `Replicated` does the work. One rank is not a special
+case: the same lines run, and the collectives have nothing to do. Start reading at `Replicated.train_step`.
 """
 
 from __future__ import annotations
@@ -12,81 +12,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16, Codec, Int8
-from manyhands.errors import BadLoss, EnvironmentProblem, NonFinite, TrainingFailed
+from manyhands.errors import BadLoss, NonFinite, TrainingFailed
 from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
 from manyhands.parallel.buffers import ForeignState, StepBuffers
-from manyhands.parallel.coded_gradients import CodedGradientSum
-from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
 from manyhands.parallel.fingerprint import fingerprint, states_of
-from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.holding import Holding
 from manyhands.parallel.norms import clip_factor
-from manyhands.parallel.owned_weights import OwnedWeights, ownable
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
-from manyhands.parallel.shared_gradients import STAMP_BYTES, SharedGradients, Sharing, summable
-from manyhands.parallel.shared_weights import SharedWeights, shareable
-from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
+from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
+from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
+from manyhands.strategies.losses import as_loss, first_non_finite, metric_sum
 
-__all__ = ["Mirrored", "MultiWorker", "Replicated", "Single"]
-
-
-class _Settings(msgspec.Struct, frozen=True, kw_only=True):
-    devices: tuple[str, ...] | None = None
-    """Where the workers compute, one device each, such as ("cuda:0", "cuda:1"). Default: accelerators, else the CPU."""
-    threads: int | None = None
-    """Threads per worker. Default: cores / workers; with `exact`, 1."""
-
-
-class Single(_Settings, frozen=True, kw_only=True):
-    """One worker. The promise is the others': they end where this one ends."""
-
-    name = "single"
-
-
-class Mirrored(_Settings, frozen=True, kw_only=True):
-    """Replicas on one host, one per worker."""
-
-    workers: int | None = None
-    reducer: str | None = None
-    """How gradients travel: "exact" (the default), "bf16" or "int8"."""
-    elastic: tuple[int, int] | None = None
-    """Workers may die, come and go while the others train: at least and at most so many. Default: they may not."""
-    name = "mirrored"
-
-
-class MultiWorker(_Settings, frozen=True, kw_only=True):
-    """Replicas on many hosts; `cluster` is a `ClusterSpec`, a `Server` or None for what the launcher says."""
-
-    workers: int | None = None
-    """Workers on each host."""
-    cluster: Any = None
-    reducer: str | None = None
-    """How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8")."""
-    elastic: tuple[int, int] | None = None
-    """Over all hosts; hosts come and go, too."""
-    name = "multi_worker"
+__all__ = ["Replicated"]
 
 
 MAX_SKIPPED_IN_A_ROW = 50
 _CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
-
-
-class Mapped(msgspec.Struct, frozen=True):
-    """Which part of the shared memory a group's gradients and weights lie in."""
-
-    layout: str
-    current: int
-    """The copy of the weights that is in use."""
 
 
 class Replicated:
@@ -125,15 +76,13 @@ class Replicated:
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
         self._codec = _CODECS[reducer]() if reducer != "exact" else None
         self._gathered: dict[int, Tensor] = {}
-        # What a codec is for is a network; memory that is shared needs none.
-        self._sharing = sharing if self._codec is None else None
-        self._network, self._tell = network or (lambda: axis), tell
+        self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
         self._check_every, self._redone = check_every, 0
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
-        self._summed: GradientSum | SharedGradients | None = None
-        self._weights: Update | None = None
+        self._held: Holding | None = None
+        self._layout: _Layout | None = None
         self._reports: list[Report] = []
         self._lost: list[int] = []
         self._exchange: Exchange
@@ -141,8 +90,19 @@ class Replicated:
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
-        """With `joining`, the other ranks are training already: `attach` is what comes next."""
+        """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
         self._model, self._optimizer = model, optimizer
+        self._held = Holding(
+            model,
+            optimizer,
+            self._axis,
+            self._sharing,
+            self._network,
+            self._codec,
+            bucket_bytes=self._bucket_bytes,
+            check_every=self._check_every,
+            tell=self._tell,
+        )
         self._buffers = StepBuffers(model, self._foreign)
         if self.has_residuals and _wants_closure(optimizer):
             raise TrainingFailed(
@@ -163,23 +123,15 @@ class Replicated:
         return self._model
 
     @property
-    def _gradients(self) -> GradientSum | SharedGradients:
-        assert self._summed is not None, "setup comes first"
-        return self._summed
-
-    @property
-    def _update(self) -> Update:
-        assert self._weights is not None, "setup comes first"
-        return self._weights
-
-    @property
-    def shares_weights(self) -> bool:
-        return isinstance(self._weights, CommonWeights)
+    def held(self) -> Holding:
+        """Where gradients are summed and weights held."""
+        assert self._held is not None, "setup comes first"
+        return self._held
 
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
-        alone = self._weights.editing() if isinstance(self._weights, CommonWeights) else nullcontext()
+        alone = self.held.common.editing() if self.held.common is not None else nullcontext()
         with torch.no_grad(), alone:
             yield self._model
         self.synchronise()
@@ -188,147 +140,35 @@ class Replicated:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
         for param in self._model.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
-        self._layout: _Layout | None = None
-        trained = [param for param in self._model.parameters() if param.requires_grad]
-        several_hosts = self._sharing is not None and self._sharing.across is not None
-        if several_hosts:  # each host shares what its first rank has
-            self._axis.broadcast_(trained, "weights of rank 0")
-        kept = isinstance(self._weights, CommonWeights) and self._weights.is_current
-        if not kept or not _same(trained, self._gradients.params):
-            self._divide(trained)
-        shared = set(map(id, trained)) if self.shares_weights else set()
+        self._layout = None
+        self.held.divide()
+        shared = set(map(id, self.held.gradients.params)) if self.held.common is not None else set()
         own = [param for param in self._model.parameters() if id(param) not in shared]
         self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
         self._axis.barrier("weights of rank 0")
-        self._accept_weights()
+        self.held.accept_weights()
         self._buffers = StepBuffers(self._model, self._foreign)
-
-    def _accept_weights(self) -> None:
-        """The weights were changed on purpose, on every rank alike."""
-        if isinstance(self._weights, CommonWeights):
-            self._weights.accept()
-
-    def _divide(self, trained: list[nn.Parameter]) -> None:
-        """Decide how gradients are summed and weights updated, as all ranks do alike."""
-        if self._weights is not None:
-            self._weights.close()
-        before = self._summed
-        if before is not None:
-            before.close()
-        if self._sharing is not None and summable(trained) and self._share(self._sharing, trained):
-            return
-        self._summed = self._new_sum(trained)
-        if isinstance(before, CodedGradientSum) and isinstance(self._summed, CodedGradientSum):
-            self._summed.succeed(before)
-        self._weights = LocalUpdate(self._summed, self._optimizer)
-
-    def _share(self, sharing: Sharing, trained: list[nn.Parameter]) -> bool:
-        """Whether gradients, and weights if the optimizer allows it, lie in shared memory now; all ranks agree."""
-        if sharing.across is not None and shareable(trained, self._optimizer):
-            return False  # between hosts only sums on their way into weights are divided
-        problem = ""
-        try:
-            self._make_shared(sharing, trained)
-        except EnvironmentProblem as no_room:  # the same on every rank of this host
-            problem = no_room.what
-        if sharing.across is not None:
-            told = self._axis.all_gather_bytes("room for shared memory", problem.encode())
-            if problem == "" and any(told):
-                self._update.close()
-                self._gradients.close()
-            problem = next((text.decode() for text in told if text), "")
-        if problem:
-            self._tell(f"gradients travel over the network layer instead of shared memory: {problem}")
-        return not problem
-
-    def _make_shared(self, sharing: Sharing, trained: list[nn.Parameter], mapped: Mapped | None = None) -> None:
-        """New memory for all ranks, or with `mapped` that which the others have."""
-        plane, layout = sharing.plane, mapped.layout if mapped else sharing.new_layout()
-        memory = sharing.memory_of(layout)
-        gradients = SharedGradients(trained, plane, memory, sharing.across, self._bucket_bytes, slots=sharing.slots)
-        self._memory_layout = layout
-        try:
-            if not shareable(trained, self._optimizer):
-                copies, current = 2 if sharing.is_elastic else 1, mapped.current if mapped else None
-                self._weights = SharedWeights(gradients, self._optimizer, plane, memory, copies=copies, current=current)
-            elif not runs_fused(self._optimizer) and ownable(self._optimizer) and not sharing.is_elastic:
-                self._weights = OwnedWeights(gradients, self._optimizer, plane, memory)
-            else:
-                self._weights = LocalUpdate(gradients, self._optimizer)
-        except EnvironmentProblem:
-            gradients.close()
-            raise
-        self._summed = gradients
-        if isinstance(self._weights, CommonWeights):
-            self._weights.watch(self._check_every, self._trained_names())
-
-    def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
-        if self._codec is None:
-            return GradientSum(trained, self._network(), self._bucket_bytes)
-        return CodedGradientSum(trained, self._network(), self._bucket_bytes, self._codec)
 
     # Ranks that come and go, between steps or in the middle of one.
 
-    @property
-    def mapped(self) -> Mapped | None:
-        """Where this rank's weights and gradients lie, for ranks that come later; None where not in shared memory."""
-        if not isinstance(self._summed, SharedGradients):
-            return None
-        current = self._weights.current if isinstance(self._weights, SharedWeights) else 0
-        return Mapped(self._memory_layout, current)
-
-    def attach(self, mapped: Mapped | None) -> None:
-        """Join ranks that are training. Their state comes later; their weights, where shared, are this rank's now."""
-        trained = [param for param in self._model.parameters() if param.requires_grad]
-        if self._summed is not None:  # one that fell behind by a step
-            if mapped is not None and isinstance(self._weights, SharedWeights):
-                self._weights.look_at_copy(mapped.current)
-        elif mapped is not None and self._sharing is not None:
-            self._make_shared(self._sharing, trained, mapped)
-        else:
-            self._summed = self._new_sum(trained)
-            self._weights = LocalUpdate(self._summed, self._optimizer)
-        self._accept_weights()
-
-    def where(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Where in shared memory, if it lies there, so that it need not be sent to a rank that attaches."""
-        return self._weights.where(tensor) if isinstance(self._weights, SharedWeights) else None
-
-    def shared_tensor(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        assert isinstance(self._weights, SharedWeights)
-        return self._weights.tensor_at(where, shape, stride).clone()
-
     def abandon(self) -> None:
         """Leave the model alone: setting up has failed, and there will be another engine."""
-        if self._summed is not None:
-            self._summed.leave()
+        if self._held is not None:
+            self._held.abandon()
 
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
         """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
-        self._axis, self._sharing, self._layout = axis, sharing if self._codec is None else None, None
-        self._times, self._redone = NO_TIMES, 0
+        self._axis, self._layout, self._times, self._redone = axis, None, NO_TIMES, 0
         if self._audit is not None:
             self._audit.cancel()
-        if self._summed is None:
-            return
-        if isinstance(self._summed, SharedGradients) and sharing is not None and sharing.slots is not None:
-            self._summed.move(sharing.plane, sharing.slots)
-            if isinstance(self._weights, CommonWeights):
-                self._weights.move(sharing.plane)
-            return
-        self._summed.leave()
-        self._summed = self._new_sum(self._summed.params)
-        if isinstance(self._weights, LocalUpdate):
-            self._weights.move(self._summed)
-        else:  # the group has members on another host now
-            assert isinstance(self._weights, SharedWeights)
-            self._weights.release()
-            self._weights = LocalUpdate(self._summed, self._optimizer)
+        self._sharing = sharing
+        if self._held is not None:
+            self._held.regroup(axis, sharing)
 
     @property
     def can_go_on(self) -> bool:
         """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory."""
-        return isinstance(self._summed, SharedGradients) and self._summed.keeps_rows
+        return self.held.shared is not None and self.held.shared.keeps_rows
 
     def resume_step(self) -> StepStats:
         """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
@@ -338,8 +178,8 @@ class Replicated:
 
     def lost_slices(self) -> list[int]:
         """Slices of ranks that are lost, which this one computes in their place. What they had done, stays done."""
-        assert isinstance(self._summed, SharedGradients)
-        gradients, exchange = self._summed, self._exchange
+        gradients, exchange = self.held.shared, self._exchange
+        assert gradients is not None
         exchange.move(self._axis)
         slice_at = {place: v for v, place in self._place.items()}
         found: list[int] = []
@@ -354,9 +194,9 @@ class Replicated:
         return found
 
     def _take_seat(self, seat: int) -> None:
-        assert isinstance(self._summed, SharedGradients)
-        self._summed.leave_seat()
-        self._summed.take_seat(seat)
+        assert self.held.shared is not None
+        self.held.shared.leave_seat()
+        self.held.shared.take_seat(seat)
         self._mine, self._reports = self._exchange.shares[seat], []
 
     # Copies that should be the same.
@@ -367,7 +207,7 @@ class Replicated:
 
     def hashes(self) -> Hashes:
         """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
-        shared = self._weights if isinstance(self._weights, CommonWeights) else None
+        shared = self.held.common
         seeds = {seed.data_ptr() for seed in self._foreign.seeds}
         names = {id(param): name for name, param in self._model.named_parameters()}
         weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
@@ -378,17 +218,12 @@ class Replicated:
         ]
         groups = [[v for v in group.values() if isinstance(v, int | float)] for group in self._optimizer.param_groups]
         scale = self._precision.scale.state() if self._precision.scale else None
-        of_host = shared.digest_of_part() if isinstance(shared, SharedWeights) and self._ranks_per_copy else 0
+        of_host = shared.digest_of_part() if isinstance(shared, SharedWeights) and self.held.ranks_per_copy else 0
         return Hashes(fingerprint(own, [groups, scale]), of_host)
-
-    @property
-    def _ranks_per_copy(self) -> int:
-        """How many ranks look at each host's weights, where there are several hosts that share them."""
-        return self._sharing.plane.world if self._sharing is not None and self._sharing.across is not None else 0
 
     def compare(self, told: Sequence[Hashes]) -> None:
         """`CopiesDiffer` on every rank, unless these, of all ranks, are the same."""
-        found = verdict(told, self._ranks_per_copy)
+        found = verdict(told, self.held.ranks_per_copy)
         if not found.agrees:
             self._redone += 1  # whoever is lost when the step is done again must not seem to have done its part
             raise CopiesDiffer(found)
@@ -413,7 +248,7 @@ class Replicated:
 
     def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False, within: bool = False) -> None:
         """With `within`, weights have changed since the step before: copies are compared at steps' ends only."""
-        waits, divided = self._gradients.waits, self.shares(step.num_slices)
+        waits, divided = self.held.gradients.waits, self.shares(step.num_slices)
         self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
         self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
         if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
@@ -421,20 +256,20 @@ class Replicated:
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
-        if isinstance(self._summed, SharedGradients):
-            self._summed.stamp = self._stamp(step.number)
-        self._gradients.begin(len(self._place), shares, f"step {step.number}")
+        if self.held.shared is not None:
+            self.held.shared.stamp = self._stamp(step.number)
+        self.held.gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
         if self._audit is not None:
             self._audit.begin(step.number, shares)
         due = self.compares_copies and (step.number - 1) % self._check_every == 0 and not within
         hashes = self.hashes().numbers() if due else ()
         note = Note(stop, collect, self._times)
-        self._exchange = Exchange(self._axis, self._gradients, shares, note, self._buffers, step.number, hashes)
+        self._exchange = Exchange(self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes)
 
     def _stamp(self, number: int) -> bytes:
         """What marks this step's gradients: of this number, divided as this group of ranks does."""
-        generation = self._sharing.generation if self._sharing is not None else ""
+        generation = self.held.sharing.generation if self.held.sharing is not None else ""
         return hashlib.blake2s(f"{generation} {number} {self._redone}".encode(), digest_size=STAMP_BYTES).digest()
 
     def _forward(self, piece: PieceLike) -> Any:
@@ -462,14 +297,14 @@ class Replicated:
         total, weight, scaled = self._weigh(piece, result)
         place = self._place[piece.index]
         self._reports.append(Report(total, weight, self._buffers.leave(place)))
-        self._gradients.before_backward(place)
+        self.held.gradients.before_backward(place)
         if place == self._mine[-1]:
             self._exchange.post(self._reports)  # travels while backward runs
         audited = self._audit is not None and self._audit.is_mine(place, self._axis.rank)
         try:
-            with self._audit.watching(self._gradients.params) if audited and self._audit else nullcontext():
+            with self._audit.watching(self.held.gradients.params) if audited and self._audit else nullcontext():
                 scaled.backward()  # type: ignore[no-untyped-call]
-            self._gradients.after_backward(place)
+            self.held.gradients.after_backward(place)
         finally:
             self._buffers.put_back()
 
@@ -484,11 +319,11 @@ class Replicated:
                 result = self._loss_fn(self._model, piece.batch)
             _, _, scaled = self._weigh(piece, result)
             self._buffers.leave(-1)  # whatever it made of the buffers, another rank tells
-            with self._audit.watching(self._gradients.params):
+            with self._audit.watching(self.held.gradients.params):
                 scaled.backward()  # type: ignore[no-untyped-call]
         finally:
             self._buffers.put_back()
-            for param in self._gradients.params:
+            for param in self.held.gradients.params:
                 param.grad = None
 
     def end_step(self) -> StepStats:
@@ -499,13 +334,13 @@ class Replicated:
         if self._audit is not None:
             self._audit.compare(self._axis, self._compute_again)
         reduced = self._reduce()
-        stats.loss, stats.bytes_sent = reduced.loss, self._gradients.bytes_sent
+        stats.loss, stats.bytes_sent = reduced.loss, self.held.gradients.bytes_sent
         stats.stop, stats.collect, stats.times = reduced.heard.stop, reduced.heard.collect, reduced.heard.times
         stats.agreed = bool(self._exchange.hashes)
         self.phases.mark("reduce")
         self._scale_gradients(reduced, stats)
         if not stats.skipped:
-            self._update.apply()
+            self.held.update.apply()
         self._take_over(reduced, stats)
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
@@ -527,9 +362,9 @@ class Replicated:
         results = []
         with self.evaluating():
             for piece in pieces:
-                value, times, weight = _as_loss(self._loss_fn(self._model, piece.batch), piece.rows)
+                value, times, weight = as_loss(self._loss_fn(self._model, piece.batch), piece.rows)
                 sums = {
-                    name: _metric_sum(name, fn(self._model, piece.batch), piece.rows) for name, fn in metrics.items()
+                    name: metric_sum(name, fn(self._model, piece.batch), piece.rows) for name, fn in metrics.items()
                 }
                 results.append(PieceResult(piece.index, piece.rows, value.item() * times, weight, sums))
         return results
@@ -561,15 +396,15 @@ class Replicated:
     def gather_state(self) -> None:
         """Before `state`, on every rank: what ranks have of their own comes to rank 0."""
         if self.has_residuals:
-            assert isinstance(self._summed, CodedGradientSum)
-            self._gathered = self._summed.gather_residuals()
+            assert self.held.coded is not None
+            self._gathered = self.held.coded.gather_residuals()
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if self._precision.scale:
             state["loss_scale"] = self._precision.scale.state()
-        if isinstance(self._summed, CodedGradientSum):
-            names, order = self._trained_names(), self._summed.order
+        if (coded := self.held.coded) is not None:
+            names, order = self.held.trained_names(), coded.order
             state["order"] = [names[index] for index in order] if order is not None else None
             state["residuals"] = {names[index]: rows for index, rows in self._gathered.items()}
             self._gathered = {}  # as large as the weights, times the workers
@@ -577,19 +412,15 @@ class Replicated:
 
     def restore(self, state: dict[str, Any]) -> None:
         """After the weights themselves."""
-        self._accept_weights()
+        self.held.accept_weights()
         self._buffers = StepBuffers(self._model, self._foreign)  # they have other values now
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
-        if isinstance(self._summed, CodedGradientSum) and "residuals" in state:
-            place = {name: index for index, name in enumerate(self._trained_names())}
+        if (coded := self.held.coded) is not None and "residuals" in state:
+            place = {name: index for index, name in enumerate(self.held.trained_names())}
             order = [place[name] for name in state["order"] or () if name in place]
             rows = {place[name]: rows for name, rows in state["residuals"].items() if name in place}
-            self._summed.restore(order if order and len(order) == len(place) else None, rows)
-
-    def _trained_names(self) -> list[str]:
-        name_of = {id(param): name for name, param in self._model.named_parameters()}
-        return [name_of[id(param)] for param in self._gradients.params]
+            coded.restore(order if order and len(order) == len(place) else None, rows)
 
     def close(self) -> None:
         self._axis.close()
@@ -619,7 +450,7 @@ class Replicated:
         return stats
 
     def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
-        value, times, weight = _as_loss(result, piece.rows)
+        value, times, weight = as_loss(result, piece.rows)
         if not value.requires_grad:
             raise BadLoss(
                 "The loss has no gradient: it does not depend on any trained parameter.",
@@ -634,13 +465,13 @@ class Replicated:
         """Sum gradients, losses and statistics over the ranks."""
         if not self._exchange.posted:  # no slice of its own
             self._exchange.post(())
-        self._gradients.finish()
+        self.held.gradients.finish()
         heard = self._exchange.finish()
         if self._exchange.hashes:
             self.compare([Hashes.of(numbers) for numbers in self._exchange.hashes])
         reports = heard.reports
-        if isinstance(self._summed, SharedGradients) and not self.shares_weights:
-            self._summed.collect()
+        if self.held.shared is not None and self.held.common is None:
+            self.held.shared.collect()
         total = sum(report.total for report in reports)  # in slice order
         weight = sum(report.weight for report in reports)
         if weight <= 0:
@@ -654,16 +485,16 @@ class Replicated:
         """Divide out loss scale and weights, clip; an fp16 overflow means that the step is skipped."""
         scale = self._precision.scale
         factor = self._step.rows / reduced.weight / (scale.value if scale else 1.0)
-        self._update.scale(factor)
+        self.held.update.scale(factor)
         if self._clip_norm is None and scale is None:
             return
-        stats.grad_norm = self._update.norm()
+        stats.grad_norm = self.held.update.norm()
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
             stats.skipped = True
             return
-        self._update.clip(clip_factor(stats.grad_norm, self._clip_norm))
+        self.held.update.clip(clip_factor(stats.grad_norm, self._clip_norm))
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
@@ -676,14 +507,14 @@ class Replicated:
     def _adapt_scale(self, scale: LossScale, skipped: bool) -> None:
         before = scale.value
         scale.update(overflow=skipped)
-        if scale.value != before and isinstance(self._summed, CodedGradientSum):
-            self._summed.scale_residuals(scale.value / before)
+        if scale.value != before and self.held.coded is not None:
+            self.held.coded.scale_residuals(scale.value / before)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self._raise_non_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}")
 
     def _raise_non_finite(self, what: str) -> None:
-        name = _first_non_finite(self._model)
+        name = first_non_finite(self._model)
         raise NonFinite(
             f"{what}; {name or 'every parameter is still finite'}.",
             fix=[
@@ -721,50 +552,5 @@ def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Lay
     return _Layout(bounds, shares, place, ranges)
 
 
-def _as_loss(result: Any, rows: int) -> tuple[Tensor, float, float]:
-    """What a loss function returned, how many times it counts in the sum over the examples, and that sum's weight."""
-    if isinstance(result, Tensor) and result.numel() == 1:
-        return result, float(rows), float(rows)
-    if isinstance(result, tuple) and len(result) == 2:
-        total, weight = result
-        if isinstance(total, Tensor) and total.numel() == 1:
-            return total, 1.0, float(weight)
-    raise BadLoss(
-        f"The loss function returned {_describe(result)}, not a scalar or a (sum, weight) pair.",
-        fix=[
-            "return the mean over the batch, such as cross_entropy(model(x), y)",
-            "or a pair: (losses.sum(), len(losses))",
-        ],
-    )
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, Tensor):
-        return f"a tensor of shape {tuple(result.shape)}"
-    return f"a {type(result).__name__}"
-
-
-def _metric_sum(name: str, values: Any, rows: int) -> float:
-    if not isinstance(values, Tensor) or values.shape[:1] != (rows,) or values.numel() != rows:
-        raise TrainingFailed(
-            f"Metric {name!r} returned {_describe(values)} for {rows} examples; it must return one value per example.",
-            fix=["(model(x).argmax(1) == y).float()", "reduction='none' in a loss function"],
-        )
-    return float(values.double().sum())
-
-
-def _first_non_finite(model: nn.Module) -> str | None:
-    for kind in ("value", "gradient"):
-        for name, param in model.named_parameters():
-            tensor = param.detach() if kind == "value" else param.grad
-            if tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                return f"the first parameter with a non-finite {kind} is {name}"
-    return None
-
-
 def _wants_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
-
-
-def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
