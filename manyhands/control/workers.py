@@ -128,7 +128,8 @@ class Worker:
         """The worker says where it is."""
         now = time.monotonic()
         if self.step is not None and step > self.step and (call, phase) == (self.call, self.phase):
-            self.step_s.append((now - self.stepped_at) / (step - self.step))
+            steps = step - self.step  # quick ones are reported together
+            self.step_s.extend([(now - self.stepped_at) / steps] * min(steps, RECENT_STEPS))
         if step != self.step or (call, phase) != (self.call, self.phase):
             self.stepped_at = now
         self.first_step = step if self.first_step is None else self.first_step
