@@ -6,11 +6,12 @@ INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test soak lint lock bench test-gpu clean help
+.PHONY: demo test test-long soak lint lock bench test-gpu clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
+	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
 	@echo "make soak   tens of thousands of simulated elastic runs full of faults, and a real one with 300 kills"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
@@ -45,13 +46,15 @@ lock: $(INSTALLED)
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
 
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -n 1 -m long
+
 # Each seed is one run that anyone can play again: python -m tests.simulation --seed N
 SEEDS ?= 50000
 KILLS ?= 300
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	$(BIN)/python -m bench.soak --kills $(KILLS)
-	$(BIN)/python -m pytest -n 1 -m soak
 
 # For whoever has a CUDA device; without one every test of it skips and says so.
 test-gpu: $(INSTALLED)

@@ -19,7 +19,7 @@ from bench.table import ROWS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_that_are_asked_for_are_measured_and_name_the_machine() -> None:
     few = ["--blocks", "2", "--launches", "1", "--seconds", "0.01", "--json"]
     command = [sys.executable, "-m", "bench", "ddp-small-tensors", *few]

@@ -36,7 +36,7 @@ def chaos(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_run_full_of_faults_ends_where_the_undisturbed_one_does(tmp_path: Path) -> None:
     done = chaos(
         tmp_path, "--seed", "238", "--mtbf", "1", "--minutes", "0.08", "--faults", "kill,hang,coordinator",
@@ -53,6 +53,7 @@ def test_a_run_full_of_faults_ends_where_the_undisturbed_one_does(tmp_path: Path
     assert json.loads((tmp_path / "found" / "report.json").read_text()) == report
 
 
+@pytest.mark.long
 def test_a_script_that_fails_by_itself_is_named_before_any_fault(tmp_path: Path) -> None:
     done = chaos(tmp_path, "train.py", "many")
     assert done.returncode == 1

@@ -12,7 +12,7 @@ import pytest
 from manyhands.cli.demo import _told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.faults
 def test_the_demo_loses_a_worker_stops_resumes_and_learns_digits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyhands.cli.main", "demo", "--run-dir", "demo", "--json"]

@@ -87,6 +87,7 @@ def run_on_two_hosts(tmp_path: Path) -> Iterator[Any]:
             run.close()
 
 
+@pytest.mark.long
 def test_a_worker_killed_on_the_other_host_is_replaced(run_on_two_hosts: Any, undisturbed: Any) -> None:
     run = run_on_two_hosts(ENDLESS)
     run.until(lambda: run.step() > 10, "step 10")
@@ -117,6 +118,7 @@ def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_e
     assert not any(psutil.pid_exists(pid) for pid in cut_off)
 
 
+@pytest.mark.long
 def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
     run_on_two_hosts: Any, undisturbed: Any
 ) -> None:

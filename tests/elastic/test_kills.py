@@ -26,7 +26,7 @@ def faults(*places: tuple[int, int, str]) -> list[dict[str, Any]]:
         ([(1, 8, "backward"), (0, 14, "before the sum"), (2, 20, "after the sum")], None),
         ([(3, 8, "before its part"), (0, 14, "after its part"), (1, 20, "before the flip")], None),
         pytest.param(
-            [(2, 8, "after the sum"), (1, 14, "after its part"), (0, 20, "forward")], 0.5, marks=pytest.mark.soak
+            [(2, 8, "after the sum"), (1, 14, "after its part"), (0, 20, "forward")], 0.5, marks=pytest.mark.long
         ),
     ],
     ids=["around the sum", "around the update", "with clipping"],

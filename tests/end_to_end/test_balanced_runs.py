@@ -18,7 +18,7 @@ from manyhands.runtime.recorder import read_events
 SCRIPT = Path(__file__).with_name("unequal_training.py")
 STEPS = 60
 
-pytestmark = [pytest.mark.soak, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.faults]
 
 
 def start(folder: Path, name: str, workers: int, *flags: str) -> subprocess.Popen[str]:

@@ -154,7 +154,7 @@ def train_in_many_slices(phase: str | None, strategy: str = "mirrored") -> dict[
     return train(phase, slices=16, strategy=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slices_move_between_hosts(ranks: RankPool) -> None:
     (alone,) = ranks(1, train_in_many_slices, None)
     results = ranks(
