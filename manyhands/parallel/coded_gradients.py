@@ -1,10 +1,7 @@
 """The gradient sum in fewer bytes: what ranks send each other goes through a codec, fp32 in, fp32 out.
 
-A rank adds up its own slices, and sends each owner its part of that, encoded. An owner decodes, adds along a tree over
-the ranks, and sends its sum, encoded, to all. Everyone, the owner too, uses what those bytes decode to: replicas never
-differ. With two ranks that takes as many bytes as telling each other everything, which needs one trip instead of two:
-so they do that, and add what the same two letters decode to. What is given up is that the sum is the same for every
-number of ranks. Which parameters had a gradient, and the bytes of `carry`, travel beside as they are.
+A rank adds up its own slices; `letters` does the rest. What is given up is that the sum is the same for every number of
+ranks. Which parameters had a gradient, and the bytes of `carry`, travel beside as they are.
 
 Where the codec feeds back, a rank keeps one number per value of the gradient: in the part that it owns, what its sums
 have not told; elsewhere, and everywhere with two ranks, what it has not told the others. Both are in the unit of the
@@ -14,23 +11,45 @@ it. The sum of all ranks' residuals is what the weights have not seen yet. Start
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
-from manyhands.comm.codecs import Codec, aligned
+from manyhands.comm.codecs import Codec
 from manyhands.parallel.gradients import Bucket, Gradients, GradientSum, copy_gradients_
-from manyhands.parallel.tree import Node, finish
+from manyhands.parallel.letters import most_numel, new_letters
+from manyhands.parallel.tree import Node
 
-__all__ = ["CodedGradientSum"]
+__all__ = ["CodedGradientSum", "CodedResiduals"]
 
-# Before encoding. At 1 Gbit/s a step took a tenth less than with 4 MB; half of it, or more of them at a time, gained
-# nothing more.
-LETTER_BYTES = 2**20
+
+class CodedResiduals(Protocol):
+    """What sums through a codec owe, wherever they are made."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def settled_order(self) -> list[int] | None:
+        """The order that the buckets settled on: with it, another object rounds as this one does."""
+
+    def residuals(self) -> dict[int, Tensor]:
+        """This rank's, by the parameter's place in `params`; they change with the next step."""
+
+    def gather_residuals(self) -> dict[int, Tensor]:
+        """On rank 0 all residuals by parameter, in rows; nothing on the others. A collective."""
+
+    def restore(self, order: Sequence[int] | None, rows: Mapping[int, Tensor]) -> None:
+        """Go on from what `settled_order` and `gather_residuals` were."""
+
+    def succeed(self, before: CodedResiduals) -> None:
+        """Owe what `before` owes to parameters of both, in its order if they are the same ones. A collective."""
+
+    def scale_residuals(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on."""
 
 
 class CodedGradientSum(GradientSum):
@@ -45,7 +64,7 @@ class CodedGradientSum(GradientSum):
         super().__init__(params, axis, bucket_bytes)
 
     @property
-    def order(self) -> list[int] | None:
+    def settled_order(self) -> list[int] | None:
         """The order that the buckets settled on: with it, another object rounds as this one does."""
         return [index for bucket in self._buckets for index in bucket.indices] if self._settled else None
 
@@ -75,13 +94,14 @@ class CodedGradientSum(GradientSum):
         rank, size = self._axis.rank, self._axis.size
         self._owe({index: values[rank::size].sum(0) for index, values in rows.items()})
 
-    def succeed(self, before: CodedGradientSum) -> None:
+    def succeed(self, before: CodedResiduals) -> None:
         """Owe what `before` owes to parameters of both, in its order if they are the same ones."""
         place = {id(param): index for index, param in enumerate(self.params)}
         moved = [place.get(id(param)) for param in before.params]
         order = None
-        if before.order is not None and None not in moved and len(moved) == len(self.params):
-            order = [place[id(before.params[index])] for index in before.order]
+        order_before = before.settled_order
+        if order_before is not None and None not in moved and len(moved) == len(self.params):
+            order = [place[id(before.params[index])] for index in order_before]
         if order is not None:
             self._settled = True
             self._use_order(order)
@@ -119,9 +139,8 @@ class CodedGradientSum(GradientSum):
     def _new_bucket(self, params: Sequence[nn.Parameter], indices: Sequence[int], room: int) -> Bucket:
         if params[0].dtype != torch.float32:
             return super()._new_bucket(params, indices, room)
-        letters = self._axis.size if self._axis.size > 2 else 1
-        piece_bytes = min(self._bucket_bytes, letters * LETTER_BYTES)
-        return CodedBucket(params, indices, self._axis, room, self._codec, piece_bytes // 4)
+        piece_numel = most_numel(self._axis.size, self._bucket_bytes)
+        return CodedBucket(params, indices, self._axis, room, self._codec, piece_numel)
 
 
 class CodedBucket(Bucket):
@@ -149,8 +168,7 @@ class CodedBucket(Bucket):
         rows = torch.split(self._row, sizes)
         residuals = torch.split(self._residual, sizes) if codec.feeds_back else [None] * len(sizes)
         tails = [len(params) + room, *[0] * (len(sizes) - 1)]  # the first piece tells what is there, and the message
-        kind = _Whole if self._world == 2 else _Divided
-        self._pieces = [kind(*of, axis, codec) for of in zip(rows, residuals, tails, strict=True)]
+        self._pieces = [new_letters(*of, axis, codec) for of in zip(rows, residuals, tails, strict=True)]
         self.num_bytes = sum(piece.num_bytes for piece in self._pieces)
         self._messages: list[bytes] = []
 
@@ -227,127 +245,6 @@ class CodedBucket(Bucket):
 
     def _numel(self) -> int:
         return sum(param.numel() for param in self.params)
-
-
-class _Piece(ABC):
-    """Some of a bucket's row, on its way to the others and, as a sum, back. In this order: the methods below.
-
-    A letter to another rank is something of it, encoded, and `tail_bytes` that every rank gets alike.
-    """
-
-    def __init__(self, told_numel: int, tail_bytes: int, device: torch.device, axis: Axis, codec: Codec) -> None:
-        """A letter tells `told_numel` values."""
-        self._rank, self._world, self._codec, self._tail_bytes = axis.rank, axis.size, codec, tail_bytes
-        self._device, self._coded_bytes = device, codec.num_bytes(told_numel)
-        self._letter_bytes = aligned(self._coded_bytes + tail_bytes)
-        self._outgoing = self._new_bytes(self._world - 1, self._letter_bytes)
-        self._incoming = torch.empty_like(self._outgoing)
-        self.num_bytes = self._outgoing.numel()
-
-    def send(self, axis: Axis, name: str, senders: Sequence[int], tail: bytes) -> None:
-        """A letter to each other rank, if this rank is among the `senders`."""
-        self._senders, sends = senders, self._rank in senders
-        if sends:
-            for letter, rank in zip(self._outgoing, self._others(range(self._world)), strict=True):
-                self._write(letter[: self._coded_bytes], rank)
-                self._write_tail(letter, tail)
-        heard = self._others(senders)
-        self._pending = axis.all_to_all_start(
-            self._incoming[: len(heard)].view(-1),
-            (self._outgoing if sends else self._outgoing[:0]).view(-1),
-            [self._letter_bytes if rank in heard else 0 for rank in range(self._world)],
-            [self._letter_bytes if sends and rank != self._rank else 0 for rank in range(self._world)],
-            name,
-        )
-
-    def receive(self) -> None:
-        self._pending.wait()
-
-    def tails(self) -> dict[int, bytes]:
-        """Of each other sender, by rank; after `receive`."""
-        place = slice(self._coded_bytes, self._coded_bytes + self._tail_bytes)
-        return {rank: letter[place].cpu().numpy().tobytes() for rank, letter in self._letters().items()}
-
-    @abstractmethod
-    def send_sum(self, axis: Axis, name: str) -> None:
-        """Add up what there is to add up here, and let the others know."""
-
-    @abstractmethod
-    def receive_sum(self) -> None:
-        """Have the whole sum where this rank's contribution was."""
-
-    @abstractmethod
-    def _write(self, coded: Tensor, rank: int) -> None:
-        """Encode what that rank is told."""
-
-    def _write_tail(self, letter: Tensor, tail: bytes) -> None:
-        if self._tail_bytes:
-            letter[self._coded_bytes :][: len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
-
-    def _letters(self) -> dict[int, Tensor]:
-        return dict(zip(self._others(self._senders), self._incoming, strict=False))
-
-    def _others(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank != self._rank]
-
-    def _new_bytes(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
-
-
-class _Whole(_Piece):
-    """Two ranks tell each other everything; a + b is the same either way round."""
-
-    def __init__(self, values: Tensor, residual: Tensor | None, tail_bytes: int, axis: Axis, codec: Codec) -> None:
-        super().__init__(len(values), tail_bytes, values.device, axis, codec)
-        self._values, self._residual = values, residual
-
-    def _write(self, coded: Tensor, rank: int) -> None:
-        self._codec.encode(self._values, coded, self._residual)
-
-    def send_sum(self, axis: Axis, name: str) -> None:
-        """Of what the other rank can know of this one's contribution, too: so replicas cannot differ."""
-        mine = list(self._outgoing) if self._rank in self._senders else []
-        for number, letter in enumerate([*mine, *self._letters().values()]):
-            self._codec.decode(letter[: self._coded_bytes], self._values, add=number > 0)
-
-    def receive_sum(self) -> None:
-        """Both have made it."""
-
-
-class _Divided(_Piece):
-    """Each rank owns a part, and gets the others' contributions to it.
-
-    `values` are this rank's contribution until it is sent, then the others' to its own part, then the sum.
-    """
-
-    def __init__(self, values: Tensor, residual: Tensor | None, tail_bytes: int, axis: Axis, codec: Codec) -> None:
-        self._parts = values.view(axis.size, -1)
-        super().__init__(self._parts.shape[1], tail_bytes, values.device, axis, codec)
-        self._residuals = residual.view_as(self._parts) if residual is not None else [None] * self._world
-        self._coded_sum = self._new_bytes(self._coded_bytes)
-        self._coded_sums = self._new_bytes(self._world, self._coded_bytes)
-        self.num_bytes += (self._world - 1) * self._coded_bytes
-
-    def _write(self, coded: Tensor, rank: int) -> None:
-        self._codec.encode(self._parts[rank], coded, self._residuals[rank])
-
-    def receive(self) -> None:
-        """The others' contributions to this rank's part, where the parts stood that they got."""
-        super().receive()
-        for rank, letter in self._letters().items():
-            self._codec.decode(letter[: self._coded_bytes], self._parts[rank])
-
-    def send_sum(self, axis: Axis, name: str) -> None:
-        contributions = {(0, place): self._parts[rank] for place, rank in enumerate(self._senders)}
-        total = finish(contributions, len(self._senders), add=lambda left, right: left.add_(right))
-        self._codec.encode(total, self._coded_sum, self._residuals[self._rank])
-        self._pending = axis.all_gather_start(self._coded_sums.view(-1), self._coded_sum, name)
-
-    def receive_sum(self) -> None:
-        """This rank's own part as well, from the bytes that all have: so replicas cannot differ."""
-        self._pending.wait()
-        for coded, part in zip(self._coded_sums, self._parts, strict=True):
-            self._codec.decode(coded, part)
 
 
 def _piece_sizes(numel: int, most: int, world: int) -> list[int]:

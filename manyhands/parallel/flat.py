@@ -68,6 +68,11 @@ class Flat(NamedTuple):
         spans = zip(section.members, starts, ends, strict=True)
         return [place for place, start, end in spans if max(start, elements.start) < min(end, elements.stop)]
 
+    def span(self, place: int, numel: int, elements: range) -> range:
+        """Where among `elements`, of which the tensor at `place` has some of its `numel`, they are."""
+        start = self.starts[place]
+        return range(max(start, elements.start), min(start + numel, elements.stop))
+
     def views(self, tensors: Sequence[Tensor], segment: Segment, at_byte: int = 0) -> list[Tensor]:
         """A tensor over the segment for each of `tensors`, like it in shape and, where it has no gaps, in strides.
 

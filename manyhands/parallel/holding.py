@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
 from manyhands.errors import EnvironmentProblem
-from manyhands.parallel.coded_gradients import CodedGradientSum
+from manyhands.parallel.coded_gradients import CodedGradientSum, CodedResiduals
 from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
@@ -60,8 +60,9 @@ class Holding:
         self.weights: Update | None = None
 
     def _set_group(self, axis: Axis, sharing: Sharing | None) -> None:
-        # What a codec is for is a network; memory that is shared needs none.
-        self._axis, self.sharing = axis, sharing if self._codec is None else None
+        # What a codec is for is a network; who asks for one on a single host wants to see what it does.
+        usable = sharing is not None and (self._codec is None or sharing.across is not None)
+        self._axis, self.sharing = axis, sharing if usable else None
 
     @property
     def gradients(self) -> GradientSum | SharedGradients:
@@ -79,7 +80,10 @@ class Holding:
         return self.weights if isinstance(self.weights, CommonWeights) else None
 
     @property
-    def coded(self) -> CodedGradientSum | None:
+    def coded(self) -> CodedResiduals | None:
+        """What sums through a codec owe."""
+        if isinstance(self.sum, SharedGradients):
+            return self.sum.coded
         return self.sum if isinstance(self.sum, CodedGradientSum) else None
 
     @property
@@ -110,9 +114,8 @@ class Holding:
         before = self.coded
         if self.sum is not None:
             self.sum.close()
-        if self.sharing is not None and summable(trained) and self._share(self.sharing, trained):
-            return
-        self._part(trained)
+        if not (self.sharing is not None and summable(trained) and self._share(self.sharing, trained)):
+            self._part(trained)
         if before is not None and self.coded is not None:
             self.coded.succeed(before)
 
@@ -154,7 +157,9 @@ class Holding:
         """New memory for all ranks, or with `mapped` that which the others have."""
         plane, layout = sharing.plane, mapped.layout if mapped else sharing.new_layout()
         memory = sharing.memory_of(layout)
-        gradients = SharedGradients(trained, plane, memory, sharing.across, self._bucket_bytes, slots=sharing.slots)
+        gradients = SharedGradients(
+            trained, plane, memory, sharing.across, self._bucket_bytes, codec=self._codec, slots=sharing.slots
+        )
         self._layout = layout
         try:
             if not shareable(trained, self._optimizer):

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from manyhands.comm.codecs import Codec
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import DTYPES, Plane
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.across_hosts import AcrossHosts, Departures
+from manyhands.parallel.coded_across_hosts import CodedDepartures
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
@@ -89,9 +91,10 @@ class SharedGradients:
         across: AcrossHosts | None = None,
         bucket_bytes: int = 2**22,
         *,
+        codec: Codec | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """With `across`, which wants fp32 throughout, `plane` has this host's ranks only.
+        """With `across`, which wants fp32 throughout, `plane` has this host's ranks only; sums travel through `codec`.
 
         `slots` are given where ranks may be lost: then nothing that a step was given is overwritten before its end.
         """
@@ -120,10 +123,20 @@ class SharedGradients:
             self._departures: Departures | None = None
             self._hook(self._large)
         else:
-            (section,) = self.flat.sections
-            self._departures = Departures(across, self.flat.stretches(section, plane.world, bucket_bytes))
+            self._departures = self._new_departures(across, bucket_bytes, codec)
             self._arrival = []  # of the first step's gradients
             self._hook(range(len(self.params)))
+
+    def _new_departures(self, across: AcrossHosts, bucket_bytes: int, codec: Codec | None) -> Departures:
+        if codec is not None:
+            scratch = self._row(self._slots[0], 0)
+            return CodedDepartures(across, self.params, self.flat, bucket_bytes, codec, scratch)
+        (section,) = self.flat.sections
+        return Departures(across, self.flat.stretches(section, self._plane.world, bucket_bytes))
+
+    @property
+    def coded(self) -> CodedDepartures | None:
+        return self._departures if isinstance(self._departures, CodedDepartures) else None
 
     def _hook(self, indices: Iterable[int]) -> None:
         for hook in self._hooks:
@@ -288,6 +301,7 @@ class SharedGradients:
         everything = range(len(self.params))
         self._deposit_all([i for i in everything if i not in self._deposited] if self._deposited else everything)
         if self._departures is not None:
+            self._departures.missing = [i for i, there in enumerate(self._present) if not there]
             self._departures.deposited(everything=True)
             self._departures.depart()
 
@@ -336,6 +350,8 @@ class SharedGradients:
         """Meet the others: every row and message is there."""
         self.leave_seat()
         if self._departures is not None:
+            if not self._mine:
+                self._departures.missing = range(len(self.params))
             self._departures.deposited(everything=True)  # a rank without a slice has none to wait for
             self._departures.depart(wait=True)
         self._plane.meet(f"gradients of {self._name}")
@@ -350,6 +366,8 @@ class SharedGradients:
         departures.arrive(self._total_row)
         pending.wait()
         self.present = everyone.amax(0).nonzero().flatten().tolist()
+        if self.coded is not None:
+            self.coded.spare(self.present)
         self.bytes_sent = departures.num_bytes
         if self._arrival is not None:
             departures.settle(self._arrival)

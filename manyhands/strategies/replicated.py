@@ -404,7 +404,7 @@ class Replicated:
         if self._precision.scale:
             state["loss_scale"] = self._precision.scale.state()
         if (coded := self.held.coded) is not None:
-            names, order = self.held.trained_names(), coded.order
+            names, order = self.held.trained_names(), coded.settled_order
             state["order"] = [names[index] for index in order] if order is not None else None
             state["residuals"] = {names[index]: rows for index, rows in self._gathered.items()}
             self._gathered = {}  # as large as the weights, times the workers

@@ -80,7 +80,7 @@ def sum_steps(store: str, codec: str, steps: Sequence[int], before: Given | None
         messages.append(summed.carried() if carries else [])
     rows = {place: values.numpy() for place, values in summed.gather_residuals().items()}
     summed.close()
-    return Given(grads, messages, summed.bytes_sent, summed.order, rows)
+    return Given(grads, messages, summed.bytes_sent, summed.settled_order, rows)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -207,7 +207,7 @@ def frozen(store: str) -> tuple[float, list[int] | None, list[int] | None]:
     assert all(torch.equal(owed[2 - place], values) for place, values in alike.residuals().items())
     alike.scale_residuals(0.5)
     assert all(torch.equal(owed[2 - place] / 2, values) for place, values in alike.residuals().items())
-    return float(owed[1].abs().max()), fewer.order, alike.order
+    return float(owed[1].abs().max()), fewer.settled_order, alike.settled_order
 
 
 def test_what_is_owed_follows_the_parameters(ranks: RankPool, tmp_path: Path) -> None:

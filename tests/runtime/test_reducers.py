@@ -116,6 +116,60 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(
         assert_same(undisturbed, weights)
 
 
+# Buckets of one block of int8: many of them, and none is split between hosts unevenly.
+ON_HOSTS = {"comm.bucket_bytes": 4096}
+
+
+def train_on_hosts(run_dir: str, reducer: str, how: str | None, at: int = 0) -> tuple[Weights, bool]:
+    """Also whether weights were shared inside hosts. An optimizer that holds a frozen parameter runs in full, alone."""
+    trainer = mh.Trainer(
+        WithUnusedParameter,
+        mean_loss,
+        OPTIMIZERS["momentum"],
+        mh.MultiWorker(reducer=reducer),
+        slices=6,
+        clip_norm=1.0,
+        run_dir=run_dir,
+        hooks=[Ending(how, at)],
+    )
+    shared = False
+    try:
+        trainer.fit(data(), epochs=2, batch_size=24)
+        shared = trainer._run.ready().engine.held.common is not None
+        with trainer.editing() as model:
+            model.unused.bias.requires_grad_(False)
+            model.used[0].weight.mul_(0.5)
+        trainer.fit(data(), epochs=1, batch_size=24)
+    except Preempted:
+        assert how is not None
+    return weights_of(trainer), shared
+
+
+@pytest.mark.parametrize("reducer", LOSSY)
+def test_hosts_share_memory_inside_and_go_on_after_a_stop(ranks: RankPool, tmp_path: Path, reducer: str) -> None:
+    """Two workers on each of two hosts, with a parameter that nobody uses, and another set of trained ones half-way."""
+
+    def run(name: str, kind: str, how: str | None, at: int = 0) -> list[Weights]:
+        home = tmp_path / name
+        found = ranks(4, train_on_hosts, str(home), kind, how, at, run_dir=home, flags=ON_HOSTS, hosts=2)
+        assert how or all(shared for _, shared in found)
+        return [weights for weights, _ in found]
+
+    exact, (undisturbed, *others) = run("exact", "exact", None)[0], run("one", reducer, None)
+    for other in others:
+        assert_same(undisturbed, other)
+    assert_close(undisturbed, exact, tolerance=0.03)
+    assert any(value.tobytes() != exact[name].tobytes() for name, value in undisturbed.items()), "it was lossy"
+    run("two", reducer, "preempted", 5)
+    found = newest_valid(tmp_path / "two" / "checkpoints")
+    assert found is not None
+    if reducer == "int8":
+        rows = load(found.path).tensors["training/strategy/residuals/used.0.weight"]
+        assert len(rows) == 2 and all(bool(row.any()) for row in rows), "one for each host"
+    for weights in run("two", reducer, None):
+        assert_same(undisturbed, weights)
+
+
 def test_another_number_of_workers_goes_on_with_what_is_owed(ranks: RankPool, tmp_path: Path) -> None:
     lives = [
         ranks(workers, train, str(tmp_path), "plain", "int8", how, at, run_dir=tmp_path)
