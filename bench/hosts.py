@@ -24,7 +24,7 @@ REDUCER = "--reducer"
 """The flag of `mh run` that says how gradients travel between hosts."""
 MODEL = "mlp-10m"
 # By workload: how gradients travel, and how many workers there are on each host.
-SIDES = {"mlp-10m": (("bf16", "int8"), 1), "two-each": (("exact",), 2)}
+SIDES = {"mlp-10m": (("bf16", "int8"), 1), "two-each": (("exact", "bf16", "int8"), 2)}
 
 
 class Hosts(NamedTuple):

@@ -30,12 +30,14 @@ def plain_environment(*, allocator: bool = True) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | (ALLOCATOR if allocator else {})
 
 
-def trainer(workload: str, workers: int, *, name: str = OURS, flags: tuple[str, ...] = ()) -> Side:
-    """`mh run` as a user types it; it sets threads and allocator itself."""
+def trainer(
+    workload: str, workers: int, *, name: str = OURS, flags: tuple[str, ...] = (), think_s: float = 0.0
+) -> Side:
+    """`mh run` as a user types it; it sets threads and allocator itself. Every slice takes `think_s` longer."""
 
     def processes(folder: str) -> list[Process]:
         run = ("run", "-n", str(workers), "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run", *flags)
-        script = ("-m", "bench.trainer_side", workload, "mirrored", str(workers))
+        script = ("-m", "bench.trainer_side", workload, "mirrored", str(workers), str(think_s))
         return [Process([*MH, *run, *script], plain_environment(allocator=False))]
 
     return Side(name, workers, processes)

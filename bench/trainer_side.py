@@ -1,11 +1,13 @@
-"""Our side where sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD`."""
+"""Our side where sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD STRATEGY WORKERS [THINK_S]`."""
 
 from __future__ import annotations
 
 import sys
+import time
 from importlib.metadata import version
 
 import torch
+from torch import Tensor, nn
 
 import manyhands as mh
 from bench.models import loss, make_data, make_model, optimizer_of
@@ -15,8 +17,16 @@ from bench.workloads import WORKLOADS
 
 def main() -> None:
     name, strategy, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    think_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+
+    def thinking_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(think_s)
+        return loss(model, batch)
+
     hook = TurnHook(lambda: Turns(threads=torch.get_num_threads(), versions={"manyhands": version("manyhands")}))
-    trainer = mh.Trainer(lambda: make_model(name), loss, optimizer_of(name), strategy, hooks=[hook])
+    trainer = mh.Trainer(
+        lambda: make_model(name), thinking_loss if think_s else loss, optimizer_of(name), strategy, hooks=[hook]
+    )
     trainer.fit(make_data(name), steps=10**9, batch_size=WORKLOADS[name].batch * workers)
 
 
