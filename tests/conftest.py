@@ -1,4 +1,7 @@
-"""Fixtures for every test, and the police: whoever leaves a process, a thread or a variable behind fails."""
+"""Fixtures for every test, and the police.
+
+Whoever leaves a process, a thread or a variable behind fails; so does a run whose record contradicts what is promised.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from manyhands.runtime.ledger import audit_run
 from manyhands.testing import RankPool
 
 # Where Python is told to write no bytecode, every process that a test starts would compile the package again.
@@ -56,6 +60,18 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(0.05)
     assert not processes, f"left behind: {[(p.pid, p.cmdline()) for p in processes]}"
     assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _records_hold(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every run that a test made in its folder took each step once, and each sample of an epoch once."""
+    forged = request.node.get_closest_marker("forged_record")
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames and not forged else None
+    yield
+    for events in folder.rglob("events") if folder is not None else ():
+        if any(events.glob("*.jsonl")):
+            problems = audit_run(events.parent).problems
+            assert not problems, f"{events.parent}: {problems}"
 
 
 class OnePool(LoadScopeScheduling):

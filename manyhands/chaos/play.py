@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from manyhands.chaos.agents import Agents
 from manyhands.chaos.schedule import Fault
 from manyhands.chaos.strikes import Strike, Striker, Timeline
 from manyhands.chaos.verdict import Report, Weights, judge
@@ -49,6 +50,9 @@ class Chaos(msgspec.Struct, frozen=True, kw_only=True):
     """Where both runs, their events and the report go."""
     faults: Sequence[Fault]
     minutes: float
+    agents: int = 1
+    """Of the run; all but the first are started here, with `agent_words` each."""
+    agent_words: Sequence[str] = ()
     wait_s: float
     """How long a run may take to its first step, and from the end of the faults to its own."""
     reference: bool = True
@@ -83,7 +87,7 @@ def _undisturbed(asked: Chaos, say: Callable[[str], None]) -> _Run:
 
 def _disturbed(asked: Chaos, say: Callable[[str], None]) -> tuple[_Run, list[Strike]]:
     run, timeline = _Run(asked, "chaos", max_restarts=asked.max_restarts), Timeline()
-    striker = Striker(run.run_dir, timeline, lambda struck: say(_told(struck)))
+    striker = Striker(run.run_dir, timeline, run.agents, lambda struck: say(_told(struck)))
     with run.started():
         run.wait_for_first_step()
         began = time.monotonic()
@@ -107,6 +111,8 @@ class _Run:
         self.run_dir, self.told = asked.folder / name, asked.folder / f"{name}.jsonl"
         self._said = asked.folder / f"{name}.err"
         self._process: subprocess.Popen[bytes] | None = None
+        self._join_file = asked.folder / f"{name}.join"
+        self.agents = Agents(asked.agents - 1, asked.agent_words, self._join_file, asked.folder / f"{name}.agents.txt")
         self._read_bytes = 0
         self.commits: list[Event] = []
         self.exit_code = -1
@@ -119,6 +125,9 @@ class _Run:
             *(sys.executable, "-m", "manyhands.cli.main", "run", "--json"),
             *("--run-dir", str(self.run_dir), "--max-restarts", str(self._max_restarts)),
         ]
+        if self._asked.agents > 1:  # as on several hosts, but nothing leaves this one
+            command += ["--hosts-wanted", str(self._asked.agents), "--listen", "127.0.0.1"]
+            command += ["--join-file", str(self._join_file), "--insecure-data-plane"]
         began = time.monotonic()
         with self.told.open("wb") as told, self._said.open("wb") as said:
             self._process = subprocess.Popen(
@@ -129,9 +138,12 @@ class _Run:
                 start_new_session=True,  # Ctrl-C is for us; we end the run
             )
         try:
+            if self._asked.agents > 1:
+                self.agents.start(self._asked.wait_s, lambda: self._process is None or self._process.poll() is not None)
             yield
         finally:
             self.exit_code = _end(self._process)
+            self.agents.end()
             self.seconds = time.monotonic() - began
             self._read()
 

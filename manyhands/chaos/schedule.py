@@ -12,11 +12,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["KINDS", "ON_WORKERS", "Fault", "Kind", "schedule"]
+__all__ = ["KINDS", "ON_ONE_HOST", "ON_WORKERS", "Fault", "Kind", "schedule"]
 
-Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk"]
+Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk", "agent"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "agent")
 ON_WORKERS: tuple[Kind, ...] = ("kill", "stop", "hang", "slow")
 
 LASTS_S = {"slow": 3.0, "disk": 3.0}
@@ -28,13 +29,13 @@ class Fault(msgspec.Struct, frozen=True):
     """After the first committed step."""
     kind: Kind
     slot: int | None = None
-    """The place in the run of the worker that it strikes; None: it is not about one worker."""
+    """The place in the run of the worker that it strikes, or that of the agent; None: it is about neither."""
     lasts_s: float = 0.0
     """0: it does not end by itself."""
 
 
 def schedule(
-    seed: int, *, mtbf_s: float, minutes: float, workers: int, kinds: Sequence[Kind] = KINDS
+    seed: int, *, mtbf_s: float, minutes: float, workers: int, kinds: Sequence[Kind] = ON_ONE_HOST
 ) -> tuple[Fault, ...]:
     """Faults with exponential gaps of mean `mtbf_s`, each kind and each worker as likely as any other."""
     draw = random.Random(f"{seed} {mtbf_s:g} {minutes:g} {workers} {' '.join(sorted(kinds))}")
@@ -42,7 +43,7 @@ def schedule(
     at_s = draw.expovariate(1.0 / mtbf_s)
     while at_s < 60.0 * minutes:
         kind, slot = draw.choice(sorted(kinds)), draw.randrange(workers)
-        victim = slot if kind in ON_WORKERS else None
+        victim = slot if kind in ON_WORKERS or kind == "agent" else None
         faults.append(Fault(len(faults) + 1, round(at_s, 3), kind, victim, LASTS_S.get(kind, 0.0)))
         at_s += draw.expovariate(1.0 / mtbf_s)
     return tuple(faults)

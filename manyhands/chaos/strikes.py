@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.chaos.agents import RETURN_AFTER_S, Agents, workers_of
 from manyhands.chaos.schedule import ON_WORKERS, Fault
 from manyhands.control.client import query
 from manyhands.control.messages import MemberStatus, Status
@@ -43,6 +44,8 @@ class Strike(msgspec.Struct, kw_only=True):
     rank: int | None = None
     slot: int | None = None
     pid: int | None = None
+    others: list[int] = []
+    """Processes that go with it: a lost agent's workers."""
     step: int | None = None
     """Where the victim said it was."""
     until_s: float | None = None
@@ -52,7 +55,8 @@ class Strike(msgspec.Struct, kw_only=True):
     @property
     def who(self) -> str:
         if self.fault.kind not in ON_WORKERS:
-            return "all workers" if self.fault.kind == "disk" else self.fault.kind
+            who = {"disk": "all workers", "agent": f"and its {len(self.others)} workers"}
+            return who.get(self.fault.kind, self.fault.kind)
         return f"worker {self.slot}{' (chief)' if self.rank == 0 else ''}"
 
 
@@ -76,8 +80,8 @@ class Timeline:
 class Striker:
     """Strikes a run's processes and notes down what it did in `strikes`. `say` gets a line for each."""
 
-    def __init__(self, run_dir: Path, timeline: Timeline, say: Callable[[Strike], None]) -> None:
-        self._run_dir, self._timeline, self._say = run_dir, timeline, say
+    def __init__(self, run_dir: Path, timeline: Timeline, agents: Agents, say: Callable[[Strike], None]) -> None:
+        self._run_dir, self._timeline, self._agents, self._say = run_dir, timeline, agents, say
         self.strikes: list[Strike] = []
         self._doomed: set[int] = set()
         """Struck for good, whether their agent knows it yet or not."""
@@ -107,6 +111,8 @@ class Striker:
                 return self._coordinator(fault, status)
             case "disk":
                 return self._disk(fault, status)
+            case "agent":
+                return self._agent(fault, status)
         return self._worker(fault, status)
 
     def _worker(self, fault: Fault, status: Status) -> bool:
@@ -141,6 +147,23 @@ class Striker:
         if not _send(status.coordinator_pid, signal.SIGKILL):
             return False
         self._note(Strike(fault=fault, time_s=now, pid=status.coordinator_pid))
+        return True
+
+    def _agent(self, fault: Fault, status: Status) -> bool:
+        """A machine is gone: an agent and its workers, at once. Another comes after a while."""
+        members = [one.pid for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
+        others, now = self._agents.pids(), time.time()
+        if not others:
+            return False
+        assert fault.slot is not None
+        victim = others[fault.slot % len(others)]
+        lost = workers_of(victim, members)
+        if not lost or len(lost) == len(members):
+            return False
+        self._agents.strike(victim)
+        self._doomed |= lost
+        self._timeline.add(time.monotonic() + RETURN_AFTER_S, self._agents.replace_lost)
+        self._note(Strike(fault=fault, time_s=now, pid=victim, others=sorted(lost)))
         return True
 
     def _disk(self, fault: Fault, status: Status) -> bool:

@@ -162,6 +162,9 @@ def _outcome(struck: Strike, events: Sequence[Event], commits: Sequence[StepDone
         case "slow":
             detected, recovered = None, _first(_after(commits, StepDone, began))
             outcome.note = _slow_note(struck, events, commits)
+        case "agent":
+            detected = _first(one for one in _after(events, GenerationStarted, began) if _is_without(one, struck))
+            recovered = _next_commit_after_loss(detected, events, commits)
         case _:
             detected = _loss(struck, events)
             recovered = _next_commit_after_loss(detected, events, commits)
@@ -184,6 +187,11 @@ def _first(events: Iterable[Event]) -> float | None:
 
 def _loss(struck: Strike, events: Sequence[Event]) -> float | None:
     return _first(one for one in _after(events, WorkerLost, struck.time_s) if one.pid == struck.pid)
+
+
+def _is_without(started: GenerationStarted, struck: Strike) -> bool:
+    """Whether this generation began because one of these is gone; nobody is left to record the loss of each."""
+    return any(f"(pid {pid})" in started.why for pid in struck.others)
 
 
 def _slow_note(struck: Strike, events: Sequence[Event], commits: Sequence[StepDone]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from manyhands.chaos.schedule import KINDS, Fault, Kind, schedule
+from manyhands.chaos.schedule import KINDS, ON_ONE_HOST, Fault, Kind, schedule
 from manyhands.chaos.verdict import Outcome, Report, Weights
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
@@ -40,8 +40,10 @@ MAX_RESTARTS = 1000
 )
 @click.option("--minutes", type=float, default=1.0, help="How long faults strike, from the first step on. Default: 1.")
 @click.option(
-    "--faults", "kinds", default=",".join(KINDS), metavar="KIND,...", help=f"Of {', '.join(KINDS)}. Default: all."
-)
+    "--faults", "kinds", metavar="KIND,...",
+    help=f"Of {', '.join(KINDS)}. Default: all; agent only where there are several.",
+)  # fmt: skip
+@click.option("--agents", type=int, default=1, help="As if on so many hosts, all on this one. Default: 1.")
 @click.option("--reference/--no-reference", default=True, help="Also run it undisturbed, and compare. Default: yes.")
 @click.option(
     "--wait", "wait_s", type=float, default=300.0,
@@ -61,7 +63,8 @@ def chaos(
     seed: int,
     mtbf_s: float,
     minutes: float,
-    kinds: str,
+    kinds: str | None,
+    agents: int,
     reference: bool,
     wait_s: float,
     folder: Path | None,
@@ -74,17 +77,18 @@ def chaos(
     """Run SCRIPT as an elastic run, strike it with random faults, and report what became of each.
 
     Faults: kill (SIGKILL to a worker), stop (SIGSTOP), hang (a deadlock that holds the interpreter), slow (half of a
-    worker's time is taken), coordinator (SIGKILL), disk (no worker can write to files). By default 4 workers, 1 to 4.
+    worker's time is taken), coordinator (SIGKILL), disk (no worker can write to files), agent (SIGKILL to one that is
+    not the first, and so to its workers; another comes). By default 4 workers, 1 to 4; with --agents, -n is for each.
     The script runs to its end, twice: let it take about as long as faults are to strike. Exit code 0 if the run came
     through everything and ended with the weights of the undisturbed run, else 1.
     """
     command = script_command(script, arguments, is_module=module)
-    chosen = _kinds(kinds)
+    chosen = _kinds(kinds, agents)
     _check(mtbf_s, minutes, wait_s)
     settings = take_settings(options)
     max_restarts = settings.pop("max_restarts", MAX_RESTARTS)
     settings.setdefault("workers", WORKERS)
-    settings.setdefault("elastic", f"1:{settings['workers']}")
+    settings.setdefault("elastic", f"1:{agents * settings['workers']}")
     resolved = resolve(flags=settings, config_file=config_file)
     assert resolved.spec.launch.elastic is not None
     workers = resolved.spec.launch.elastic[1]
@@ -101,6 +105,8 @@ def chaos(
         words=[*config, *words_of(settings), *call, *arguments],
         folder=home,
         max_restarts=max_restarts,
+        agents=agents,
+        agent_words=words_of({name: settings[name] for name in ("workers", "threads") if name in settings}),
         faults=faults,
         minutes=minutes,
         wait_s=wait_s,
@@ -114,12 +120,20 @@ def chaos(
     return 0 if report.passed else 1
 
 
-def _kinds(text: str) -> list[Kind]:
+def _kinds(text: str | None, agents: int) -> list[Kind]:
+    if agents < 1:
+        raise UsageError(f"--agents is {agents}, but a run has one at least.", where="--agents", fix=["--agents 2"])
+    if text is None:
+        return list(KINDS if agents > 1 else ON_ONE_HOST)
     asked = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in asked if word not in get_args(Kind)]
     if unknown or not asked:
         what = f"--faults has no {', '.join(unknown)}" if unknown else "--faults names none"
         raise UsageError(f"{what}; there are {', '.join(KINDS)}.", where="--faults", fix=["--faults kill,stop"])
+    if "agent" in asked and agents == 1:
+        raise UsageError(
+            "The only agent of a run is its launcher, and the run ends with it.", where="--faults", fix=["--agents 2"]
+        )
     return [kind for kind in KINDS if kind in asked]
 
 
@@ -137,7 +151,7 @@ def _listed(faults: Sequence[Fault]) -> str:
 
 
 def _where(fault: Fault) -> str:
-    return "" if fault.slot is None else f"worker {fault.slot}"
+    return "" if fault.slot is None or fault.kind == "agent" else f"worker {fault.slot}"
 
 
 def _document(faults: Sequence[Fault], report: Report, home: Path) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from manyhands.comm.transport import Port, open_port
 from manyhands.control.elastic import open_generations
 from manyhands.control.key_values import Client, Stores
 from manyhands.control.keys import server_curve
+from manyhands.control.log import Log
 from manyhands.control.membership import begin, react, restored
 from manyhands.control.messages import FromAgent, HostReport, Orders, Refusal, Relay, Replay, StoreReply
 from manyhands.control.orders import orders_for
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.roster import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked
 
-__all__ = ["Coordinator", "CoordinatorConfig", "Log", "main"]
+__all__ = ["Coordinator", "CoordinatorConfig", "main"]
 
 TICK_S = 0.25
 MAX_NOTES = 20
@@ -42,33 +42,6 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first term is at least this: generations must not repeat over the life of a run directory."""
     listen: tuple[str, int] | None = None
     key: bytes | None = None
-
-
-class Log:
-    """States, one a line, each with its checksum; a torn last line is ignored. On disk before `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def last(self) -> Membership | None:
-        try:
-            lines = self._path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return None
-        for line in reversed(lines):
-            checksum, _, body = line.partition(b" ")
-            if checksum == b"%08x" % zlib.crc32(body):
-                return msgspec.json.decode(body, type=Membership)
-        return None
-
-    def append(self, state: Membership) -> None:
-        body = msgspec.json.encode(state)
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(fd, b"%08x %s\n" % (zlib.crc32(body), body))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 class Coordinator:

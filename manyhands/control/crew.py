@@ -160,8 +160,11 @@ class Crew:
         self._fill_slots()
 
     def _dismiss(self, worker: Worker) -> None:
+        """It ends by itself when it hears of it. One that was never in a group has nothing to bring to an end."""
         if worker.dismissed_at is None:
             worker.dismissed_at = time.monotonic()
+        if not worker.generation:
+            worker.kill()
 
     def _forget(self, worker: Worker) -> None:
         """One that has ended, was reported so, and is planned no more."""

@@ -260,12 +260,15 @@ def _staff(state: Membership, roster: Roster, now: float) -> Membership:
 
 
 def _change(state: Membership, roster: Roster, now: float) -> Membership:
-    """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest."""
+    """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest.
+
+    While one of them cannot come to a step's end, `_lose` comes first: the others have to be told to leave.
+    """
     if state.stop is not None:
         return state
     if _missed(roster):
         return _take_back(state, roster)
-    if not quiet(roster):
+    if not quiet(roster) or stranded(roster, now, 0.0):
         return state
     leaving = _to_dismiss(state, roster)
     newcomers = _ready(state, roster, now)

@@ -54,6 +54,19 @@ def test_a_run_full_of_faults_ends_where_the_undisturbed_one_does(tmp_path: Path
 
 
 @pytest.mark.long
+def test_an_agent_is_lost_with_its_workers_and_another_comes(tmp_path: Path) -> None:
+    done = chaos(
+        tmp_path, "--seed", "5", "--mtbf", "4", "--minutes", "0.1", "--faults", "agent", "--agents", "2", "-n", "1",
+        "train.py", "300",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    struck = [one for one in report["outcomes"] if not one["skipped"]]
+    assert struck and all(one["kind"] == "agent" and one["recovered_s"] is not None for one in struck)
+    assert report["ledger"]["last_step"] == 300 and report["weights"]["different"] == []
+
+
+@pytest.mark.long
 def test_a_script_that_fails_by_itself_is_named_before_any_fault(tmp_path: Path) -> None:
     done = chaos(tmp_path, "train.py", "many")
     assert done.returncode == 1

@@ -7,14 +7,14 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from manyhands.chaos.schedule import KINDS, ON_WORKERS, Fault, schedule
+from manyhands.chaos.schedule import KINDS, ON_ONE_HOST, ON_WORKERS, Fault, schedule
 from manyhands.cli.main import cli
 from manyhands.errors import UsageError
 
 
 def test_the_same_arguments_give_the_same_schedule_wherever_it_is_made() -> None:
     faults = schedule(7, mtbf_s=5, minutes=2, workers=4)
-    assert faults == schedule(7, mtbf_s=5.0, minutes=2.0, workers=4, kinds=tuple(reversed(KINDS)))
+    assert faults == schedule(7, mtbf_s=5.0, minutes=2.0, workers=4, kinds=tuple(reversed(ON_ONE_HOST)))
     assert faults[:2] == (Fault(1, 0.15, "kill", 2), Fault(2, 0.93, "stop", 0))
 
 
@@ -30,14 +30,14 @@ def test_every_argument_changes_it() -> None:
 
 
 def test_faults_come_as_often_as_asked_and_strike_everyone_with_everything() -> None:
-    faults = schedule(1, mtbf_s=5, minutes=500, workers=4)
+    faults = schedule(1, mtbf_s=5, minutes=500, workers=4, kinds=KINDS)
     assert 5500 < len(faults) < 6500
     assert [one.number for one in faults] == list(range(1, len(faults) + 1))
     assert sorted(faults, key=lambda one: one.at_s) == list(faults) and faults[-1].at_s < 500 * 60
     for kind in KINDS:
         struck = [one.slot for one in faults if one.kind == kind]
         assert len(struck) > len(faults) / len(KINDS) * 0.8
-        assert set(struck) == ({0, 1, 2, 3} if kind in ON_WORKERS else {None})
+        assert set(struck) == ({0, 1, 2, 3} if kind in ON_WORKERS or kind == "agent" else {None})
 
 
 def test_a_dry_run_prints_the_schedule_and_runs_nothing(tmp_path, monkeypatch) -> None:
@@ -59,7 +59,9 @@ def test_what_cannot_be_played_is_refused_with_what_can(tmp_path, monkeypatch) -
             cli.main(["chaos", *words, "train.py"], standalone_mode=False)
         return str(raised.value)
 
-    assert "no meteor; there are kill, stop, hang, slow, coordinator, disk" in refused("--faults", "kill,meteor")
+    assert "no meteor; there are kill, stop, hang, slow, coordinator, disk, agent" in refused("--faults", "kill,meteor")
+    assert "The only agent of a run is its launcher" in refused("--faults", "agent")
+    assert "--agents is 0" in refused("--agents", "0")
     assert "--faults names none" in refused("--faults", ",")
     assert "--mtbf is 0, but must be above 0" in refused("--mtbf", "0")
     assert "--minutes is nan" in refused("--minutes", "nan")

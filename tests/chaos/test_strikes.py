@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.chaos.agents import Agents
 from manyhands.chaos.strikes import Striker, Timeline, _limit_files
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
@@ -48,6 +49,10 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+def nobody(folder: Path) -> Agents:
+    return Agents(0, (), folder / "join", folder / "said")
+
+
 def is_stopped(process: subprocess.Popen[str]) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
@@ -65,7 +70,7 @@ def test_a_slow_worker_is_stopped_and_let_go_by_turns_until_it_is_struck_for_goo
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     timeline = Timeline()
-    striker = Striker(tmp_path, timeline, print)
+    striker = Striker(tmp_path, timeline, nobody(tmp_path), print)
     striker._pause(child.pid, time.monotonic() + 60)
     for stopped in (True, False, True):
         until(timeline, child, stopped=stopped)
@@ -83,7 +88,7 @@ def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[s
         child.stdin.flush()
         return child.stdout.readline().strip()
 
-    striker = Striker(tmp_path, Timeline(), print)
+    striker = Striker(tmp_path, Timeline(), nobody(tmp_path), print)
     assert tries() == "written"
     striker._limits[child.pid] = _limit_files(child.pid, 0)
     assert tries() == "File too large"

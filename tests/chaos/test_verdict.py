@@ -86,6 +86,14 @@ def test_steps_made_twice_are_put_down_to_the_fault_and_count_once() -> None:
     assert found.passed
 
 
+def test_a_lost_agent_is_missed_when_a_generation_goes_on_without_its_workers() -> None:
+    joined = GenerationStarted(time_s=103.6, generation="1.2", workers=2, hosts=1, why="1 joined")
+    without = GenerationStarted(time_s=104.5, generation="1.3", workers=1, hosts=1, why="rank 1 on b (pid 78) lost")
+    events = [generation("1.1", 100.0), *steps(1, 3), joined, *steps(4, 4, "1.2"), without, *steps(5, 6, "1.3")]
+    [one] = report(events, strike("agent", others=[78, 79])).outcomes
+    assert (one.who, one.detected_s, one.recovered_s) == ("and its 2 workers", 1.0, 1.5)
+
+
 def test_a_coordinator_is_back_when_steps_go_on_after_its_loss_was_seen() -> None:
     seen = Warned(time_s=103.6, text="the coordinator (pid 5) was killed; starting it again, training goes on")
     found = report([*UNDISTURBED, seen], strike("coordinator"))

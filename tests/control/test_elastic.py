@@ -294,6 +294,24 @@ def test_a_group_that_came_apart_although_all_live_is_put_together_again():
     assert scene.plan().why == "it came apart"
 
 
+def test_nobody_is_admitted_to_a_group_that_came_apart_before_it_is_put_together_again():
+    """Its members would be told to go over at the end of a step, to which they cannot come."""
+    scene = started(slots=2)
+    scene.step(20)
+    scene.kill(2)
+    scene.obey()
+    scene.tick(0.25)
+    scene.set(1, stranded=True)
+    scene.set(3, offers=CALL)
+    assert (scene.generation, scene.group) == ("7.2", [1])
+    scene.tick(0.75)
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.3", [1], True)
+    scene.words[1] = replace(scene.words[1], stranded=False)
+    scene.obey()
+    scene.tick(0.25)
+    assert (scene.generation, scene.group, scene.plan().lost) == ("7.4", [1, 3], False)
+
+
 def test_whoever_waits_for_a_generation_that_is_there_is_not_stranded():
     scene = started()
     scene.kill(3)

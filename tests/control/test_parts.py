@@ -13,10 +13,10 @@ import zmq
 
 from manyhands.comm.transport import MAX_MESSAGE_BYTES, open_port
 from manyhands.control import key_values
-from manyhands.control.coordinator import Log
 from manyhands.control.key_values import KeyValues
 from manyhands.control.keys import client_curve, new_key, read_join_file, server_curve, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
+from manyhands.control.log import Log
 from manyhands.control.membership import begin
 from manyhands.control.messages import Ask, Job, StoreReply, StoreRequest
 from manyhands.control.output import KEPT_BYTES, WorkerLog
@@ -103,6 +103,23 @@ def test_the_log_gives_the_last_whole_state_and_ignores_a_torn_line(tmp_path):
     for cut in range(1, 40, 7):
         (tmp_path / "log").write_bytes(whole[:-cut])
         assert log.last().term == (2 if cut == 1 else 1)
+        successor = Log(tmp_path / "log")
+        successor.append(begin(settings, 3, 0.0))
+        successor.append(begin(settings, 4, 0.0))
+        assert successor.last().term == 4, "nothing is written behind the torn line"
+
+
+def test_the_log_begins_anew_before_it_is_too_long(tmp_path):
+    job = Job(command=WorkerCommand("script", "x"), flags={}, grace_s=1.0, max_restarts=1)
+    settings = Settings(run="r", job=job, versions={})
+    log = Log(tmp_path / "log", max_bytes=5000)
+    sizes = set()
+    for term in range(1, 60):
+        log.append(begin(settings, term, 0.0))
+        assert Log(tmp_path / "log").last().term == term
+        sizes.add((tmp_path / "log").stat().st_size)
+    assert len(sizes) > 2 and max(sizes) <= 5000
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_directory_is_locked_while_owned_and_free_afterwards(tmp_path):

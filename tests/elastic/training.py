@@ -177,7 +177,7 @@ if __name__ == "__main__":
         metrics={"accuracy": lambda m, batch: (m(batch[0]).argmax(1) == batch[1]).float()},
     )
     arm()
-    steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None)
+    steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None, every_steps=ASKED.get("save_every"))
     first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep)
     reached = trainer.step
     between = trainer.evaluate(data())

@@ -4,7 +4,7 @@ E1  all that apply a step apply the same; a step is redone only by a group witho
 E2  each slice contributes to each applied step exactly once
 E3  nobody's step decreases, and no attempt goes back behind a step that was applied
 E4  only members contribute, all of them, and no incarnation is started twice
-E5  once faults stop, the run ends, and ends well
+E5  once faults stop, the run ends, and ends well; fewer workers than the lower bound take one step at most
 E6  one lineage: generations never repeat, are on disk before anyone enters them, and share a member with the one before
 """
 
@@ -19,7 +19,7 @@ PATIENCE_S = 90.0
 
 
 def violations(history: History) -> list[str]:
-    checks = (_same_step, _slices, _never_back, _only_members, _progress, _lineage)
+    checks = (_same_step, _slices, _never_back, _only_members, _progress, _too_few, _lineage)
     return [problem for check in checks for problem in check(history)]
 
 
@@ -112,6 +112,16 @@ def _progress(history: History) -> Iterator[str]:
             yield f"E5: the run ended well after step {done} of {history.num_steps}"
     elif history.exit_code != 4 or not (history.hosts_lost or history.budget < 1000):
         yield f"E5: the run ended with {history.exit_code}: {history.reason}"
+
+
+def _too_few(history: History) -> Iterator[str]:
+    groups, steps = _groups(history), dict[str, set[int]]()
+    for event in history.of(Applied):
+        steps.setdefault(event.generation, set()).add(event.step)
+    for generation, taken in steps.items():
+        size = len(groups.get(generation, ()))
+        if size < history.least and len(taken) > 1:
+            yield f"E5: {size} workers took {len(taken)} steps in {generation}; at least {history.least} were asked for"
 
 
 def _lineage(history: History) -> Iterator[str]:

@@ -102,6 +102,7 @@ class Agent:
             generation=worker.generation,
             call=worker.call if worker.generation and worker.level else 0,
             offers=worker.offers if not worker.generation else 0,
+            stranded=worker.stranded,
             exit_code=code,
             step=worker.step if worker.generation and worker.level else None,
             end=end,
@@ -146,8 +147,10 @@ class Agent:
         self._plan = plan
         if self._world.defects.fencing:
             for name, worker in self.workers.items():
-                if name not in planned and name not in plan.dismissed:
+                if name not in planned and (name not in plan.dismissed or not worker.generation):
                     self._world.at(self._world.random.random() * 0.3, worker.die)
+                elif name in plan.dismissed:
+                    self._world.at(GRACE_S, worker.die)
         self.workers = {n: w for n, w in self.workers.items() if w.alive or n in planned or n in plan.dismissed}
         self._fill()
         for worker in self.workers.values():

@@ -48,6 +48,8 @@ class DataPlane:
             room.given = self._unfenced.setdefault(what, [])
         if fenced and (worker.incarnation not in room.group or generation in self._aborted):
             self._world.note(Refused(self._world.now, worker.incarnation, generation))
+            if generation in self._aborted:
+                self._tell(worker, generation, worker.agent.name)
             return
         known = [other.incarnation for other, _ in room.given]
         if worker.incarnation in known and self._world.defects.deduplication:
@@ -74,12 +76,18 @@ class DataPlane:
         return lambda: worker.receive(generation, what, values)
 
     def abort(self, generation: str, group: tuple[int, ...], seen_from: str) -> None:
-        """A member is gone: its sockets close. Whoever can be reached learns of it, each in its own moment."""
+        """A member is gone: its sockets close. All learn of it, each in its own moment, or when a cut has healed."""
         self._aborted.add(generation)
         for agent in self._world.agents.values():
             for worker in agent.workers.values():
-                if worker.incarnation in group and self._world.reach(seen_from, agent.name):
-                    self._world.at(self._world.random.random() * 0.05, self._loss(worker, generation))
+                if worker.incarnation in group:
+                    self._tell(worker, generation, seen_from)
 
-    def _loss(self, worker: Worker, generation: str) -> Any:
-        return lambda: worker.lose(generation)
+    def _tell(self, worker: Worker, generation: str, seen_from: str) -> None:
+        def learn() -> None:
+            if self._world.reach(seen_from, worker.agent.name):
+                worker.lose(generation)
+            elif worker.alive and worker.generation == generation:
+                self._world.at(RETRY_S, learn)
+
+        self._world.at(self._world.random.random() * 0.05, learn)

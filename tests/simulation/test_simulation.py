@@ -43,6 +43,7 @@ def test_the_weather_is_bad_enough():
         "stop",
         "leave agent",
         "lose agent",
+        "apart",
     ):
         assert word in faults
     kinds = [type(event) for history in histories for event in history.events]
@@ -51,6 +52,15 @@ def test_the_weather_is_bad_enough():
     assert sum(history.stale for history in histories) > 10, (
         "workers that were declared gone are still there, for a while"
     )
+    few = [
+        sum(
+            generation.name == event.generation and len(generation.group) < history.least
+            for generation in history.of(Generation)
+        )
+        for history in histories
+        for event in history.of(Applied)
+    ]
+    assert sum(few) > 3, "groups below the lower bound finish their step"
     generations = [generation for history in histories for generation in history.of(Generation)]
     assert sum(generation.lost for generation in generations) > 50
     assert sum(not generation.lost for generation in generations) > 150
@@ -80,7 +90,7 @@ def test_without_syncing_a_generation_is_forgotten_and_the_checker_sees_it():
 
 
 def told(*events, **more) -> str:
-    fields = {"seed": 0, "least": 1, "num_slices": 2, "num_steps": 1, "ended_at": 9.0, "exit_code": 0}
+    fields = {"seed": 0, "least": 2, "num_slices": 2, "num_steps": 1, "ended_at": 9.0, "exit_code": 0}
     history = History(**{**fields, **more})
     history.events += [Generation(0.0, "1.1", 1, (1, 2), False), *events]
     history.surviving = ["1.1", "1.2"]
@@ -111,6 +121,14 @@ def test_an_honest_history_passes():
         ([applied(1, 1, contributors=(1,))], "E4"),
         ([applied(1, 1, contributors=(1, 2, 3))], "E4"),
         ([], "E5"),
+        (
+            [
+                Generation(0.5, "1.2", 1, (1,), True),
+                applied(1, 1, generation="1.2", contributors=(1,)),
+                applied(1, 2, generation="1.2", contributors=(1,)),
+            ],
+            "E5: 1 workers",
+        ),
         ([applied(1, 1), Generation(1.0, "1.1", 1, (1,), True)], "E6"),
         ([applied(1, 1), Generation(1.0, "1.2", 1, (3,), True)], "E6"),
         ([applied(1, 1), Entered(1.0, 1, "1.9")], "E6"),

@@ -43,6 +43,8 @@ class Worker:
         # A newcomer looks like a worker at the very start: only the coordinator knows that it has no state of its own.
         self.step, self.digest, self.level = 0, 0, not joining
         self._booted = self._broken = False
+        self.stranded = False
+        """Its group came apart, and it waits for a newer one."""
         self._newest: Plan | None = None
         self._moment = 0
         if not joining:
@@ -112,7 +114,8 @@ class Worker:
     def lose(self, generation: str) -> None:
         """A collective failed, or is known to be about to."""
         if self.alive and generation == self.generation and not self._broken:
-            self._broken = True
+            self._broken = self.stranded = True
+            self.agent.report_soon()
             self._later(0.001, self._regroup)
 
     def _begin(self) -> None:
@@ -136,7 +139,8 @@ class Worker:
             if self.generation:
                 self._end("left")
             return
-        self.generation, self.group, self._broken, self.joining = plan.generation, group, False, False
+        self.generation, self.group = plan.generation, group
+        self._broken = self.stranded = self.joining = False
         self._world.note(Entered(self._world.now, self.incarnation, self.generation))
         self.agent.report_soon()
         self._give("meet", (self.step, self.digest))
@@ -172,10 +176,15 @@ class Worker:
         rank, size = self.group.index(self.incarnation), len(self.group)
         mine = tuple(v for v in range(self._world.history.num_slices) if v % size == rank)
         plan = self._newest
-        later = plan is not None and number(plan.generation) > number(self.generation)
+        # Too few finish the step that they have begun, and wait for others.
+        later = (plan is not None and number(plan.generation) > number(self.generation)) or self.too_few
         # The chief's word makes all members go over, or end, after the same step.
         word = "" if rank else "stop" if self.agent.stopping else "go over" if later else ""
         self._give(str(self.step + 1), (mine, word))
+
+    @property
+    def too_few(self) -> bool:
+        return len(self.group) < self._world.history.least
 
     def _apply(self, step: int, values: list[tuple[int, Any]]) -> None:
         slices = tuple(v for _, (theirs, _) in values for v in theirs)

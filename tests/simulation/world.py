@@ -114,6 +114,7 @@ class World:
                 "agent",
                 "leave",
                 "stop",
+                "apart",
             ]
         )
         {
@@ -127,6 +128,7 @@ class World:
             "stop": self._stop,
             "agent": lambda: self._lose_agent(leaving=False),
             "leave": lambda: self._lose_agent(leaving=True),
+            "apart": self._come_apart,
         }[kind]()
 
     def fault(self, what: str) -> None:
@@ -148,6 +150,13 @@ class World:
             victim = self.random.choice(workers)
             self.fault(f"hang {victim.incarnation}")
             victim.hang(self.random.uniform(0.5, 6.0))
+
+    def _come_apart(self) -> None:
+        """Some connection between members breaks, and all of them live."""
+        if members := [worker for worker in self._processes() if worker.generation]:
+            worker = self.random.choice(members)
+            self.fault(f"apart {worker.generation}")
+            self.plane.abort(worker.generation, worker.group, worker.agent.name)
 
     def _isolate(self, which: set[str], word: str) -> None:
         others = [name for name, agent in self.agents.items() if name != "a" and not agent.gone]
