@@ -13,8 +13,8 @@ from manyhands.spec.load import CHAOS_VARIABLE, environment
 __all__ = ["Agents", "workers_of"]
 
 POLL_S = 0.05
-# A machine that was lost is replaced, not at once.
-RETURN_AFTER_S = 2.0
+# A machine that was lost is replaced, not at once: first it has to be missed.
+RETURN_AFTER_S = 8.0
 GONE_AFTER_S = 20.0
 
 
@@ -69,14 +69,17 @@ class Agents:
                 process.wait()
 
 
-def workers_of(agent: int, pids: Sequence[int]) -> set[int]:
-    """Which of these processes the agent has started."""
-    return {pid for pid in pids if _parent(pid) == agent}
+def workers_of(agent: int) -> list[int]:
+    """The workers that this agent has started and that are still there."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return sorted(pid for pid in found if _is_worker_of(agent, pid))
 
 
-def _parent(pid: int) -> int:
-    """0 if it is gone; see proc(5). The name before it may hold anything."""
+def _is_worker_of(agent: int, pid: int) -> bool:
+    """See proc(5). The name before the parent's number may hold anything."""
+    process = Path(f"/proc/{pid}")
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        return parent == agent and b"manyhands.runtime.bootstrap" in (process / "cmdline").read_bytes()
     except OSError:
-        return 0
+        return False

@@ -151,19 +151,18 @@ class Striker:
 
     def _agent(self, fault: Fault, status: Status) -> bool:
         """A machine is gone: an agent and its workers, at once. Another comes after a while."""
-        members = [one.pid for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
         others, now = self._agents.pids(), time.time()
-        if not others:
+        here = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
+        if not others or not here:
             return False
         assert fault.slot is not None
         victim = others[fault.slot % len(others)]
-        lost = workers_of(victim, members)
-        if not lost or len(lost) == len(members):
+        lost = workers_of(victim)
+        if not lost:
             return False
         self._agents.strike(victim)
-        self._doomed |= lost
         self._timeline.add(time.monotonic() + RETURN_AFTER_S, self._agents.replace_lost)
-        self._note(Strike(fault=fault, time_s=now, pid=victim, others=sorted(lost)))
+        self._note(Strike(fault=fault, time_s=now, pid=victim, others=lost))
         return True
 
     def _disk(self, fault: Fault, status: Status) -> bool:

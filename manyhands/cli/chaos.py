@@ -88,6 +88,8 @@ def chaos(
     settings = take_settings(options)
     max_restarts = settings.pop("max_restarts", MAX_RESTARTS)
     settings.setdefault("workers", WORKERS)
+    if agents > 1:
+        settings.setdefault("strategy", "multi_worker")
     settings.setdefault("elastic", f"1:{agents * settings['workers']}")
     resolved = resolve(flags=settings, config_file=config_file)
     assert resolved.spec.launch.elastic is not None

@@ -97,7 +97,9 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
     most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
-    if len(state.hosts) >= most_hosts:
+    # Where hosts come and go, another may come for one that is silent; if that comes back, both may stay.
+    present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]
+    if len(present) >= most_hosts:
         return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
     if report.host_rank is not None and report.host_rank in [host.host_rank for host in state.hosts.values()]:
         return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")

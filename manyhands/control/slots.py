@@ -101,8 +101,11 @@ def rescaled(state: Membership, number: int | None) -> Membership:
 
 
 def staff(state: Membership, roster: Roster, now: float) -> Membership:
-    """Give up slots that are not wanted and hold no member, add those that are missing, fill those that are vacant."""
-    for change in (_give_up, _add, _fill):
+    """Give up slots that are not wanted and hold no member, add those that are missing, fill those that are vacant.
+
+    A vacant one on a host that is silent goes to another that has room.
+    """
+    for change in (_give_up, _move, _add, _fill):
         after = change(state, roster, now)
         if after is not state:
             return after
@@ -139,24 +142,42 @@ def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
     )
 
 
+def _move(state: Membership, roster: Roster, now: float) -> Membership:
+    held = {member.slot for member in roster.members if member.status != "dead"}
+    for number, slot in sorted(roster.slots.items()):
+        host = state.hosts.get(slot.agent)
+        if number not in held and host is not None and host.silent and (other := _with_room(state, roster)) is not None:
+            joining = tuple(worker for worker in roster.joining if worker.slot != number)
+            roster = replace(roster, joining=joining)
+            return replace(state, roster=_placed(roster, number, replace(slot, agent=other.agent)))
+    return state
+
+
 def _add(state: Membership, roster: Roster, now: float) -> Membership:
     if surplus(state, roster) >= 0:
         return state
+    used = set(roster.slots) | {worker.slot for worker in (*roster.members, *roster.joining, *roster.dismissed)}
+    number = next((number for number in range(bounds(state)[1]) if number not in used), None)
+    host = _with_room(state, roster, explicit=asked_for(state) is not None)
+    if host is None or number is None:
+        return state
+    return replace(state, roster=_placed(roster, number, Slot(agent=host.agent)))
+
+
+def _with_room(state: Membership, roster: Roster, *, explicit: bool = False) -> Host | None:
+    """The least laden of the hosts that have a slot to spare; with `explicit`, of all."""
     held = Counter(slot.agent for slot in roster.slots.values())
-    explicit = asked_for(state) is not None
     hosts = [
         host
         for host in state.hosts.values()
         if open_to(state, host.agent) and (explicit or held[host.agent] < host.slots)
     ]
-    used = set(roster.slots) | {worker.slot for worker in (*roster.members, *roster.joining, *roster.dismissed)}
-    number = next((number for number in range(bounds(state)[1]) if number not in used), None)
-    if not hosts or number is None:
-        return state
-    host = min(hosts, key=lambda host: (held[host.agent], not host.local, host.order))
-    agents = roster.agents if host.agent in roster.agents else (*roster.agents, host.agent)
-    slots = {**roster.slots, number: Slot(agent=host.agent)}
-    return replace(state, roster=replace(roster, agents=agents, slots=slots))
+    return min(hosts, key=lambda host: (held[host.agent], not host.local, host.order), default=None)
+
+
+def _placed(roster: Roster, number: int, slot: Slot) -> Roster:
+    agents = roster.agents if slot.agent in roster.agents else (*roster.agents, slot.agent)
+    return replace(roster, agents=agents, slots={**roster.slots, number: slot})
 
 
 def _fill(state: Membership, roster: Roster, now: float) -> Membership:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from manyhands.chaos.play import _same_bits
+from manyhands.events import GenerationStarted
+from manyhands.runtime.ledger import read_run_events
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -56,14 +58,17 @@ def test_a_run_full_of_faults_ends_where_the_undisturbed_one_does(tmp_path: Path
 @pytest.mark.long
 def test_an_agent_is_lost_with_its_workers_and_another_comes(tmp_path: Path) -> None:
     done = chaos(
-        tmp_path, "--seed", "5", "--mtbf", "4", "--minutes", "0.1", "--faults", "agent", "--agents", "2", "-n", "1",
-        "train.py", "300",
+        tmp_path, "--seed", "13", "--mtbf", "4", "--minutes", "0.1", "--faults", "agent", "--agents", "2", "-n", "1",
+        "train.py", "400",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     struck = [one for one in report["outcomes"] if not one["skipped"]]
     assert struck and all(one["kind"] == "agent" and one["recovered_s"] is not None for one in struck)
-    assert report["ledger"]["last_step"] == 300 and report["weights"]["different"] == []
+    assert report["ledger"]["last_step"] == 400 and report["weights"]["different"] == []
+    started = [event for event in read_run_events(tmp_path / "found" / "chaos") if isinstance(event, GenerationStarted)]
+    hosts = [event.hosts for event in sorted(started, key=lambda event: event.time_s)]
+    assert 1 in hosts and hosts[-1] == 2, "the agent was missed, and another came"
 
 
 @pytest.mark.long

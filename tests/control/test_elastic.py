@@ -189,6 +189,26 @@ def test_a_silent_hosts_members_are_gone_as_soon_as_somebody_lives_elsewhere():
     assert "its host went silent" in scene.plan().why
 
 
+def test_another_host_may_come_for_one_that_is_silent_and_stays_when_that_comes_back():
+    scene = started(hosts=2, slots=1, elastic=(1, 2))
+    scene.slots["c"] = 1
+    scene.say("c")
+    assert [type(output) for output in scene.outputs] == [Refuse], "two of two are there"
+    del scene.slots["c"]
+    scene.tick(6.0, "b")
+    scene.slots["c"] = 1
+    scene.say("c")
+    assert not any(isinstance(output, Refuse) for output in scene.outputs)
+    scene.tick(0.25, "b")
+    assert [worker.agent for worker in scene.state.roster.joining] == ["c"], "it takes the place of the other's worker"
+    scene.tick(1.0)
+    assert set(scene.state.hosts) == {"a", "b", "c"}
+    assert [worker.agent for worker in scene.state.roster.joining] == ["c"]
+    scene.obey()
+    scene.set(3, offers=CALL)
+    assert (scene.group, scene.plan("c").lost) == ([1, 3], False)
+
+
 def only_a_silent_host_is_left() -> Scene:
     scene = started(hosts=2, slots=1)
     scene.kill(1)
