@@ -34,6 +34,7 @@ from manyhands.events import (
 from manyhands.runtime import overview
 from manyhands.runtime.overview import find_run, look_at
 
+pytestmark = pytest.mark.forged_record
 NOW = time.time()
 
 

@@ -28,6 +28,7 @@ def wait_until(condition, timeout_s=5.0):
         time.sleep(0.01)
 
 
+@pytest.mark.forged_record
 def test_events_come_back_as_they_were_emitted(tmp_path):
     path = tmp_path / "events" / "chief.jsonl"
     with Recorder(path) as recorder:
