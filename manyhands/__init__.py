@@ -12,6 +12,7 @@ from manyhands import errors
 from manyhands.errors import ManyhandsError
 
 if TYPE_CHECKING:
+    from manyhands import optim as optim
     from manyhands.data.source import InputContext as InputContext
     from manyhands.runtime.call import launch as launch
     from manyhands.runtime.hands import Hands as Hands
@@ -63,10 +64,13 @@ __all__ = [
     "errors",
     "join",
     "launch",
+    "optim",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("manyhands.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)

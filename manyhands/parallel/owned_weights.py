@@ -33,6 +33,7 @@ from torch.optim import (
 from manyhands.comm.plane_axis import PlaneAxis
 from manyhands.comm.segments import Segment
 from manyhands.comm.shared_memory import Plane
+from manyhands.optim import FTRL
 from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.fingerprint import fingerprint
 from manyhands.parallel.flat import lay_out
@@ -41,7 +42,7 @@ from manyhands.parallel.shared_gradients import SharedGradients
 __all__ = ["OwnedWeights", "ownable", "owners"]
 
 _ONE_TENSOR_AT_A_TIME = frozenset(
-    (ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop)
+    (ASGD, FTRL, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop)
 )
 
 
