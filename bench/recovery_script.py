@@ -1,11 +1,13 @@
 """The script that `recovery` strikes: a model of 1 M parameters, steps of about 50 ms, and a note of every commit.
 
-`python -m bench.recovery_script FOLDER STEPS`. Every worker appends each committed step to a file of its own in FOLDER,
-with the monotonic clock that all processes of a host share, before it goes on: a kill loses nothing that was noted.
+`python -m bench.recovery_script FOLDER STEPS [THINK_S]`. Every worker appends each committed step to a file of its own
+in FOLDER, with the monotonic clock that all processes of a host share, before it goes on: a kill loses nothing that was
+noted.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -39,16 +41,21 @@ class CommitLog:
         self.write(step, trainer._run.worker.group.generation)
 
 
-def thinking_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    time.sleep(THINK_S)
+def thinking_loss(model: nn.Module, batch: tuple[Tensor, Tensor], think_s: float = THINK_S) -> Tensor:
+    time.sleep(think_s)
     return loss(model, batch)
 
 
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    think_s = float(sys.argv[3]) if len(sys.argv) > 3 else THINK_S
     torch.manual_seed(0)
     trainer = mh.Trainer(
-        lambda: make_model(MODEL), thinking_loss, optimizer_of(MODEL), slices=SLICES, hooks=[CommitLog(folder)]
+        lambda: make_model(MODEL),
+        functools.partial(thinking_loss, think_s=think_s),
+        optimizer_of(MODEL),
+        slices=SLICES,
+        hooks=[CommitLog(folder)],
     )
     trainer.fit(make_data(MODEL), steps=steps, batch_size=BATCH, checkpoint=mh.Checkpoints(every_s=30))
 

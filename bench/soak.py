@@ -151,7 +151,7 @@ def _stop(run: Struck) -> list[str]:
 def _run_undisturbed(folder: Path, steps: int) -> None:
     folder.mkdir()
     run = ("run", "-n", str(WORKERS), "--threads", "1", "--ui", "none", "--run-dir", str(folder / "run"), *EXACT)
-    command = [*MH, *run, "-m", SCRIPT, str(folder), str(steps)]
+    command = [*MH, *run, "-m", SCRIPT, str(folder), str(steps), "0"]  # waiting in a step changes no number
     environment = plain_environment(allocator=False)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=REFERENCE_S)
     if done.returncode:
