@@ -45,6 +45,10 @@ class Agents:
                 start_new_session=True,  # as the run itself
             )
 
+    def said(self) -> str:
+        """What they had to say: nothing, unless something went wrong."""
+        return self._said.read_text(errors="replace") if self._said.exists() else ""
+
     def pids(self) -> list[int]:
         return [process.pid for process in self._running if process.poll() is None]
 

@@ -176,7 +176,8 @@ class _Run:
         self.commits += [event for line in lines if isinstance(event := parse_line(line), StepDone)]
 
     def _failed(self, what: str) -> TrainingFailed:
-        words = (_failure(self.told) or self._said.read_text(errors="replace"))[-TAIL_CHARS:].strip()
+        words = _failure(self.told) or self._said.read_text(errors="replace") + self.agents.said()
+        words = words[-TAIL_CHARS:].strip()
         code = "" if self.exit_code == -1 else f" (exit code {self.exit_code})"
         return TrainingFailed(
             f"The script cannot be put to the test: {what}{code}." + (f" It said:\n{words}" if words else ""),

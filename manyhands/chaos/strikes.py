@@ -55,7 +55,8 @@ class Strike(msgspec.Struct, kw_only=True):
     @property
     def who(self) -> str:
         if self.fault.kind not in ON_WORKERS:
-            who = {"disk": "all workers", "agent": f"and its {len(self.others)} workers"}
+            workers = "worker" if len(self.others) == 1 else f"{len(self.others)} workers"
+            who = {"disk": "all workers", "agent": f"and its {workers}"}
             return who.get(self.fault.kind, self.fault.kind)
         return f"worker {self.slot}{' (chief)' if self.rank == 0 else ''}"
 

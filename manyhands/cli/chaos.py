@@ -85,12 +85,8 @@ def chaos(
     command = script_command(script, arguments, is_module=module)
     chosen = _kinds(kinds, agents)
     _check(mtbf_s, minutes, wait_s)
-    settings = take_settings(options)
-    max_restarts = settings.pop("max_restarts", MAX_RESTARTS)
-    settings.setdefault("workers", WORKERS)
-    if agents > 1:
-        settings.setdefault("strategy", "multi_worker")
-    settings.setdefault("elastic", f"1:{agents * settings['workers']}")
+    settings = _completed(take_settings(options), agents)
+    max_restarts = settings.pop("max_restarts")
     resolved = resolve(flags=settings, config_file=config_file)
     assert resolved.spec.launch.elastic is not None
     workers = resolved.spec.launch.elastic[1]
@@ -120,6 +116,13 @@ def chaos(
     title = f"seed {seed}, a fault every {mtbf_s:g} s for {minutes:g} min, up to {workers} workers"
     click.echo(document if as_json else _text(report, title, home))
     return 0 if report.passed else 1
+
+
+def _completed(settings: dict[str, Any], agents: int) -> dict[str, Any]:
+    """With what nobody asked for."""
+    workers = settings.get("workers", WORKERS)
+    usual = {"max_restarts": MAX_RESTARTS, "workers": workers, "elastic": f"1:{agents * workers}"}
+    return {**usual, **({"strategy": "multi_worker"} if agents > 1 else {}), **settings}
 
 
 def _kinds(text: str | None, agents: int) -> list[Kind]:

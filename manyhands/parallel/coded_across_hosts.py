@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from manyhands.comm.codecs import Codec
 from manyhands.comm.segments import Segment
-from manyhands.parallel.across_hosts import AcrossHosts, Departures, Parcel
+from manyhands.parallel.across_hosts import AcrossHosts, Arrangement, Departures, Parcel
 from manyhands.parallel.coded_gradients import CodedResiduals
 from manyhands.parallel.flat import Flat, Stretch, strides
 from manyhands.parallel.letters import most_numel, new_letters
-from manyhands.parallel.tree import program
+from manyhands.parallel.tree import ONE, program
 
 __all__ = ["CodedDepartures"]
 
@@ -42,15 +42,19 @@ class CodedParcel(Parcel):
         span, start = self.spans[place], self.bucket.elements.start
         return self.residual[span.start - start : span.stop - start]
 
+    def arrange(self, how: Arrangement) -> None:
+        super().arrange(how)
+        count = len(how.rows)
+        self._all_rows = program([(0, place) for place in range(count)], count) if count else b""
+        self._senders = [host for host, nodes in enumerate(how.nodes) if nodes]
+
     def send(self, name: str, missing: Collection[int]) -> None:
         self._padding.zero_()  # where something was not finite, all of its block came back as NaN
-        count = len(self._how.rows)
-        if count:
-            self._sum_rows(program([(0, place) for place in range(count)], count), self._values)
+        if self._all_rows:
+            self._sum_rows(self._all_rows, self._values)
         # Perhaps nobody has a gradient for these. Then all leave them alone, and what they are owed is not spent.
         self._set_aside = {place: self.owed_to(place).clone() for place in self.spans if place in missing}
-        senders = [host for host, nodes in enumerate(self._how.nodes) if nodes]
-        self._letters.send(self._axis, name, senders, b"")
+        self._letters.send(self._axis, name, self._senders, b"")
 
     def answer(self, name: str) -> None:
         self._letters.receive()
@@ -59,8 +63,8 @@ class CodedParcel(Parcel):
     def receive(self, target: int) -> None:
         self._letters.receive_sum()
         elements = self.bucket.elements
-        one = [self._values.data_ptr()]
-        self._plane.sum_at(target + 4 * elements.start, one, len(elements), torch.float32, program([(0, 0)], 1))
+        values = [self._values.data_ptr()]
+        self._plane.sum_at(target + 4 * elements.start, values, len(elements), torch.float32, ONE)
 
     def spare(self, present: Collection[int]) -> None:
         for place, owed in self._set_aside.items():
@@ -136,9 +140,9 @@ class CodedDepartures(Departures):
         sizes = [length if chief else 0] * hosts
         self._axis.all_to_all_start(rows.view(-1), host, sizes, [length] + [0] * (hosts - 1), "residuals").wait()
         return {
-            place: rows[:, self._flat.starts[place] :]
-            .as_strided((hosts, *param.shape), (length, *strides(param)), self._flat.starts[place])
-            .contiguous()
+            place: rows.as_strided(
+                (hosts, *param.shape), (length, *strides(param)), self._flat.starts[place]
+            ).contiguous()
             for place, param in enumerate(self.params)
             if chief
         }
@@ -166,11 +170,10 @@ class CodedDepartures(Departures):
 
     def _owe(self, owed: Mapping[int, Tensor]) -> None:
         """What this host owes, of which this worker takes its part."""
-        for parcel in self._coded:
-            for place, span in parcel.spans.items():
-                if place in owed:
-                    start = self._flat.starts[place]
-                    values = _in_memory(_like(self.params[place], owed[place]))
+        for place, total in owed.items():
+            start, values = self._flat.starts[place], _in_memory(_like(self.params[place], total))
+            for parcel in self._coded:
+                if (span := parcel.spans.get(place)) is not None:
                     parcel.owed_to(place).copy_(values[span.start - start : span.stop - start])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from manyhands.native import library, why_not
+from manyhands.parallel.tree import ONE
 
 __all__ = ["BLOCK", "MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
 
@@ -361,7 +362,7 @@ class Fused:
             how, calls = self.how(batch), []
             for cuts, table in self._tables_of(batch, [param.data_ptr() for param in params]):
                 sources = [addresses[member] + 4 * start for member, start, _ in cuts]
-                calls.append((how, table, struct.pack(f"{len(sources)}Q", *sources), _ONE_SOURCE))
+                calls.append((how, table, struct.pack(f"{len(sources)}Q", *sources), ONE))
             others = [self._threads.submit(run_update, *call) for call in calls[1:]]
             run_update(*calls[0])
             for other in others:
@@ -387,9 +388,6 @@ class Fused:
         if whole:
             self._tables[batch.group] = (weights, num_threads), tables
         return tables
-
-
-_ONE_SOURCE = struct.pack("i", 0)
 
 
 def run_update(how: bytes, pieces: bytes, sources: bytes, program: bytes, watch: bytes = b"") -> None:

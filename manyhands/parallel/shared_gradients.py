@@ -29,7 +29,7 @@ from manyhands.parallel.coded_across_hosts import CodedDepartures
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
-from manyhands.parallel.tree import Node, Stack, nodes_of, program, root
+from manyhands.parallel.tree import ONE, Node, Stack, nodes_of, program
 
 __all__ = ["STAMP_BYTES", "SharedGradients", "Sharing", "summable"]
 
@@ -188,7 +188,7 @@ class SharedGradients:
             self.program, self.rows = program(ordered, self._count), rows
         else:
             self._departures.arrange(shares, self._count, ordered, rows)
-            self.program, self.rows = _SUMMED, (self._total_row,)
+            self.program, self.rows = ONE, (self._total_row,)
 
     # ---- memory ----
 
@@ -434,10 +434,6 @@ class SharedGradients:
         for segment in self._segments.values():
             if self._plane.rank == 0:
                 segment.free()
-
-
-# The program of a sum that is there.
-_SUMMED = program([root(1)], 1)
 
 
 def _second_instalment() -> TrainingFailed:

@@ -27,6 +27,7 @@ from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.fingerprint import fingerprint
 from manyhands.parallel.fused import BLOCK, Batch, Fused, Piece, fusible, pack_pieces, run_update, state_names
 from manyhands.parallel.shared_gradients import SharedGradients
+from manyhands.parallel.tree import ONE
 
 __all__ = ["SharedWeights", "shareable"]
 
@@ -140,7 +141,7 @@ class SharedWeights(CommonWeights):
         left: dict[int, Tensor] = {}
         for batch in self._batches:
             how = self._fused.how(batch, self._factor, self._clip)
-            program = _SUMMED if self._summed else self._gradients.program
+            program = ONE if self._summed else self._gradients.program
             table = self._table(batch, rank)
             if not (self._watch_every and rank == self._plane.rank and self._fused.is_whole_group(batch)):
                 run_update(how, table.pieces, table.sources, program)
@@ -270,9 +271,6 @@ class SharedWeights(CommonWeights):
     def release(self) -> None:
         self._fused.close()
         super().release()
-
-
-_SUMMED = struct.pack("i", 0)
 
 
 def _stretch(segment: Segment, start: int, stop: int) -> Tensor:

@@ -75,3 +75,7 @@ def program(nodes: Sequence[Node], count: int, top: Node | None = None) -> bytes
     places = {node: [i] for i, node in enumerate(nodes)}
     steps = finish(places, count, add=lambda left, right: [*left, *right, -1], top=top)
     return struct.pack(f"{len(steps)}i", *steps)
+
+
+ONE = program([root(1)], 1)
+"""The program of a sum that is there already."""

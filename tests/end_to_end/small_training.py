@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import time
 from typing import Any
 
 import torch
+from telling import tell_weights
 from torch import nn
 
 import manyhands as mh
@@ -49,10 +49,7 @@ def main() -> None:
     )
     checkpoint = mh.Checkpoints(every_steps=options.every_steps)
     trainer.fit(data, steps=options.steps, batch_size=24, checkpoint=checkpoint)
-    state = trainer.model.state_dict()
-    digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
-    if trainer.is_chief:
-        print(f"weights {digest}", flush=True)
+    tell_weights(trainer)
 
 
 if __name__ == "__main__":
