@@ -20,7 +20,20 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from manyhands.native import library, why_not
 from manyhands.parallel.tree import ONE
 
-__all__ = ["BLOCK", "MAX_STATES", "Batch", "Fused", "Piece", "fusible", "pack_pieces", "run_update", "state_names"]
+__all__ = [
+    "BLOCK",
+    "MAX_STATES",
+    "WORTH_A_THREAD",
+    "Batch",
+    "Fused",
+    "Piece",
+    "counts_steps",
+    "fusible",
+    "names_by_group",
+    "pack_pieces",
+    "run_update",
+    "state_names",
+]
 
 MAX_STATES = 3
 BLOCK = 2048
@@ -53,8 +66,18 @@ def fusible(optimizer: Optimizer, params: Iterable[Tensor]) -> str:
 
 def state_names(optimizer: Optimizer) -> list[str]:
     """The states, as long as the parameters, that this optimizer keeps."""
+    return sorted({name for names in names_by_group(optimizer) for name in names})
+
+
+def names_by_group(optimizer: Optimizer) -> list[list[str]]:
+    """The same by group of parameters."""
     states = _KINDS[type(optimizer)].states
-    return sorted({name for group in optimizer.param_groups for name in states(group) if name is not None})
+    return [[name for name in states(group) if name is not None] for group in optimizer.param_groups]
+
+
+def counts_steps(optimizer: Optimizer) -> bool:
+    """Whether it keeps, for each parameter, the number of its steps beside those states."""
+    return _KINDS[type(optimizer)].counts_steps
 
 
 def _numbers(group: Group) -> list[Any]:
@@ -311,6 +334,10 @@ class Fused:
         if self._alike is None and len(self._known) == len(self.params) and len(set(self._counted)) <= 1:
             self._alike = self._counted[0] if self._counted else 0
         return self._alike is not None
+
+    def seen(self, place: int) -> int:
+        """How many steps its states have seen; where none are counted, 1 once there are states."""
+        return self._steps_of(place) if self._kind.counts_steps else int(place in self._known)
 
     def _steps_of(self, place: int) -> int:
         return self._counted[place] if self._alike is None else self._alike

@@ -1,0 +1,137 @@
+"""An optimizer's states in memory that servers and workers share, and back.
+
+States of optimizers that run fused are as long as the parameters, and lie where the parameters' do. Those of any other
+have regions of their own; what is no tensor, or one number, goes into a few bytes that are committed with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.errors import TrainingFailed
+from manyhands.parallel.fused import counts_steps, names_by_group
+from manyhands.parallel.served_memory import ServedMemory
+
+__all__ = ["load_settings", "load_states", "settings_of", "store_states"]
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    """One state of one parameter: a tensor of this type and shape in memory, a number as a tensor, or a plain value."""
+
+    place: int
+    name: str
+    kind: str
+    """"tensor", "number" or "plain"."""
+    dtype: str = ""
+    shape: list[int] = []
+    value: Any = None
+
+
+def store_states(
+    memory: ServedMemory, optimizer: Optimizer, version: int, places: Sequence[int], *, whole: bool
+) -> tuple[list[int], bytes]:
+    """Copy the states of parameters to where those of this version lie: how far each has come, and more."""
+    counts, entries = [0] * len(memory.params), list[_Entry]()
+    for place in places:
+        state = optimizer.state.get(memory.params[place], {})
+        if not any(value is not None for value in state.values()):
+            continue
+        counts[place] = int(state.get("step", 1) or 1)
+        for name, value in state.items():
+            if whole:
+                entries.append(_store(memory, version, place, name, value))
+            elif name != "step" and value is not None:
+                _copy(memory.states(name, version).views[place], value)
+    return counts, msgspec.msgpack.encode(entries)
+
+
+def load_states(
+    memory: ServedMemory,
+    optimizer: Optimizer,
+    version: int,
+    counts: Sequence[int],
+    more: bytes,
+    places: Sequence[int],
+    *,
+    whole: bool,
+    copy: bool = False,
+) -> None:
+    """Give the optimizer the states that were stored; with `copy`, in memory of its own."""
+    state, wanted = optimizer.state, set(places)
+    if not whole:
+        counting, names = counts_steps(optimizer), _state_names(optimizer, memory)
+        for place in (place for place in places if counts[place]):
+            param = memory.params[place]
+            state[param] = {name: memory.states(name, version).views[place] for name in names[place]}
+            if counting:
+                state[param]["step"] = torch.tensor(float(counts[place]))
+        return
+    for place in places:
+        state.pop(memory.params[place], None)
+    for entry in msgspec.msgpack.decode(more, type=list[_Entry]) if more else ():
+        if entry.place in wanted:
+            value = _load(memory, version, entry)
+            state[memory.params[entry.place]][entry.name] = value.clone() if copy and entry.kind == "tensor" else value
+
+
+def _state_names(optimizer: Optimizer, memory: ServedMemory) -> dict[int, list[str]]:
+    place_of = {id(param): place for place, param in enumerate(memory.params)}
+    return {
+        place_of[id(param)]: names
+        for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True)
+        for param in group["params"]
+    }
+
+
+def _store(memory: ServedMemory, version: int, place: int, name: str, value: Any) -> _Entry:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        _copy(_region(memory, version, place, name, value.dtype, value.shape), value)
+        return _Entry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
+    if isinstance(value, Tensor):
+        return _Entry(place, name, "number", str(value.dtype).removeprefix("torch."), list(value.shape), value.item())
+    if isinstance(value, int | float | bool | str | None):
+        return _Entry(place, name, "plain", value=value)
+    raise TrainingFailed(
+        f"{name!r}, a state of the optimizer, is a {type(value).__name__}, which a parameter server cannot keep.",
+        fix=["an optimizer whose states are tensors and numbers", 'strategy="mirrored"'],
+    )
+
+
+def _load(memory: ServedMemory, version: int, entry: _Entry) -> Any:
+    if entry.kind == "plain":
+        return entry.value
+    dtype = getattr(torch, entry.dtype)
+    if entry.kind == "number":
+        return torch.full(entry.shape, entry.value, dtype=dtype)
+    return _region(memory, version, entry.place, entry.name, dtype, entry.shape)
+
+
+def _region(
+    memory: ServedMemory, version: int, place: int, name: str, dtype: torch.dtype, shape: Sequence[int]
+) -> Tensor:
+    numel = torch.Size(shape).numel()
+    num_bytes = -(-numel * dtype.itemsize // 4096) * 4096
+    segment = memory.segment(f"state {name} of {place} {num_bytes} {version % 2}", num_bytes)
+    return torch.frombuffer(segment.buffer, dtype=dtype, count=numel).view(tuple(shape))
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    if target.data_ptr() != value.data_ptr():
+        target.copy_(value)
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers of each group of parameters, as a message carries them."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def load_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in mine.items():
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value

@@ -1,0 +1,94 @@
+"""What one server has applied, and what it waits for: each slice of each step counts once. Pure.
+
+Gradients lie in rows of memory; a `Contribution` says where, and with which filling of that row. In sync and ssp a step
+is due when all of its slices are there and the step before it is applied; in async each is due at once. A contribution
+to a step that was applied changes nothing, whoever sends it and how often. Start reading at `Shard.fill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from manyhands.parallel.leases import WINDOW, Course, Item, Standing
+
+__all__ = ["Contribution", "Shard"]
+
+
+class Contribution(NamedTuple):
+    """The gradient of one slice (of a whole step, in async), and what it says of itself."""
+
+    step: int
+    place: int
+    row: int
+    filling: int
+    worker: int
+    based_on: int
+    """The version of the weights that it was computed with."""
+    total: float
+    """The sum of its losses, and below, their weight."""
+    weight: float
+    absent: tuple[int, ...]
+    """Parameters without a gradient in it."""
+    statistics: bytes
+    changes: bytes
+
+    @property
+    def item(self) -> Item:
+        return Item(self.step, self.place)
+
+
+class Shard:
+    """All steps to `low` are applied, and those in `seen` beyond it."""
+
+    def __init__(self, course: Course, *, in_order: bool, low: int, seen: Collection[int] = ()) -> None:
+        self.course, self._in_order, self.low, self.seen = course, in_order, low, set(seen)
+        self._waiting: dict[int, dict[int, Contribution]] = {}
+
+    @property
+    def num_applied(self) -> int:
+        """Updates since the beginning of the run."""
+        return self.low + len(self.seen)
+
+    def is_applied(self, step: int) -> bool:
+        return step <= self.low or step in self.seen
+
+    def fill(self, contribution: Contribution) -> bool:
+        """Whether it is kept; one that is not has been applied, is there already or belongs to another course."""
+        step, place = contribution.step, contribution.place
+        known = self.course.first <= step <= min(self.course.last, self.low + WINDOW)
+        if not known or self.is_applied(step) or not 0 <= place < self.course.items(step):
+            return False
+        waiting = self._waiting.setdefault(step, {})
+        before = waiting.get(place)
+        if before is not None and before.filling >= contribution.filling:
+            return False
+        waiting[place] = contribution
+        return True
+
+    def due(self) -> list[Contribution] | None:
+        """The contributions to the next step to apply, in the order of their slices; None while some are missing."""
+        steps = [self.low + 1] if self._in_order else list(self._waiting)
+        for step in steps:
+            waiting = self._waiting.get(step, {})
+            if waiting and len(waiting) == self.course.items(step):
+                return [waiting[place] for place in sorted(waiting)]
+        return None
+
+    def drop(self, contribution: Contribution) -> None:
+        """Its row has been filled with something else: another one will come for its slice."""
+        waiting = self._waiting.get(contribution.step, {})
+        if waiting.get(contribution.place) == contribution:
+            del waiting[contribution.place]
+
+    def applied(self, step: int) -> None:
+        """Once what the step made of weights and states is committed."""
+        self._waiting.pop(step, None)
+        self.seen.add(step)
+        while self.low + 1 in self.seen:
+            self.low += 1
+            self.seen.discard(self.low)
+
+    def standing(self) -> Standing:
+        has = frozenset(Item(step, place) for step, places in self._waiting.items() for place in places)
+        return Standing(self.low, frozenset(self.seen), has)
