@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16, Codec, Int8
-from manyhands.errors import BadLoss, NonFinite, TrainingFailed
+from manyhands.errors import BadLoss, TrainingFailed
 from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
 from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
@@ -30,8 +30,8 @@ from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
-from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
-from manyhands.strategies.losses import as_loss, first_non_finite, metric_sum
+from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
+from manyhands.strategies.computing import Computing
 
 __all__ = ["Replicated"]
 
@@ -40,7 +40,7 @@ MAX_SKIPPED_IN_A_ROW = 50
 _CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
-class Replicated:
+class Replicated(Computing):
     """Whole replicas; the batch's slices are shared out, their gradients summed once per step.
 
     Promises: after `train_step`, parameters and buffers are bitwise equal on every rank of `axis`; and, whatever the
@@ -72,7 +72,8 @@ class Replicated:
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
         With `audit_seed` a slice of every step is computed twice, and must come out the same: to the bit if `exact`.
         """
-        self._axis, self._loss_fn, self._precision, self.shares = axis, loss_fn, precision, shares
+        super().__init__(loss_fn, precision)
+        self._axis, self.shares = axis, shares
         self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
         self._codec = _CODECS[reducer]() if reducer != "exact" else None
         self._gathered: dict[int, Tensor] = {}
@@ -117,10 +118,6 @@ class Replicated:
             )
         if not joining:
             self.synchronise()
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
 
     @property
     def held(self) -> Holding:
@@ -294,7 +291,7 @@ class Replicated:
 
     def backward(self, piece: PieceLike, result: Any) -> None:
         """Backward of one slice, weighted so that the sum over all slices is the gradient of the batch's mean."""
-        total, weight, scaled = self._weigh(piece, result)
+        total, weight, scaled = self.weigh(piece, result, self._step.rows)
         place = self._place[piece.index]
         self._reports.append(Report(total, weight, self._buffers.leave(place)))
         self.held.gradients.before_backward(place)
@@ -317,7 +314,7 @@ class Replicated:
         try:
             with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
                 result = self._loss_fn(self._model, piece.batch)
-            _, _, scaled = self._weigh(piece, result)
+            _, _, scaled = self.weigh(piece, result, self._step.rows)
             self._buffers.leave(-1)  # whatever it made of the buffers, another rank tells
             with self._audit.watching(self.held.gradients.params):
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -355,38 +352,6 @@ class Replicated:
         seconds, busy = self.phases.seconds, self.phases.busy
         busy["load"] -= self._met_s  # rows that some ranks lack were sent around: nobody was faster than the last
         return *busy.values(), sum(seconds.values()) - sum(busy.values())
-
-    def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]:
-        """Loss and per-example metrics of each piece, with the model in evaluation mode."""
-        assert self._loss_fn is not None
-        results = []
-        with self.evaluating():
-            for piece in pieces:
-                value, times, weight = as_loss(self._loss_fn(self._model, piece.batch), piece.rows)
-                sums = {
-                    name: metric_sum(name, fn(self._model, piece.batch), piece.rows) for name, fn in metrics.items()
-                }
-                results.append(PieceResult(piece.index, piece.rows, value.item() * times, weight, sums))
-        return results
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad(), self._precision.autocast():
-                yield
-        finally:
-            self._model.train(was_training)
-
-    @contextmanager
-    def using_loss(self, loss_fn: LossFn) -> Iterator[None]:
-        """Evaluate with another loss function; a loop of the user's own has none that we know."""
-        before, self._loss_fn = self._loss_fn, loss_fn
-        try:
-            yield
-        finally:
-            self._loss_fn = before
 
     @property
     def has_residuals(self) -> bool:
@@ -449,18 +414,6 @@ class Replicated:
         stats.seconds, stats.lr = self.phases.seconds, float(self._optimizer.param_groups[0]["lr"])
         return stats
 
-    def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
-        value, times, weight = as_loss(result, piece.rows)
-        if not value.requires_grad:
-            raise BadLoss(
-                "The loss has no gradient: it does not depend on any trained parameter.",
-                fix=["compute it from model(...) without .detach(), .item() or torch.no_grad()"],
-            )
-        # Slices are weighted before backward, with what is known before it; what `weight` adds is divided out after.
-        scale = self._precision.scale.value if self._precision.scale else 1.0
-        factor = scale * (times / self._step.rows)
-        return value.item() * times, weight, value if factor == 1.0 else value * factor
-
     def _reduce(self) -> _Reduced:
         """Sum gradients, losses and statistics over the ranks."""
         if not self._exchange.posted:  # no slice of its own
@@ -478,7 +431,7 @@ class Replicated:
             raise BadLoss(f"The weights of step {self._step.number} sum to {weight:g}; the mean needs them above 0.")
         loss = total / weight
         if not math.isfinite(loss) and not self._precision.scale:
-            self._raise_non_finite(f"The loss of step {self._step.number} is {loss}")
+            self.raise_non_finite(f"The loss of step {self._step.number} is {loss}")
         return _Reduced(loss, weight, heard)
 
     def _scale_gradients(self, reduced: _Reduced, stats: StepStats) -> None:
@@ -491,7 +444,7 @@ class Replicated:
         stats.grad_norm = self.held.update.norm()
         if not math.isfinite(stats.grad_norm):
             if scale is None:
-                self._raise_non_finite(f"The gradient of step {self._step.number} is not finite")
+                self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
             stats.skipped = True
             return
         self.held.update.clip(clip_factor(stats.grad_norm, self._clip_norm))
@@ -511,17 +464,7 @@ class Replicated:
             self.held.coded.scale_residuals(scale.value / before)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self._raise_non_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}")
-
-    def _raise_non_finite(self, what: str) -> None:
-        name = first_non_finite(self._model)
-        raise NonFinite(
-            f"{what}; {name or 'every parameter is still finite'}.",
-            fix=[
-                "a lower learning rate, or clip_norm=1.0",
-                "the data of this step: NaN in the input makes NaN in the loss",
-            ],
-        )
+            self.raise_non_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}")
 
 
 class _Reduced(NamedTuple):
