@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint.reader import Loaded
-from manyhands.comm.axis import Axis
 from manyhands.control.session import RunFacts
 from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
@@ -24,17 +23,17 @@ from manyhands.data.source import InputContext, Source, as_source
 from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
 from manyhands.events import Evaluated, RunStarted
-from manyhands.parallel.precision import Precision, fp16_slowdown
+from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
+from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
-from manyhands.runtime.models import Parts, foreign_state, randomness_in
+from manyhands.runtime.models import Parts, randomness_in
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import Worker
-from manyhands.strategies.replicated import Replicated
 
 __all__ = ["Run"]
 
@@ -154,22 +153,7 @@ class Run:
         if spec.train.audit and worker.most_workers == 1:
             worker.warn("audit compares the gradients of two workers, and this run has one.")
         pacing = Pacing(spec.train, worker.world_size)
-        engine = Replicated(
-            Axis(0, 1) if joining else worker.axis,
-            parts.loss,
-            Precision(spec.train.precision, worker.device),
-            lambda count: pacing.division.shares(count),
-            clip_norm=spec.train.clip_norm,
-            bucket_bytes=spec.comm.bucket_bytes,
-            reducer=spec.comm.reducer,
-            check_every=spec.train.check_every,
-            audit_seed=spec.run.seed if spec.train.audit else None,
-            exact=spec.train.exact,
-            sharing=None if joining else worker.sharing,
-            network=lambda: worker.network,
-            tell=worker.warn,
-            foreign=foreign_state(model),
-        )
+        engine = make_engine(worker, parts, model, pacing, joining=joining)
         model.train()
         try:
             engine.setup(model, optimizer, joining=joining)

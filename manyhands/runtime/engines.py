@@ -1,0 +1,52 @@
+"""Which engine does a strategy's work: the one place where the name that a user wrote becomes the object that trains.
+
+An engine has the verbs of `strategies.base`. `make_engine` puts one together from the run's settings and this worker's
+place in it; setting it up with a model is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from manyhands.comm.axis import Axis
+from manyhands.parallel.precision import Precision
+from manyhands.runtime.models import Parts, foreign_state
+from manyhands.runtime.pacing import Pacing
+from manyhands.runtime.worker import Worker
+from manyhands.strategies.replicated import Replicated
+
+__all__ = ["make_engine"]
+
+
+def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> Replicated:
+    """The engine of this worker's strategy. With `joining`, the other workers are training already."""
+    return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
+
+
+def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
+    spec = worker.resolved.spec
+    return Replicated(
+        Axis(0, 1) if joining else worker.axis,
+        parts.loss,
+        Precision(spec.train.precision, worker.device),
+        lambda count: pacing.division.shares(count),
+        clip_norm=spec.train.clip_norm,
+        bucket_bytes=spec.comm.bucket_bytes,
+        reducer=spec.comm.reducer,
+        check_every=spec.train.check_every,
+        audit_seed=spec.run.seed if spec.train.audit else None,
+        exact=spec.train.exact,
+        sharing=None if joining else worker.sharing,
+        network=lambda: worker.network,
+        tell=worker.warn,
+        foreign=foreign_state(model),
+    )
+
+
+_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], Replicated]] = {
+    "single": _replicated,
+    "mirrored": _replicated,
+    "multi_worker": _replicated,
+}
