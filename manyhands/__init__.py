@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
     from manyhands.strategies.choices import Mirrored as Mirrored
     from manyhands.strategies.choices import MultiWorker as MultiWorker
+    from manyhands.strategies.choices import ParameterServer as ParameterServer
     from manyhands.strategies.choices import Single as Single
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOME = {
     "InputContext": "data.source",
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
+    "ParameterServer": "strategies.choices",
     "Server": "runtime.server",
     "Single": "strategies.choices",
     "TensorBoardHook": "runtime.summaries",
@@ -57,6 +59,7 @@ __all__ = [
     "ManyhandsError",
     "Mirrored",
     "MultiWorker",
+    "ParameterServer",
     "Server",
     "Single",
     "TensorBoardHook",

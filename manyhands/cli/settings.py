@@ -44,6 +44,7 @@ HELP = {
     "audit": "Compute one slice of every step on two workers, and compare its gradients.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
+    "servers": "Parameter servers, beside the workers; for strategy parameter_server, where the default is 2.",
     "elastic": "The least and the most workers, such as 2:8: they may come, go and die while the others train on.",
     "hosts_wanted": "Start when this many hosts have joined.",
     "listen": "Address (or ADDR:PORT) that other hosts reach this one at.",

@@ -50,6 +50,10 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     overwrite: bool = False
     elastic: tuple[int, int] | None = None
     """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
+    servers: int = 0
+    """Parameter servers of the run."""
+    servers_here: list[int] = []
+    """The numbers of those that this host has."""
     heartbeat_s: float = 3.0
     hang_s: float = 10.0
     """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""

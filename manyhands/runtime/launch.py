@@ -74,7 +74,7 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     if seat(environ) is not None:
         return False
     launch = resolved.spec.launch
-    if (launch.workers or 1) > 1 or launch.hosts_wanted > 1 or launch.elastic is not None:
+    if (launch.workers or 1) > 1 or resolved.spec.num_servers or launch.hosts_wanted > 1 or launch.elastic is not None:
         return True
     if resolved.spec.train.strategy == "single":
         return False  # As in TensorFlow, only strategies for several workers look at the cluster.
@@ -125,14 +125,22 @@ def make_request(
     join_file: str | None = None,
     result_file: str | None = None,
 ) -> LaunchRequest:
-    run, launch = resolved.spec.run, resolved.spec.launch
+    run, launch, servers = resolved.spec.run, resolved.spec.launch, resolved.spec.num_servers
+    if servers and (placement.num_hosts > 1 or placement.listen):
+        raise SpecError(
+            f"{servers} parameter servers on several hosts: workers reach servers of their own host only.",
+            where=resolved.origins["launch.servers"],
+            fix=["one host, without --hosts-wanted, --listen and --nnodes"],
+        )
     request = LaunchRequest(
         command=command,
         workers=placement.workers,
         threads=launch.threads or (1 if resolved.spec.train.exact else None),
         run_dir=run_dir,
         overwrite=run.overwrite,
-        elastic=launch.elastic,
+        elastic=launch.elastic or ((1, placement.workers * placement.num_hosts) if servers else None),
+        servers=servers,
+        servers_here=list(range(servers)) if placement.coordinates else [],
         heartbeat_s=run.heartbeat_s,
         hang_s=run.hang_s,
         hosts_wanted=placement.num_hosts,
@@ -189,6 +197,7 @@ def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str,
         "master": f"{placement.master[0]}:{placement.master[1]}" if placement.master else None,
         "listen": placement.listen,
         "workers": placement.workers,
+        "servers": request.servers,
         "elastic": request.elastic,
         "ranks": None if first is None else list(range(first, first + placement.workers)),
         "trains": placement.trains,
@@ -302,7 +311,8 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     Raises `UsageError` where there is no script to start: in a notebook, at a prompt, under another launcher.
     """
     environ = environment()
-    command = own_command(environ, "More than one worker was asked for")
+    asked = "Servers were asked for" if resolved.spec.num_servers else "More than one worker was asked for"
+    command = own_command(environ, asked)
     try:
         placement = place(resolved, environ, task=task)
         run_dir = resolved.spec.run.run_dir

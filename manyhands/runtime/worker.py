@@ -35,16 +35,17 @@ from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
-from manyhands.spec.seat import Group
-from manyhands.strategies.choices import Mirrored, MultiWorker, Single
+from manyhands.spec.seat import Group, Seat
+from manyhands.strategies.choices import Mirrored, MultiWorker, ParameterServer, Single
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 
-StrategyChoice = Single | Mirrored | MultiWorker
-_STRATEGIES: dict[str, type[Single] | type[Mirrored] | type[MultiWorker]] = {
+StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer
+_STRATEGIES: dict[str, type[Single] | type[Mirrored] | type[MultiWorker] | type[ParameterServer]] = {
     "single": Single,
     "mirrored": Mirrored,
     "multi_worker": MultiWorker,
+    "parameter_server": ParameterServer,
 }
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
@@ -347,6 +348,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     given = {
         "strategy": chosen.name if strategy is not None else None,
         "workers": getattr(chosen, "workers", None),
+        "servers": getattr(chosen, "servers", None),
         "threads": chosen.threads,
         "reducer": getattr(chosen, "reducer", None),
         "elastic": getattr(chosen, "elastic", None),
@@ -361,7 +363,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
         return _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
-    _check_strategy(chosen, seat.world_size, seat.num_hosts)
+    _check_strategy(chosen, seat, resolved.spec)
     if session is None:
         worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
     else:
@@ -408,13 +410,24 @@ def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
     )
 
 
-def _check_strategy(strategy: StrategyChoice, world_size: int, num_hosts: int) -> None:
-    if strategy.name == "single" and world_size > 1:
+def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
+    if strategy.name == "single" and seat.world_size > 1:
         raise SpecError(
-            f'strategy="single" runs one worker, but this run has {world_size}.',
+            f'strategy="single" runs one worker, but this run has {seat.world_size}.',
             fix=['strategy="mirrored"', "mh run -n 1"],
         )
-    if strategy.name == "mirrored" and num_hosts > 1:
+    if strategy.name == "mirrored" and seat.num_hosts > 1:
         raise SpecError(
-            f'strategy="mirrored" keeps to one host, but this run has {num_hosts}.', fix=['strategy="multi_worker"']
+            f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
+            fix=['strategy="multi_worker"'],
+        )
+    if strategy.name == "parameter_server" and not seat.num_servers:
+        raise SpecError(
+            f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
+            fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
+        )
+    if strategy.name != "parameter_server" and seat.num_servers:
+        raise SpecError(
+            f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
+            fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],
         )

@@ -15,6 +15,9 @@ from manyhands.errors import SpecError
 __all__ = ["CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
 
 
+DEFAULT_SERVERS = 2
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -50,7 +53,7 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    strategy: Literal["single", "mirrored", "multi_worker"] = "mirrored"
+    strategy: Literal["single", "mirrored", "multi_worker", "parameter_server"] = "mirrored"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
@@ -89,8 +92,11 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Workers on this host. Default: one per accelerator; without accelerators, one."""
     threads: int | None = None
     """Threads per worker. Default: cores / workers; with `exact`, 1."""
+    servers: int | None = None
+    """Parameter servers, beside the workers. Default: 2 where the strategy is parameter_server, else none."""
     elastic: tuple[int, int] | None = None
-    """The least and the most workers, over all hosts: they may come, go and die while the others train on."""
+    """The least and the most workers, over all hosts: they may come, go and die while the others train on. Default
+    with servers: from 1 to all of them; else they may not."""
     hosts_wanted: int = 1
     """The run starts when this many hosts have joined."""
     listen: str | None = None
@@ -106,6 +112,7 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         _at_least("launch", "workers", self.workers, 1)
         _at_least("launch", "threads", self.threads, 1)
+        _at_least("launch", "servers", self.servers, 1)
         _at_least("launch", "hosts_wanted", self.hosts_wanted, 1)
         if self.listen in ("0.0.0.0", "::", "*"):
             raise SpecError(
@@ -163,6 +170,12 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch: LaunchSection = LaunchSection()
     comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def num_servers(self) -> int:
+        """As asked for; a strategy that needs servers has some also where nobody said how many."""
+        default = DEFAULT_SERVERS if self.train.strategy == "parameter_server" else 0
+        return default if self.launch.servers is None else self.launch.servers
 
     def __post_init__(self) -> None:
         if self.launch.elastic is not None and self.train.strategy == "single":

@@ -1,13 +1,13 @@
-"""A worker's seat: who it is in the current generation, as its agent says it through the environment.
+"""A seat: who a worker is in the current generation, or which server, as its agent says it through the environment.
 
-The agent writes a seat with `seat_environment`; the worker reads it back with `spec.load.seat`. Plain data:
+The agent writes a seat with `seat_environment`; the process reads it back with `spec.load.seat`. Plain data:
 nothing here opens the endpoint or the pipe that a seat names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -67,24 +67,35 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Started into a running attempt: in no group yet, and its generation is empty."""
     flags: dict[str, Any] = {}
     """Command-line settings by dotted key ("run.seed"); they win over constructor arguments."""
+    role: Literal["worker", "server"] = "worker"
+    """A server is in no group: its rank is -1, and its generation empty."""
+    server: int = 0
+    """Of a server: its number. A replacement takes the same."""
+    num_servers: int = 0
+    servers: str = ""
+    """Where the servers are: number n listens at this followed by n."""
 
     @property
     def is_chief(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_server(self) -> bool:
+        return self.role == "server"
+
     def group(self) -> Group:
-        """The group that this worker is started in. A static run has no other; hosts have as many workers each."""
-        here = self.local_world_size
+        """The group that this process is started in. A static run has no other; hosts have as many workers each."""
+        here, in_none = self.local_world_size, self.joining or self.is_server
         return Group(
             generation=self.generation,
-            rank=-1 if self.joining else self.rank,
-            world_size=0 if self.joining else self.world_size,
+            rank=-1 if in_none else self.rank,
+            world_size=0 if in_none else self.world_size,
             local_rank=self.local_rank,
             local_world_size=here,
             host=self.host,
             num_hosts=self.num_hosts,
-            slots=[] if self.joining else list(range(self.world_size)),
-            hosts=[] if self.joining else [rank // here for rank in range(self.world_size)],
+            slots=[] if in_none else list(range(self.world_size)),
+            hosts=[] if in_none else [rank // here for rank in range(self.world_size)],
         )
 
 
@@ -107,13 +118,17 @@ _VARIABLES = {
     "least_workers": "MANYHANDS_LEAST_WORKERS",
     "joining": "MANYHANDS_JOINING",
     "flags": "MANYHANDS_FLAGS",
+    "role": "MANYHANDS_ROLE",
+    "server": "MANYHANDS_SERVER_NUMBER",
+    "num_servers": "MANYHANDS_NUM_SERVERS",
+    "servers": "MANYHANDS_SERVER_ENDPOINTS",
 }
 
 SEAT_VARIABLES = frozenset(_VARIABLES.values())
 
 
 def seat_environment(seat: Seat) -> dict[str, str]:
-    """The variables a worker on this seat is started with; `parse_seat` reads them back."""
+    """The variables a process on this seat is started with; `parse_seat` reads them back."""
     values = {_VARIABLES[name]: getattr(seat, name) for name in _VARIABLES if name != "flags"}
     environment = {variable: str(value) for variable, value in values.items() if value is not None}
     environment[_VARIABLES["flags"]] = msgspec.json.encode(seat.flags).decode()

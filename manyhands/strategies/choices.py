@@ -6,7 +6,12 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Mirrored", "MultiWorker", "Single"]
+from manyhands.errors import SpecError
+
+__all__ = ["Mirrored", "MultiWorker", "ParameterServer", "Single"]
+
+MODES = ("sync", "async", "ssp")
+DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,3 +49,56 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     elastic: tuple[int, int] | None = None
     """Over all hosts; hosts come and go, too."""
     name = "multi_worker"
+
+
+class ParameterServer(_Settings, frozen=True, kw_only=True):
+    """Weights on servers, processes of their own, to which workers push gradients and from which they pull."""
+
+    servers: int | None = None
+    """How many. Default: 2."""
+    mode: str = "async"
+    """async: a gradient is applied when it arrives. sync: once a step, as `Mirrored` does. ssp: on arrival, and no
+    worker is more than `staleness` steps ahead of the slowest living one."""
+    staleness: int = 3
+    backup_workers: int = 0
+    """sync: a step closes without the slowest so many."""
+    aggregate: int | None = None
+    """sync: how many batches make one update. Default: as many as there are workers."""
+    damping: Any = None
+    """async and ssp: how much less a stale gradient counts. Default: no less."""
+    place: Any = None
+    """Which server has which tensor, where that is not left to us."""
+    durability: str = "upstream"
+    """What a server's death may cost: "upstream", "wal", "replica" or "snapshot"."""
+    workers: int | None = None
+    """Workers on each host."""
+    elastic: tuple[int, int] | None = None
+    """At least and at most so many workers, over all hosts. Default: from 1 to all of them."""
+    cluster: Any = None
+    """A `Server`, or None for what the launcher says."""
+    name = "parameter_server"
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, MODES)
+        _one_of("durability", self.durability, DURABILITIES)
+        _at_least("servers", self.servers, 1)
+        _at_least("staleness", self.staleness, 0)
+        _at_least("backup_workers", self.backup_workers, 0)
+        _at_least("aggregate", self.aggregate, 1)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SpecError(
+            f"ParameterServer: {name} is {value!r}, but must be one of {', '.join(known)}.",
+            fix=[f'{name}="{right}"' for right in known],
+        )
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= least):
+        raise SpecError(
+            f"ParameterServer: {name} is {value!r}, but must be a whole number from {least} on.",
+            fix=[f"{name}={least}"],
+        )

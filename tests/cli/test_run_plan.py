@@ -47,6 +47,22 @@ def test_workers_get_ranks_on_this_host_and_the_rest_of_the_line_is_the_scripts(
     assert shown["flags"] == {"run.seed": 5, "launch.workers": 3}
 
 
+def test_a_run_with_servers_is_elastic_and_counts_them_beside_its_workers(plan, tmp_path):
+    shown = plan("--servers", "2", "-n", "4", "train.py")
+    assert (shown["servers"], shown["ranks"], shown["elastic"]) == (2, [0, 1, 2, 3], [1, 4])
+    assert shown["flags"] == {"launch.workers": 4, "launch.servers": 2}
+    assert plan("--servers", "1", "-n", "2", "--elastic", "2:6", "train.py")["elastic"] == [2, 6]
+    (tmp_path / "run.toml").write_text("[launch]\nservers = 3\n")
+    assert plan("--config", "run.toml", "train.py")["servers"] == 3
+    assert plan("--config", "run.toml", "train.py", MANYHANDS_SERVERS="4")["servers"] == 4
+
+
+def test_no_servers_and_servers_that_others_cannot_reach_are_refused(refused):
+    assert "[launch] servers is 0, but must be at least 1" in refused("--servers", "0", "train.py").what
+    elsewhere = refused("--servers", "1", "--hosts-wanted", "2", "--listen", "127.0.0.1", "train.py")
+    assert (elsewhere.where, elsewhere.exit_code) == ("--servers", 2)
+
+
 def test_two_dashes_end_our_flags(plan):
     assert plan("-n", "2", "--", "train.py", "--help")["command"]["args"] == ["--help"]
 

@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import replace
 
 from manyhands.errors import SpecError
 from manyhands.spec.load import seat
@@ -25,6 +26,18 @@ SEAT = Seat(
 def test_a_seat_survives_the_way_through_the_environment():
     assert seat(seat_environment(SEAT)) == SEAT
     assert set(seat_environment(SEAT)) == SEAT_VARIABLES
+
+
+def test_a_server_has_a_seat_of_its_own_and_is_in_no_group():
+    server = replace(
+        SEAT, role="server", rank=-1, generation="", server=1, num_servers=2, servers="ipc:///tmp/mh-1/server-"
+    )
+    assert seat(seat_environment(server)) == server
+    group = server.group()
+    assert (group.rank, group.generation, group.world_size, group.slots) == (-1, "", 0, [])
+    assert server.is_server
+    assert not server.is_chief
+    assert not SEAT.is_server
 
 
 def test_without_an_agent_there_is_no_seat():
