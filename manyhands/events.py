@@ -24,6 +24,8 @@ __all__ = [
     "Resumed",
     "RunEnded",
     "RunStarted",
+    "ServerLost",
+    "ServerStarted",
     "StepDone",
     "Straggler",
     "Warned",
@@ -77,6 +79,15 @@ class WorkerStarted(_Event, frozen=True):
     host: str
     pid: int
     joining: bool = False
+
+
+class ServerStarted(_Event, frozen=True):
+    """A parameter server's process was started; a replacement has the number of the one before."""
+
+    server: int
+    incarnation: int
+    host: str
+    pid: int
 
 
 class StepDone(_Event, frozen=True):
@@ -191,6 +202,13 @@ class WorkerLost(_Event, frozen=True):
     collateral: bool = False
 
 
+class ServerLost(_Event, frozen=True):
+    server: int
+    host: str
+    pid: int
+    reason: str
+
+
 class CopiesDiverged(_Event, frozen=True):
     """Copies of weights and states that should be equal were not."""
 
@@ -233,6 +251,7 @@ Event = (
     RunStarted
     | GenerationStarted
     | WorkerStarted
+    | ServerStarted
     | StepDone
     | Straggler
     | Divided
@@ -244,6 +263,7 @@ Event = (
     | CheckpointFailed
     | Resumed
     | WorkerLost
+    | ServerLost
     | CopiesDiverged
     | WrongGradientFound
     | Warned

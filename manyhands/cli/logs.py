@@ -1,4 +1,4 @@
-"""`mh logs`: what a run's workers printed, one of them raw or all of them merged."""
+"""`mh logs`: what a run's workers and servers printed, one of them raw or all of them merged."""
 
 from __future__ import annotations
 
@@ -25,53 +25,68 @@ CHUNK_BYTES = 1 << 16
 @click.command()
 @click.argument("run", required=False)
 @click.option("--rank", type=click.IntRange(0), help="One worker's output only, byte for byte.")
+@click.option("--server", type=click.IntRange(0), help="One parameter server's output only, byte for byte.")
 @click.option("--attempt", type=click.IntRange(1), help="Which start of the run; without it, the last.")
 @click.option("--follow", "-f", is_flag=True, help="Go on as more is printed, across restarts, until the run ends.")
 @click.option("--err", "stream", flag_value="err", help="Standard error only.")
 @click.option("--out", "stream", flag_value="out", help="Standard output only.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: attempt, rank, stream, line.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: attempt, rank or server, stream, line.")
 def logs(
-    run: str | None, rank: int | None, attempt: int | None, follow: bool, stream: str | None, as_json: bool
+    run: str | None,
+    rank: int | None,
+    server: int | None,
+    attempt: int | None,
+    follow: bool,
+    stream: str | None,
+    as_json: bool,
 ) -> None:
     """Show the output of RUN's workers: a run directory, or its name under runs/; without it, the newest run.
 
-    Several workers are merged, each line with its rank in front.
+    Several workers and servers are merged, each line with its rank or its server's number in front.
     """
-    path = find_run(run)
-    chosen = _Choice(path, rank, stream)
+    if rank is not None and server is not None:
+        raise UsageError(
+            "--rank and --server are of different processes.", fix=[f"--rank {rank}", f"--server {server}"]
+        )
+    one = ("rank", rank) if rank is not None else ("server", server) if server is not None else None
+    chosen = _Choice(find_run(run), one, stream)
     _check(chosen, attempt, follow)
     if as_json:
         show: Callable[[_Source, bytes], None] = _show_json
-    elif rank is not None:
+    elif one is not None:
         show = _show_raw
     else:
         show = _show_escaped if is_terminal(sys.stdout) else _show_merged
-    whole_lines = as_json or rank is None
+    whole_lines = as_json or one is None
     for source, data in _pieces(chosen, attempt, follow, whole_lines):
         show(source, data)
 
 
+_Who = tuple[str, int]
+"""("rank", 0) or ("server", 0)."""
+
+
 class _Source(NamedTuple):
     attempt: int
-    rank: int
+    who: _Who
     stream: str
     path: Path
 
 
 class _Choice(NamedTuple):
     run: Path
-    rank: int | None
+    who: _Who | None
     stream: str | None
 
     def sources(self, attempt: int) -> list[_Source]:
-        """The log files there are of one attempt, by rank."""
+        """The log files there are of one attempt: workers by rank, then servers by number."""
         found = []
-        for path in (self.run / "logs" / f"attempt-{attempt}").glob("rank-*.*"):
-            number, stream = path.stem.removeprefix("rank-"), path.suffix[1:]
-            if number.isdigit() and stream in ("out", "err"):
-                found.append(_Source(attempt, int(number), stream, path))
-        wanted = [each for each in found if self.rank in (None, each.rank) and self.stream in (None, each.stream)]
-        return sorted(wanted, key=lambda each: (each.rank, each.stream != "out"))
+        for path in (self.run / "logs" / f"attempt-{attempt}").glob("*-*.*"):
+            (role, _, number), stream = path.stem.partition("-"), path.suffix[1:]
+            if role in ("rank", "server") and number.isdigit() and stream in ("out", "err"):
+                found.append(_Source(attempt, (role, int(number)), stream, path))
+        wanted = [each for each in found if self.who in (None, each.who) and self.stream in (None, each.stream)]
+        return sorted(wanted, key=lambda each: (each.who, each.stream != "out"))
 
 
 def _check(chosen: _Choice, attempt: int | None, follow: bool) -> None:
@@ -88,10 +103,11 @@ def _check(chosen: _Choice, attempt: int | None, follow: bool) -> None:
         raise UsageError(f"{chosen.run} has no attempt {attempt}.", fix=[f"--attempt {number}" for number in there])
     last = attempt or there[-1]
     if not chosen.sources(last):
-        ranks = sorted({each.rank for each in _Choice(chosen.run, None, chosen.stream).sources(last)})
+        there_are = sorted({each.who for each in _Choice(chosen.run, None, chosen.stream).sources(last)})
+        who = "Nobody" if chosen.who is None else "{} {}".format(*chosen.who).capitalize()
         raise UsageError(
-            f"Rank {chosen.rank} printed nothing in attempt {last} of {chosen.run}.",
-            fix=[f"--rank {number}" for number in ranks] or ["without --rank, --err and --out"],
+            f"{who} printed nothing in attempt {last} of {chosen.run}.",
+            fix=[f"--{role} {number}" for role, number in there_are] or ["without --rank, --err and --out"],
         )
 
 
@@ -153,9 +169,11 @@ def _show_escaped(source: _Source, line: bytes) -> None:
 
 
 def _show_json(source: _Source, line: bytes) -> None:
-    fields = {"attempt": source.attempt, "rank": source.rank, "stream": source.stream}
+    role, number = source.who
+    fields = {"attempt": source.attempt, role: number, "stream": source.stream}
     click.echo(json.dumps({**fields, "line": line.decode(errors="replace")}))
 
 
 def _prefix(source: _Source) -> str:
-    return f"[rank {source.rank}] " if source.stream == "out" else f"[rank {source.rank} err] "
+    role, number = source.who
+    return f"[{role} {number}] " if source.stream == "out" else f"[{role} {number} err] "

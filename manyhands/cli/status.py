@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from manyhands.control.messages import MemberStatus
+from manyhands.control.messages import MemberStatus, ServerStatus
 from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
 from manyhands.runtime.progress_lines import clean, count, duration, results, slow_line, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal
@@ -85,6 +85,7 @@ def _lines(overview: Overview) -> list[str]:
     rows += [("slow", f"{slow_line(one)} (step {one.step})") for one in overview.slow]
     rows += [("used", text) for text in used_lines(overview.used)]
     rows += [(_name(place), _place(place)) for place in overview.ranks]
+    rows += [(f"server {place.server}", _server(place)) for place in overview.servers]
     return [f"{name:<10}  {clean(text)}" for name, text in rows if text]
 
 
@@ -100,6 +101,12 @@ def _place(place: MemberStatus) -> str:
         where = f"{rank}, {where}" if place.step is not None else rank
         where += f", call {place.call}" if place.call else ""
     return f"{where}, {duration(place.age_s)} ago, pid {place.pid}"
+
+
+def _server(place: ServerStatus) -> str:
+    doing = f", {place.phase}" if place.phase else ""
+    before = f", number {place.deaths + 1} after {place.deaths} that died" if place.deaths else ""
+    return f"{place.status}{doing}, heard {duration(place.age_s)} ago, pid {place.pid}{before}"
 
 
 def _elastic(overview: Overview) -> str:

@@ -33,7 +33,17 @@ from manyhands.control.premises import Premises
 from manyhands.control.reception import Reception
 from manyhands.control.workers import Worker
 from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
-from manyhands.events import Event, GenerationStarted, ResourcesUsed, RunEnded, Warned, WorkerLost, WorkerStarted
+from manyhands.events import (
+    Event,
+    GenerationStarted,
+    ResourcesUsed,
+    RunEnded,
+    ServerLost,
+    ServerStarted,
+    Warned,
+    WorkerLost,
+    WorkerStarted,
+)
 
 __all__ = ["run_agent"]
 
@@ -74,6 +84,7 @@ def _job(request: LaunchRequest) -> Job | None:
         least_workers=request.elastic[0] if request.elastic else 0,
         heartbeat_s=request.heartbeat_s,
         hang_s=request.hang_s,
+        servers=request.servers,
     )
 
 
@@ -164,6 +175,7 @@ class Agent:
         if not self._crew.attend(fd, worker):
             return
         self._changed = True
+        self._desk.tell_servers(self._crew, time.monotonic())  # of a death, before anything that takes time
         if self._crew.clear:
             self._at.renew_meeting()
         if worker.failed_at is not None:
@@ -200,9 +212,10 @@ class Agent:
 
     def _watch_elastic(self, crew: Crew, now: float) -> None:
         self._desk.announce(crew, now)
+        self._desk.tell_servers(crew, now)
         job = self._job
         assert job is not None
-        self._hangs.look(crew.workers, Limits(job.heartbeat_s, job.hang_s), now)
+        self._hangs.look(crew.everyone, Limits(job.heartbeat_s, job.hang_s), now)
 
     def _watch_coordinator(self) -> None:
         link, coordinator = self._at.link, self._at.coordinator
@@ -260,6 +273,7 @@ class Agent:
                 committed=self._desk.committed,
                 has_job=self._job is not None,
                 leaving=leaving or self._leaving_by is not None,
+                failed_server=crew.servers.failure(crew.plan.attempt, now) if crew else None,
             )
         )
         if crew is not None:
@@ -295,7 +309,7 @@ class Agent:
                 self._waiting_since, self._said_waiting = time.monotonic(), ""
                 self._run_plan(orders)
             case "stop":
-                self._stop_generation(orders.generation)
+                self._stop_generation(orders.generation, well=orders.well)
             case "end":
                 self._end(orders)
         if orders.note and orders.do != "end":
@@ -336,6 +350,7 @@ class Agent:
             return
         crew.adopt(plan)
         self._desk.announce(crew, time.monotonic())  # before anything that takes time: workers wait for it
+        self._desk.tell_servers(crew, time.monotonic())
         if plan.generation != self._generation:
             self._changed = True
             self._begin_generation(plan, {worker.generation for worker in crew.workers if worker.alive})
@@ -377,12 +392,14 @@ class Agent:
             guard=at.guard,
             output=self._show_output,
             started=self._note_start,
+            servers_here=self._request.servers_here,
+            server_endpoints=f"ipc://{at.directory}/server-" if job.servers else "",
         )
         self._crew = Crew(plan, around)
         if (folder := at.book.logs(plan.attempt)) is not None:
             self._crew.write_logs_to(folder)
 
-    def _stop_generation(self, generation: str | None) -> None:
+    def _stop_generation(self, generation: str | None, *, well: bool) -> None:
         if generation is None:
             return
         crew = self._crew
@@ -390,9 +407,9 @@ class Agent:
             # Ordered to stop what was never started here: now it never will be.
             self._generation, self._changed = generation, True
             if crew is not None and crew.elastic:
-                crew.stop_after_crash(time.monotonic())
+                crew.stop(time.monotonic(), well=well)
         elif generation == self._generation and crew is not None:
-            crew.stop_after_crash(time.monotonic())
+            crew.stop(time.monotonic(), well=well)
 
     def _end(self, orders: Orders) -> None:
         assert orders.exit_code is not None
@@ -458,6 +475,7 @@ class Agent:
         assert self._crew is not None
         if self._crew.elastic:
             self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
+            self._desk.tell_servers(self._crew, time.monotonic())
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
         self._changed = True
 
@@ -501,6 +519,7 @@ class Agent:
             stop=self._stop[0] if self._stop else None,
             coordinator_pid=coordinator.pid if coordinator else 0,
             members=crew.statuses(time.monotonic()) if crew else [],
+            servers=crew.servers.statuses(time.monotonic()) if crew else [],
             committed=self._desk.committed,
         )
 
@@ -526,7 +545,11 @@ class Agent:
 
     def _note_start(self, worker: Worker) -> None:
         seat = worker.seat
-        if seat.most_workers:
+        if seat.is_server:
+            self._record(
+                ServerStarted(server=seat.server, incarnation=seat.incarnation, host=self._host, pid=worker.pid)
+            )
+        elif seat.most_workers:
             self._record(
                 WorkerStarted(
                     slot=seat.slot,
@@ -542,8 +565,12 @@ class Agent:
         if end is None or worker.seat.incarnation in self._lost:
             return
         self._lost.add(worker.seat.incarnation)
-        self._told_of_loss = True
         reason, collateral = describe(end), end.kind == "stopped"
+        if worker.seat.is_server:
+            if not collateral:
+                self._record(ServerLost(server=end.rank, host=end.host, pid=end.pid, reason=reason))
+            return
+        self._told_of_loss = True
         self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "finished",
     "hear",
     "let_go",
+    "living",
     "lose_host",
     "lost",
     "missing",
@@ -65,8 +66,16 @@ def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> M
         cleared=tuple(sorted(cleared)),
         first_step=min([*steps, *_some(roster.first_step)], default=None),
         last_step=max([*steps, *_some(roster.last_step)], default=None),
+        failed_server=roster.failed_server or _failed_server(roster, report, now),
     )
     return replace(state, roster=roster, stale=state.stale + len(strangers))
+
+
+def _failed_server(roster: Roster, report: HostReport, now: float) -> Ended | None:
+    failed = report.failed_server
+    if failed is None or failed.attempt != roster.attempt:
+        return None
+    return Ended(end=failed.end, at=now - failed.ended_s_ago)
 
 
 def _some(value: int | None) -> list[int]:
@@ -156,6 +165,15 @@ def _awake(member: Member) -> Member:
 
 def alive(roster: Roster) -> list[Member]:
     return [m for m in roster.members if m.status not in ("dead", "done", "suspect") and not m.ended]
+
+
+def living(roster: Roster) -> dict[int, int]:
+    """The slots, by incarnation, of workers that are not known to be dead, in the group or not."""
+    return {worker.incarnation: worker.slot for worker in _everyone(roster) if not _is_gone(worker)}
+
+
+def _is_gone(worker: Member) -> bool:
+    return worker.ended or worker.status == "dead"
 
 
 def missing(roster: Roster) -> list[Member]:

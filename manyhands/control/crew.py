@@ -1,4 +1,4 @@
-"""This host's workers in one attempt: started, watched, stopped, and reported as one.
+"""This host's workers in one attempt, and its servers: started, watched, stopped, and reported as one.
 
 The crew knows processes and clocks; why it starts or stops, the coordinator's orders say. In a static run all are
 started together and an attempt is one generation; in an elastic one workers come and go as `follow` is told.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,8 +19,10 @@ from manyhands.comm.segments import HostMemory
 from manyhands.control.fence import Guard, kill_session
 from manyhands.control.groups import Groups, group_for
 from manyhands.control.memory import MemoryWatch
-from manyhands.control.messages import Job, MemberReport, MemberStatus, MemoryRequest, Plan, PlannedWorker
+from manyhands.control.messages import Job, MemberReport, MemberStatus, MemoryRequest, Plan
 from manyhands.control.output import Stream
+from manyhands.control.seats import elastic_seat, server_seat, static_seat
+from manyhands.control.servers import Servers
 from manyhands.control.workers import Worker, torchrun_environment
 from manyhands.spec.seat import Seat
 
@@ -46,10 +48,13 @@ class Surroundings:
         guard: Guard,
         output: Callable[[Worker, Stream, bytes], None],
         started: Callable[[Worker], None],
+        servers_here: Sequence[int] = (),
+        server_endpoints: str = "",
     ) -> None:
         self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
         self.data_address, self.environment, self.guard = data_address, environment, guard
         self.output, self.started = output, started
+        self.servers_here, self.server_endpoints = servers_here, server_endpoints
         self.memory = MemoryWatch()
 
 
@@ -64,13 +69,21 @@ class Crew:
         self.memory = HostMemory()
         self.groups = Groups()
         self.workers: list[Worker] = []
+        self.servers = Servers(around.servers_here, self._start_server)
+        self.servers.fill()
         if plan.group:
             self.follow(plan)
         else:
             for local_rank in range(len(plan.incarnations)):
-                self._start(_static_seat(plan, local_rank))
+                self._start_worker(static_seat(plan, local_rank))
 
-    def _start(self, seat: Seat) -> None:
+    def _start_worker(self, seat: Seat) -> None:
+        self.workers.append(self._start(seat))
+
+    def _start_server(self, number: int, incarnation: int) -> Worker:
+        return self._start(server_seat(self.plan, number, incarnation))
+
+    def _start(self, seat: Seat) -> Worker:
         around = self._around
         seat = replace(
             seat,
@@ -80,6 +93,8 @@ class Crew:
             flags=around.job.flags,
             most_workers=around.job.most_workers if self.plan.group else 0,
             least_workers=around.job.least_workers if self.plan.group else 0,
+            num_servers=around.job.servers,
+            servers=around.server_endpoints,
         )
         # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
         sharing = around.num_workers if self.plan.group else seat.local_world_size
@@ -91,10 +106,15 @@ class Crew:
         }
         worker = Worker(seat, around.job.command, environment, around.host)
         around.guard.watch(worker.pid)
-        self.workers.append(worker)
         if self._logs is not None:
             worker.log.move_to(self._logs)
         around.started(worker)
+        return worker
+
+    @property
+    def everyone(self) -> list[Worker]:
+        """Workers and servers."""
+        return [*self.workers, *self.servers.processes]
 
     @property
     def generation(self) -> str:
@@ -106,12 +126,18 @@ class Crew:
 
     @property
     def clear(self) -> bool:
-        return all(worker.cleared for worker in self.workers)
+        return all(process.cleared for process in self.everyone)
+
+    @property
+    def living(self) -> dict[int, int]:
+        """The slots, by incarnation, of the run's workers that are not known to be dead, and known here first."""
+        ended = {worker.seat.incarnation for worker in self.workers if not worker.alive}
+        return {incarnation: slot for incarnation, slot in self.plan.living.items() if incarnation not in ended}
 
     @property
     def sweeping(self) -> bool:
         """What dead workers started is being killed; `tick` goes on with it."""
-        return any(worker.sweep is not None for worker in self.workers)
+        return any(process.sweep is not None for process in self.everyone)
 
     @property
     def failed(self) -> bool:
@@ -126,7 +152,12 @@ class Crew:
         return group_for(self.plan, worker.seat.incarnation).rank if self.elastic else worker.seat.rank
 
     def member(self, generation: str, incarnation: int) -> Worker | None:
-        """The living worker that may speak so: of this generation, or of one here that it has not left yet."""
+        """The living worker that may speak so: of this generation, or of one here that it has not left yet.
+
+        Or the living server, which speaks for none.
+        """
+        if (server := self.servers.member(incarnation)) is not None:
+            return server
         worker = next((worker for worker in self.workers if worker.seat.incarnation == incarnation), None)
         if worker is None or not self.elastic:
             return worker if generation == self.generation else None
@@ -180,7 +211,7 @@ class Crew:
         taken = {worker.seat.slot for worker in self.workers if not worker.cleared}
         for planned in self.plan.workers:
             if planned.incarnation not in there and planned.slot not in taken:
-                self._start(_elastic_seat(self.plan, planned))
+                self._start_worker(elastic_seat(self.plan, planned))
 
     def _lose(self, worker: Worker) -> None:
         """Wake whoever waits for a worker that has ended."""
@@ -209,7 +240,7 @@ class Crew:
     def descriptors(self) -> dict[int, Worker]:
         """What to watch: pipes for what is said, pidfds for who died."""
         watched: dict[int, Worker] = {}
-        for worker in self.workers:
+        for worker in self.everyone:
             watched.update(dict.fromkeys(worker.pipes, worker))
             if worker.alive:
                 watched[worker.pidfd] = worker
@@ -227,6 +258,8 @@ class Crew:
         elif worker.alive and fd == worker.pidfd:
             self._lose(worker)  # first of all: others wait for it in the middle of a step
             worker.reap(forward, self._around.memory.hint, hurry=self.elastic and self._kill_at is None)
+            if worker.seat.is_server:
+                self.servers.bury(worker)
             if worker.cleared:
                 self._around.guard.forget(worker.pid)
             return True
@@ -238,12 +271,21 @@ class Crew:
             self.kill()
         if not self.elastic:
             return False
+        if self._stop_kind is not None and self._nobody_left:
+            self.servers.end(now + self._around.job.grace_s)
+        self.servers.tick(now)
         self._end_stragglers(now)
         self.free_left_generations()
         return self._sweep(now)
 
+    @property
+    def _nobody_left(self) -> bool:
+        """Of the run's workers; those planned here that were never started do not come any more after a stop."""
+        here = {planned.incarnation for planned in self.plan.workers} | set(self.plan.dismissed)
+        return not self.living.keys() - here and all(worker.cleared for worker in self.workers)
+
     def _sweep(self, now: float) -> bool:
-        swept = [worker for worker in self.workers if worker.sweep is not None and worker.sweep.go_on(now)]
+        swept = [worker for worker in self.everyone if worker.sweep is not None and worker.sweep.go_on(now)]
         for worker in swept:
             worker.sweep = None
             self._around.guard.forget(worker.pid)
@@ -253,7 +295,7 @@ class Crew:
 
     def _end_stragglers(self, now: float) -> None:
         """Those who were to end by themselves: dismissed, or raised and still not gone."""
-        for worker in self.workers:
+        for worker in self.everyone:
             grace_s = self._around.job.grace_s
             overdue = worker.dismissed_at is not None and now - worker.dismissed_at > grace_s
             if overdue or (worker.failed_at is not None and now - worker.failed_at > CRASH_GRACE_S):
@@ -264,10 +306,15 @@ class Crew:
         if now - self._looked_at < 1.0:
             return
         self._looked_at = now
-        self._around.memory.look([worker.pid for worker in self.workers if worker.alive])
+        self._around.memory.look([process.pid for process in self.everyone if process.alive])
 
-    def stop_after_crash(self, now: float) -> None:
+    def stop(self, now: float, *, well: bool) -> None:
+        """After a crash, or, if `well`, after the workers were done: then servers may take their time."""
         self._kill_by(now + CRASH_GRACE_S)
+        if well:
+            self.servers.end(now + self._around.job.grace_s)
+        else:
+            self.servers.kill_by(now + CRASH_GRACE_S)
 
     def ask_to_stop(self, kind: str, number: int, grace_s: float, tell: Callable[[Worker], None]) -> None:
         """Those who speak our protocol are told; the others get the signal itself."""
@@ -287,6 +334,7 @@ class Crew:
     def kill_by(self, when: float) -> None:
         """At that time, whoever is still there is killed, and nobody is started any more."""
         self._kill_by(when)
+        self.servers.kill_by(when)
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -296,7 +344,8 @@ class Crew:
         """At once; for ends that do not wait for anyone."""
         self._kill_by(time.monotonic())
         self.kill()
-        for worker in self.workers:
+        self.servers.kill()
+        for worker in self.everyone:
             if worker.alive:
                 self.attend(worker.pidfd, worker)
             if worker.sweep is not None:
@@ -332,48 +381,13 @@ class Crew:
 
     def write_logs_to(self, folder: Path) -> None:
         self._logs = folder
-        for worker in self.workers:
-            worker.log.move_to(folder)
+        for process in self.everyone:
+            process.log.move_to(folder)
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.log.close()
+        for process in self.everyone:
+            process.log.close()
         self.memory.close()
-
-
-def _static_seat(plan: Plan, local_rank: int) -> Seat:
-    return Seat(
-        agent="",
-        rank=plan.first_rank + local_rank,
-        world_size=plan.world_size,
-        local_rank=local_rank,
-        local_world_size=len(plan.incarnations),
-        host=plan.host,
-        num_hosts=plan.num_hosts,
-        generation=plan.generation,
-        incarnation=plan.incarnations[local_rank],
-        attempt=plan.attempt,
-    )
-
-
-def _elastic_seat(plan: Plan, planned: PlannedWorker) -> Seat:
-    group = group_for(plan, planned.incarnation)
-    here = sorted(worker.slot for worker in plan.workers)
-    joining = planned.joining or group.rank < 0
-    return Seat(
-        agent="",
-        rank=planned.slot if joining else group.rank,
-        world_size=group.world_size,
-        local_rank=here.index(planned.slot) if joining else group.local_rank,
-        local_world_size=len(here) if joining else group.local_world_size,
-        host=plan.host,
-        num_hosts=plan.num_hosts,
-        generation="" if joining else plan.generation,
-        incarnation=planned.incarnation,
-        attempt=plan.attempt,
-        slot=planned.slot,
-        joining=joining,
-    )
 
 
 def _standing(worker: Worker) -> str:

@@ -26,6 +26,7 @@ from manyhands.control.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Living,
     MemoryReply,
     MemoryRequest,
     Offer,
@@ -187,6 +188,8 @@ class Desk:
     # ---- answers ---------------------------------------------------------------------------------------------
 
     def welcome(self, worker: Worker, run: str, run_dir: str, stop: str | None) -> None:
+        if worker.seat.is_server:
+            stop = None  # it is asked after the workers; see `tell_servers`
         if worker.peer is not None:
             self.port.send(Welcome(run=run, run_dir=run_dir, stop=stop, run_call=self.run_call), to=worker.peer)
 
@@ -201,6 +204,17 @@ class Desk:
                 group = group_for(crew.plan, worker.seat.incarnation)
                 message = Announce(group=group, run_call=self.run_call, last_loss=crew.groups.last_loss)
                 self.port.send(message, to=worker.peer)
+
+    def tell_servers(self, crew: Crew, now: float) -> None:
+        """Who lives, and in the end that they should end: at each change, and again every second."""
+        news = (crew.living, crew.servers.asked_to_end)
+        for server in crew.servers.processes:
+            if server.peer is None or (server.told == news and now - server.told_at < ANNOUNCE_EVERY_S):
+                continue
+            server.told, server.told_at = news, now
+            self.port.send(Living(workers=crew.living), to=server.peer)
+            if crew.servers.asked_to_end:
+                self.tell_stop(server, "end")
 
     def refuse(self, worker: Worker, error: ManyhandsError) -> None:
         if worker.peer is not None:

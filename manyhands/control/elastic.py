@@ -87,7 +87,7 @@ def advance(state: Membership, roster: Roster, now: float) -> Membership:
     if state.phase == "stopping":
         decisions = (_stop,)
     else:
-        decisions = (_refuse_retrying, _bury, _forget_hosts, _finish, _lose, _give_up, _staff, _change)
+        decisions = (_refuse_retrying, _miss_server, _bury, _forget_hosts, _finish, _lose, _give_up, _staff, _change)
     for decide in decisions:
         after = decide(state, roster, now)
         if after is not state:
@@ -103,6 +103,14 @@ def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membershi
         if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
             return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
     return state
+
+
+def _miss_server(state: Membership, roster: Roster, now: float) -> Membership:
+    """Workers get nowhere without a server that is not started again. In a stop, their time to end runs anyway."""
+    if state.stop is not None or roster.failed_server is None:
+        return state
+    roster = replace(roster, ends=(roster.failed_server,), fatal=True)
+    return replace(state, phase="stopping", since=now, roster=roster)
 
 
 def _bury(state: Membership, roster: Roster, now: float) -> Membership:

@@ -11,11 +11,11 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
+__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short", "who"]
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker ended, other than well.
+    """How a worker, or a server, ended other than well.
 
     stopped: the agent killed it because of another's end. lost: its host went silent. hung: it got nowhere, so its
     agent killed it; `message` tells how that was seen, and where it stood.
@@ -39,6 +39,8 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     greeted: bool = False
     clock: str = ""
     """Wall clock of its host, for people."""
+    role: Literal["worker", "server"] = "worker"
+    """Of a server, `rank` is its number."""
     memory: str = ""
     """Why it may have run out of memory, where there is a sign of that."""
     log: str = ""
@@ -83,6 +85,10 @@ def describe(end: WorkerEnd) -> str:
             return "stopped by its agent"
 
 
+def who(end: WorkerEnd) -> str:
+    return f"{'server' if end.role == 'server' else 'rank'} {end.rank}"
+
+
 def _signal(number: int) -> str:
     try:
         return signals.Signals(number).name
@@ -93,7 +99,7 @@ def _signal(number: int) -> str:
 def short(end: WorkerEnd) -> str:
     """One line, for a restart: "rank 1 on host-0 (pid 4121) died: SIGKILL"."""
     what = _signal(end.signal) if end.kind == "signal" else describe(end)
-    return escape(f"rank {end.rank} on {end.host} (pid {end.pid}) died: {what}")
+    return escape(f"{who(end)} on {end.host} (pid {end.pid}) died: {what}")
 
 
 def render(failure: Failure) -> str:
@@ -105,7 +111,7 @@ def render(failure: Failure) -> str:
         f"run {failure.run} failed{steps} (attempt {failure.attempt} of {failure.max_attempts}): {failure.reason}",
         _row(
             "first failure",
-            f"rank {first.rank} on {first.host} (pid {first.pid})  {describe(first)}  at {first.clock}  [{sure}]",
+            f"{who(first)} on {first.host} (pid {first.pid})  {describe(first)}  at {first.clock}  [{sure}]",
         ),
     ]
     if first.step is not None:

@@ -53,7 +53,8 @@ class HangWatch:
 
     def _end(self, worker: Worker, why: str) -> None:
         place = place_in(worker.stack()) or worker.phase
-        worker.hung = f"{why}, in step {worker.step}, {place}"
+        step = "" if worker.step is None else f"in step {worker.step}"
+        worker.hung = ", ".join(part for part in (why, step, place) if part)
         worker.kill()
 
 

@@ -78,8 +78,9 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
 
 
 def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
-    call = attendance.call_of(state.roster) if state.roster and state.settings.elastic else 0
-    return state.stop, state.run_dir, call
+    if state.roster is None or state.settings.elastic is None:
+        return state.stop, state.run_dir
+    return state.stop, state.run_dir, attendance.call_of(state.roster), attendance.living(state.roster)
 
 
 # ---- hearing ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ __all__ = [
     "Ask",
     "Commit",
     "Committed",
+    "FailedServer",
     "FromAgent",
     "FromCoordinator",
     "FromWorker",
@@ -29,6 +30,7 @@ __all__ = [
     "Hello",
     "HostReport",
     "Job",
+    "Living",
     "MemberReport",
     "MemoryReply",
     "MemoryRequest",
@@ -42,6 +44,7 @@ __all__ = [
     "Refusal",
     "Report",
     "RunFacts",
+    "ServerStatus",
     "Status",
     "StopRequest",
     "StoreReply",
@@ -198,10 +201,17 @@ class Announce(_Message, frozen=True, kw_only=True):
     """The newest generation that began with a loss. A worker that missed it tells from this that it has to hurry."""
 
 
+class Living(_Message, frozen=True, kw_only=True):
+    """To a server: the workers of all hosts that are alive, or not known to be dead."""
+
+    workers: dict[int, int]
+    """Their slots, by incarnation."""
+
+
 FromWorker = (
     Hello | Report | Heartbeat | Offer | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
 )
-ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce
+ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce | Living
 
 
 # ---- agent and coordinator -------------------------------------------------------------------------------------
@@ -245,6 +255,14 @@ class MemberReport(_Value, frozen=True, kw_only=True):
     ended_s_ago: float = 0.0
 
 
+class FailedServer(_Value, frozen=True, kw_only=True):
+    """A server that its agent does not start again: it died too often, or in a way that another try cannot change."""
+
+    attempt: int
+    end: WorkerEnd
+    ended_s_ago: float = 0.0
+
+
 class HostReport(_Message, frozen=True, kw_only=True):
     """How a host stands. Sent every second and at every change."""
 
@@ -274,6 +292,7 @@ class HostReport(_Message, frozen=True, kw_only=True):
     """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
     workers_wanted: int | None = None
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
+    failed_server: FailedServer | None = None
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -290,6 +309,8 @@ class Job(_Value, frozen=True, kw_only=True):
     heartbeat_s: float = 3.0
     hang_s: float = 10.0
     """Limits for workers of an elastic run; see `control.hang`."""
+    servers: int = 0
+    """Parameter servers of the run."""
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
@@ -337,6 +358,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     """A member of the generation before is gone: whoever is in that one goes over at once."""
     call: int = 0
     """With newcomers: the public call that they wait in."""
+    living: dict[int, int] = {}
+    """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
 
 
 class Orders(_Message, frozen=True, kw_only=True):
@@ -361,6 +384,8 @@ class Orders(_Message, frozen=True, kw_only=True):
     """Something a person should read once, such as a refused join."""
     run_call: int = 0
     """The public call that the members of an elastic run are in."""
+    well: bool = False
+    """With "stop": the run is done, and servers have their time to end."""
     waiting_for: str = ""
     """What the run cannot go on without, while it gathers its hosts."""
 
@@ -408,6 +433,18 @@ class MemberStatus(_Value, frozen=True, kw_only=True):
     call: int = 0
 
 
+class ServerStatus(_Value, frozen=True, kw_only=True):
+    server: int
+    pid: int
+    status: str
+    """starting, live, ending; of one that has ended: failed, left."""
+    phase: str
+    age_s: float
+    """Since it was last heard."""
+    deaths: int = 0
+    role: str = "server"
+
+
 class Status(_Message, frozen=True, kw_only=True):
     run: str
     run_dir: str | None
@@ -418,6 +455,7 @@ class Status(_Message, frozen=True, kw_only=True):
     stop: str | None
     coordinator_pid: int
     members: list[MemberStatus]
+    servers: list[ServerStatus] = []
     committed: Commit | None = None
     elastic: tuple[int, int] | None = None
     workers_wanted: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from manyhands.control.attendance import call_of
+from manyhands.control.attendance import call_of, finished, living
 from manyhands.control.messages import Orders, Place, Plan, PlannedWorker, WorkerPosition
 from manyhands.control.roster import Member, Membership, Roster
 
@@ -32,9 +32,9 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
         return replace(orders, waiting_for=_missing(state))
     if roster is None or agent not in roster.agents:
         return orders
-    if state.phase == "stopping":
-        return replace(orders, do="stop")
     elastic = state.settings.elastic is not None
+    if state.phase == "stopping":
+        return replace(orders, do="stop", well=elastic and finished(roster) and not roster.fatal)
     return replace(
         orders,
         do="run",
@@ -92,6 +92,7 @@ def _elastic_plan(roster: Roster, agent: str) -> Plan:
         group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
         lost=roster.lost,
         call=roster.call,
+        living=living(roster),
     )
 
 

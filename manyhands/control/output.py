@@ -24,8 +24,9 @@ _SUFFIX: dict[Stream, str] = {"stdout": "out", "stderr": "err"}
 
 
 class WorkerLog:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, name: str) -> None:
+        """`name` begins the names of its files: "rank-0"."""
+        self._name = name
         self.headline = b""
         """Written where the files already hold the words of another process: a replacement goes on in them."""
         self._early: deque[tuple[Stream, bytes]] = deque()
@@ -59,13 +60,13 @@ class WorkerLog:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if before is not None:
                 for suffix in _SUFFIX.values():
-                    shutil.copyfile(before / f"rank-{self._rank}.{suffix}", folder / f"rank-{self._rank}.{suffix}")
+                    shutil.copyfile(before / f"{self._name}.{suffix}", folder / f"{self._name}.{suffix}")
             for stream, suffix in _SUFFIX.items():
-                path = folder / f"rank-{self._rank}.{suffix}"
+                path = folder / f"{self._name}.{suffix}"
                 self._fds[stream] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
                 if before is None and os.fstat(self._fds[stream]).st_size:
                     os.write(self._fds[stream], self.headline)
-            self.path = str(folder / f"rank-{self._rank}.err")
+            self.path = str(folder / f"{self._name}.err")
         except OSError:
             self._failed = True
         while self._early:

@@ -153,6 +153,8 @@ class Roster(_Value, frozen=True, kw_only=True):
     apart_at_step: int | None = None
     short_since: float | None = None
     """When the group fell below the lower bound."""
+    failed_server: Ended | None = None
+    """A server that its agent does not start again: without it nobody can go on."""
     fatal: bool = False
     """A worker failed in a way that another try cannot change."""
 

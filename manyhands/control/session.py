@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -34,6 +35,7 @@ from manyhands.control.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Living,
     MemoryReply,
     MemoryRequest,
     Offer,
@@ -96,6 +98,10 @@ class Session:
         self.run_dir = Path()
         self.run = ""
         self.stop_requested: str | None = None
+        self.living: dict[int, int] | None = None
+        """A server's: the slots, by incarnation, of workers not known to be dead. None: nothing was heard so far."""
+        self.on_change: Callable[[], None] | None = None
+        """A server's: called, on the session's thread, after each change of `living`. It must not block nor raise."""
         self.position: tuple[int, str] | None = None
         self.first_step: int | None = None
         self.call = 0
@@ -290,6 +296,11 @@ class Session:
             return {}
         return reply.positions
 
+    def await_stop(self) -> None:
+        """Wait until this process is asked to stop; for those who have nothing else to do until then."""
+        with self._heard:
+            self._heard.wait_for(lambda: self.stop_requested is not None or self._closing)
+
     def close(self) -> None:
         """Send what is queued, say goodbye, and end the thread. Safe to call twice."""
         if self._closing or os.getpid() != self._pid:
@@ -376,7 +387,11 @@ class Session:
     def _take(self, message: ToWorker) -> None:
         match message:
             case StopRequest(kind=kind):
-                self.stop_requested = kind
+                with self._heard:
+                    self.stop_requested = kind
+                    self._heard.notify_all()
+            case Living(workers=workers):
+                self._hear_of_workers(workers)
             case Announce():
                 self._hear(message)
             case Welcome():
@@ -396,6 +411,11 @@ class Session:
         if (loss := self._loss()) is not None:
             for ticket in list(self._in_vain_after_loss):
                 self._settle(ticket, loss)
+
+    def _hear_of_workers(self, workers: dict[int, int]) -> None:
+        changed, self.living = workers != self.living, workers
+        if changed and self.on_change is not None:
+            self.on_change()
 
     def _settle(self, ticket: int, result: Any) -> None:
         future = self._waiting.get(ticket)

@@ -1,4 +1,4 @@
-"""One worker process: how it is started, and everything the agent holds of it.
+"""One worker or server process: how it is started, and everything the agent holds of it.
 
 Three pipes (stdout, stderr, the lifeline) and a pidfd, all non-blocking; the agent's loop says when to read.
 The worker leads its own session. Which worker runs when is the crew's business.
@@ -41,9 +41,10 @@ RECENT_STEPS = 100
 class Worker:
     def __init__(self, seat: Seat, command: WorkerCommand, environment: dict[str, str], host: str) -> None:
         self.seat, self.host = seat, host
-        self.number = seat.slot if seat.most_workers else seat.rank
-        """What it is called in reports and logs: its rank, or where ranks change its slot."""
-        self.log = WorkerLog(self.number)
+        self.number = seat.server if seat.is_server else seat.slot if seat.most_workers else seat.rank
+        """What it is called in reports and logs: its rank, or where ranks change its slot; a server's is its own."""
+        self.log = WorkerLog(f"server-{self.number}" if seat.is_server else f"rank-{self.number}")
+        self.started_at = time.monotonic()
         self.greeted = False
         self.peer: bytes | None = None
         self.wants_store = False
@@ -104,8 +105,8 @@ class Worker:
             lifeline: None,
         }
         self._lifeline = lifeline
-        if self.seat.joining:
-            self.log.headline = b"--- worker %d again: pid %d ---\n" % (self.number, self.pid)
+        if self.seat.joining or self.seat.is_server:
+            self.log.headline = f"--- {self.seat.role} {self.number} again: pid {self.pid} ---\n".encode()
         for fd in self.pipes:
             os.set_blocking(fd, False)
 
@@ -136,9 +137,12 @@ class Worker:
         self.step, self.phase, self.call, self.moved_at = step, phase[:100], call, now
 
     def pulse(self) -> Pulse:
+        at_work = self.step is not None and bool(self.generation)
+        if self.seat.is_server:
+            at_work = self.dismissed_at is None
         return Pulse(
-            judged=self.alive and self.peer is not None and self.step is not None and bool(self.generation),
-            training=self.phase == "training",
+            judged=self.alive and self.peer is not None and at_work,
+            training=self.phase == "training" and not self.seat.is_server,
             heard_at=self.heard_at,
             moved_at=self.stepped_at,
             step_s=tuple(self.step_s),
@@ -206,7 +210,8 @@ class Worker:
             if fd in self.pipes:
                 self._close_pipe(fd)
         os.close(self.pidfd)
-        if self.exit_code not in DONE_CODES:
+        # A server's work is not done before it is told so.
+        if self.exit_code not in DONE_CODES or (self.seat.is_server and self.dismissed_at is None):
             self.failed_at = self.failed_at or time.monotonic()
             self.end = self._ending(memory_hint(self.pid) if self.exit_code == -signal.SIGKILL else "")
 
@@ -251,6 +256,7 @@ class Worker:
         killed = self.killed_by_us and raised is None
         end = WorkerEnd(
             rank=self.number,
+            role=self.seat.role,
             host=self.host,
             pid=self.pid,
             greeted=self.greeted,

@@ -33,6 +33,7 @@ from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
 from manyhands.runtime.store_requests import tell_of_stores
 from manyhands.spec import load
+from manyhands.spec.seat import Seat
 
 __all__ = ["main"]
 
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run_to_the_end(asked: argparse.Namespace) -> int:
     """Run the user's code; the exit code that Python, or the error, would end with."""
     try:
-        with watched(load.seat() if asked.kind != "call" else None):
+        with watched(_worker_seat() if asked.kind != "call" else None):
             _run(asked.kind, asked.target, asked.args, asked.lifeline)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -78,6 +79,11 @@ def _run_to_the_end(asked: argparse.Namespace) -> int:
         _show(error)
         return _exit_code(error)
     return 0
+
+
+def _worker_seat() -> Seat | None:
+    seat = load.seat()
+    return None if seat is None or seat.is_server else seat
 
 
 def _leave(code: int) -> NoReturn:

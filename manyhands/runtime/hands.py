@@ -26,6 +26,7 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import LEAVE, REGROUP, SAVE, Steps
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import StrategyChoice, enter
@@ -110,6 +111,8 @@ class Hands:
                 fix=["audit = false", "mh.Trainer"],
             )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
+        if self._worker.is_server:
+            serve(self._worker, parts, lambda _: scheduler)
         self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
         self._run.ready(resume=False)
         return model, optimizer

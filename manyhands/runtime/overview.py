@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.control.messages import MemberStatus
+from manyhands.control.messages import MemberStatus, ServerStatus
 from manyhands.control.runs import RunRecord, read_run
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events import (
@@ -80,6 +80,8 @@ class Overview(msgspec.Struct, kw_only=True):
     """Workers that are slower than the others; of a run that has ended, that were."""
     ranks: list[MemberStatus] = []
     """Where each worker is right now; empty when the run does not answer."""
+    servers: list[ServerStatus] = []
+    """This host's parameter servers right now; empty when the run has none, or does not answer."""
     elastic: tuple[int, int] | None = None
     """Of a live elastic run: the least and the most workers, the number last asked for, and the generation."""
     workers_wanted: int | None = None
@@ -222,7 +224,7 @@ def _ask_agent(overview: Overview, path: Path) -> None:
         status = query(path)
     except (ImportError, OSError, ManyhandsError):
         return  # nobody answers, or it ended while we asked: the files say all that is left to say
-    overview.ranks, overview.generation = list(status.members), status.generation
+    overview.ranks, overview.servers, overview.generation = status.members, status.servers, status.generation
     overview.elastic, overview.workers_wanted = status.elastic, status.workers_wanted
 
 

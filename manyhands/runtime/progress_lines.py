@@ -22,6 +22,7 @@ from manyhands.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    ServerLost,
     StepDone,
     Straggler,
     Warned,
@@ -164,6 +165,8 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return f"resumed at step {event.step}, epoch {event.epoch}, from {clean(event.path)}{skipped}"
         case WorkerLost(collateral=False):
             return f"lost rank {event.rank} on {clean(event.host)} (pid {event.pid}): {clean(event.reason)}"
+        case ServerLost():
+            return f"lost server {event.server} on {clean(event.host)} (pid {event.pid}): {clean(event.reason)}"
         case Warned():
             return f"warning: {clean(event.text)}"
         case RunEnded():

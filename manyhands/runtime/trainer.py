@@ -24,6 +24,7 @@ from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.load import nearest
@@ -91,6 +92,8 @@ class Trainer:
         worker = enter(strategy, arguments, tune=tune)
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
+        if worker.is_server:
+            serve(worker, parts, scheduler)
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None

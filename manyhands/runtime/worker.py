@@ -79,7 +79,10 @@ class Worker:
         self.most_workers = seat.most_workers or seat.world_size
         """How many there may ever be."""
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
-        self.device = process.choose_device(strategy.devices, seat.local_rank)
+        self.is_server, self.num_servers = seat.is_server, seat.num_servers
+        # Servers of a host with accelerators leave those to its workers.
+        devices = ("cpu",) if seat.is_server else strategy.devices
+        self.device = process.choose_device(devices, seat.local_rank)
         self.in_trial = load.in_trial()
         self.recorder: Recorder | None = None
         self.why_no_plane = _why_no_plane(session.group, spec, self.device)
@@ -369,20 +372,24 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     else:
         worker = Worker(session, resolved, chosen)
         seated_workers.append(worker)
-    for line in resolved.overrides:
+    for line in (*resolved.overrides, *_differences(resolved, seat)):
         worker.warn(line)
-    elastic = resolved.spec.launch.elastic
-    if elastic is not None and not worker.is_elastic:
-        least, most = elastic
-        worker.warn(
-            f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
-        )
-    wanted = resolved.spec.launch.workers
-    if wanted is not None and wanted != seat.local_world_size and resolved.origins["launch.workers"] == "constructor":
-        worker.warn(
-            f"The script asks for {wanted} workers, the launcher started {seat.local_world_size}: mh run -n {wanted}"
-        )
     return worker
+
+
+def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:
+    """What the script asks for and its launcher, which came first, has done otherwise."""
+    launch = resolved.spec.launch
+    if launch.elastic is not None and not seat.most_workers:
+        least, most = launch.elastic
+        yield f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
+    for name, flag, started in (
+        ("workers", "-n", seat.local_world_size),
+        ("servers", "--servers", seat.num_servers),
+    ):
+        wanted = getattr(launch, name)
+        if resolved.origins[f"launch.{name}"] == "constructor" and wanted != started:
+            yield f"The script asks for {wanted} {name}, the launcher started {started}: mh run {flag} {wanted}"
 
 
 def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:

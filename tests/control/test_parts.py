@@ -219,7 +219,7 @@ def test_garbage_is_counted_and_too_large_messages_are_not_sent(tmp_path):
 
 
 def test_output_is_kept_in_bounded_memory_until_there_is_a_file(tmp_path):
-    log = WorkerLog(3)
+    log = WorkerLog("rank-3")
     for _ in range(40):
         log.write("stdout", b"x" * 10_000)
     assert log.dropped_bytes == 400_000 - (KEPT_BYTES // 10_000) * 10_000
@@ -234,7 +234,7 @@ def test_output_is_kept_in_bounded_memory_until_there_is_a_file(tmp_path):
 
 
 def test_a_full_log_volume_loses_lines_and_nothing_else():
-    log = WorkerLog(0)
+    log = WorkerLog("rank-0")
     log.move_to(Path("/proc/nowhere"))
     log.write("stderr", b"lost\n")
     assert log.dropped_bytes == 5

@@ -1,0 +1,126 @@
+"""This host's parameter servers in one attempt: started with it, again whenever one dies, and ended after the workers.
+
+A server is in no group, so its death changes no generation and takes no shared memory along: the next process with
+its number finds both as they were. Servers know processes and clocks; when they end, the crew says. Start reading at
+`Servers.fill`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from manyhands.control.failure import WorkerEnd
+from manyhands.control.messages import FailedServer, ServerStatus
+from manyhands.control.policy import cannot_be_retried
+from manyhands.control.workers import Worker
+
+__all__ = ["Servers", "is_hopeless"]
+
+QUICK_DEATHS = 3
+QUICK_S = 10.0
+
+
+def is_hopeless(end: WorkerEnd, lived_s: Sequence[float]) -> bool:
+    """Whether the next process with this number would end as this one did; `lived_s` of all that had it, in order."""
+    last = lived_s[-QUICK_DEATHS:]
+    return cannot_be_retried(end) or (len(last) == QUICK_DEATHS and max(last) < QUICK_S)
+
+
+class Servers:
+    def __init__(self, numbers: Sequence[int], start: Callable[[int, int], Worker]) -> None:
+        """`start` makes a process of a server's number and an incarnation."""
+        self._start = start
+        self._current: dict[int, Worker | None] = dict.fromkeys(numbers)
+        self._gone: list[Worker] = []
+        """Replaced, and what they have left behind is not swept up yet."""
+        self._lived_s: dict[int, list[float]] = {number: [] for number in numbers}
+        self._newest = 0
+        self._hopeless: Worker | None = None
+        self._kill_at: float | None = None
+        self.asked_to_end = False
+        self._ending = False
+        """Nobody is started any more."""
+
+    @property
+    def processes(self) -> list[Worker]:
+        """Those that live, or have something left to be swept up, and the last one of each number."""
+        return [*self._gone, *(server for server in self._current.values() if server is not None)]
+
+    def member(self, incarnation: int) -> Worker | None:
+        """The living one that may speak so."""
+        return next((one for one in self.processes if one.seat.incarnation == incarnation and one.alive), None)
+
+    def fill(self) -> None:
+        """A process for each number that has none."""
+        for swept in [server for server in self._gone if server.cleared]:
+            swept.log.close()
+            self._gone.remove(swept)
+        if self._ending or self._hopeless is not None:
+            return
+        for number, server in self._current.items():
+            if server is None or not server.alive:
+                if server is not None:
+                    self._gone.append(server)
+                self._current[number] = self._start(number, self._next_incarnation())
+
+    def _next_incarnation(self) -> int:
+        """Unique over the run without asking anybody: far above the workers', and later ones are higher."""
+        self._newest = max(self._newest + 1, time.time_ns() // 1000)
+        return self._newest
+
+    def bury(self, server: Worker) -> None:
+        """It has died, other than as asked to, and `fill` replaces it; unless that would be of no use."""
+        if self._ending or server.end is None:
+            return
+        lived_s = self._lived_s[server.seat.server]
+        lived_s.append(time.monotonic() - server.started_at)
+        if is_hopeless(server.end, lived_s):
+            self._hopeless = self._hopeless or server
+
+    def failure(self, attempt: int, now: float) -> FailedServer | None:
+        """For the coordinator: who is not started again, and why."""
+        word = self._hopeless.report(now) if self._hopeless is not None else None
+        if word is None or word.end is None:
+            return None
+        return FailedServer(attempt=attempt, end=word.end, ended_s_ago=word.ended_s_ago)
+
+    # ---- ending ----
+
+    def end(self, by: float) -> None:
+        """They are asked to end, and killed when the time comes. One that never joined has nothing to finish."""
+        if not self._ending:
+            self.asked_to_end = True
+            for server in self.processes:
+                server.dismissed_at = time.monotonic()
+                if not server.greeted:
+                    server.kill()
+        self.kill_by(by)
+
+    def kill_by(self, when: float) -> None:
+        self._ending = True
+        self._kill_at = when if self._kill_at is None else min(when, self._kill_at)
+
+    def tick(self, now: float) -> None:
+        if self._kill_at is not None and now >= self._kill_at:
+            self.kill()
+        self.fill()
+
+    def kill(self) -> None:
+        self._ending = True
+        for server in self.processes:
+            server.kill()
+
+    def statuses(self, now: float) -> list[ServerStatus]:
+        return [self._status(server, now) for server in self._current.values() if server is not None]
+
+    def _status(self, server: Worker, now: float) -> ServerStatus:
+        standing = "ending" if self._ending else "live" if server.greeted else "starting"
+        return ServerStatus(
+            server=server.number,
+            pid=server.pid,
+            status=standing if server.alive else server.status,
+            phase=server.phase,
+            age_s=now - server.heard_at,
+            deaths=len(self._lived_s[server.number]),
+        )

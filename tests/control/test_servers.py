@@ -1,0 +1,313 @@
+"""Parameter servers as processes of a run: started, watched, replaced, told who lives, and ended after the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from conftest import Launched, Launcher, alive, until
+from msgspec.structs import replace
+from scene import started
+
+from manyhands.cli.logs import logs
+from manyhands.cli.status import status
+from manyhands.control.client import query, request_stop
+from manyhands.control.failure import WorkerEnd
+from manyhands.control.messages import FailedServer
+from manyhands.control.orders import orders_for
+from manyhands.control.servers import is_hopeless
+
+# Workers make steps until they are told to end; servers note down how they stand, at first and at each change.
+SCRIPT = """
+import json
+def note(what, **more):
+    facts = {"what": what, "server": SEAT.server, "pid": os.getpid(), "at": time.monotonic(), **more}
+    with open(HERE / "notes.jsonl", "a") as file:
+        file.write(json.dumps(facts) + "\\n")
+def work():
+    session = join()
+    if SEAT.joining:
+        session.enter(session.offer(1, 20))
+    note("works", slot=SEAT.slot, generation=session.group.generation, servers=[SEAT.num_servers, SEAT.servers])
+    while not (HERE / "end").exists() and session.stop_requested is None:
+        session.report(int(time.monotonic() * 100), "training", 1)
+        if (newest := session.newest) is not None:
+            session.enter(newest)
+            note("entered", slot=SEAT.slot, generation=newest.generation)
+        time.sleep(0.002)
+    sys.exit(75 if session.stop_requested else 0)
+def begin():
+    session = Session(SEAT)
+    session.on_change = lambda: note("hears", living=session.living)
+    session.join(RunFacts())
+    return session
+def serve():
+    session = begin()
+    memory = session.shared_memory(f"weights of {SEAT.server}", 4096)
+    held = memory.buffer
+    held[0] += 1
+    session.report(0, "serving")
+    note("serves", times=held[0], incarnation=SEAT.incarnation, group=[session.group.rank, session.group.generation])
+    session.await_stop()
+    note("ends", kind=session.stop_requested)
+"""
+PLAIN = "serve() if SEAT.is_server else work()"
+
+
+class Served:
+    def __init__(self, launcher: Launcher, body: str, **request: Any) -> None:
+        servers = request.pop("servers", 2)
+        script = SCRIPT + textwrap.dedent(body)
+        asked = {"workers": 2, "elastic": [1, 2], "servers": servers, "servers_here": list(range(servers)), **request}
+        self.folder, self.run = launcher.folder, launcher(script, **asked)
+
+    def notes(self, what: str, **same: Any) -> list[dict[str, Any]]:
+        path = self.folder / "notes.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [entry for entry in map(json.loads, lines) if entry["what"] == what]
+        return [entry for entry in found if all(entry[name] == value for name, value in same.items())]
+
+    def wait(self, what: str, number: int, **same: Any) -> list[dict[str, Any]]:
+        return until(lambda: len(found := self.notes(what, **same)) >= number and found, 15, f"{number} x {what}")
+
+    def end(self) -> Launched:
+        (self.folder / "end").touch()
+        assert self.run.wait() == 0, self.run.err
+        return self.run
+
+
+@pytest.fixture
+def served(launcher) -> Callable[..., Served]:
+    return lambda body=PLAIN, **request: Served(launcher, body, **request)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.faults
+def test_a_killed_server_comes_back_with_its_number_and_memory_and_no_worker_notices(served):
+    run = served('print("mine is", SEAT.role, flush=True)\n' + PLAIN)
+    serving = {entry["server"]: entry for entry in run.wait("serves", 2)}
+    workers = run.wait("works", 2)
+    assert [entry["group"] for entry in serving.values()] == [[-1, ""]] * 2
+    prefix = workers[0]["servers"][1]
+    assert [entry["servers"] for entry in workers] == [[2, prefix]] * 2
+    assert re.fullmatch(r"ipc:///.*/server-", prefix)
+    kill(serving[1]["pid"])
+    again = run.wait("serves", 2, server=1)[1]
+    assert again["times"] == 2, "the memory stayed"
+    assert again["pid"] != serving[1]["pid"]
+    assert again["incarnation"] > serving[1]["incarnation"] > max(serving[0]["incarnation"], 1000)
+    seen = query(run.run.run_dir())
+    assert [(one.server, one.status, one.deaths) for one in seen.servers] == [(0, "live", 0), (1, "live", 1)]
+    assert len(seen.members) == 2
+    ended = run.end()
+    assert run.notes("entered") == [], "no other generation"
+    assert ended.out == "mine is worker\n", "the chief's output alone is the run's"
+    assert [event["server"] for event in ended.events("ServerStarted")] == [0, 1, 1]
+    (lost,) = ended.events("ServerLost")
+    assert (lost["server"], lost["pid"], lost["reason"]) == (1, serving[1]["pid"], "signal 9 (SIGKILL)")
+    assert ended.events("WorkerLost") == []
+    assert [(entry["server"], entry["kind"]) for entry in sorted(run.notes("ends"), key=lambda e: e["server"])] == [
+        (0, "end"),
+        (1, "end"),
+    ]
+    text = (ended.run_dir() / "logs" / "attempt-1" / "server-1.out").read_text()
+    assert text == f"mine is server\n--- server 1 again: pid {again['pid']} ---\nmine is server\n"
+
+
+@pytest.mark.faults
+def test_servers_hear_at_once_of_a_worker_that_died_and_of_the_one_that_takes_its_place(served):
+    run = served(servers=1)
+    run.wait("serves", 1)
+    pids = {entry["slot"]: entry["pid"] for entry in run.wait("works", 2)}
+    (first, *_) = run.notes("hears")
+    assert sorted(first["living"].values()) == [0, 1]
+    kill(pids[1])
+    killed = next(number for number, slot in first["living"].items() if slot == 1)
+    without = run.wait("hears", 2)[1]
+    assert without["living"] == {number: slot for number, slot in first["living"].items() if number != killed}
+    entered = run.wait("entered", 1)[0]
+    assert without["at"] < entered["at"], "before the others went on without it"
+    again = until(lambda: [entry for entry in run.notes("hears")[2:] if len(entry["living"]) == 2], 15, "a newcomer")
+    assert sorted(again[0]["living"].values()) == [0, 1]
+    assert killed not in again[0]["living"]
+    run.end()
+
+
+@pytest.mark.faults
+def test_a_server_that_dies_quickly_again_and_again_ends_the_run_with_its_last_words(served):
+    run = served("""
+        session = begin() if SEAT.is_server else work()
+        memory = session.shared_memory("times", 4096).buffer
+        memory[0] += 1
+        if memory[0] == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif memory[0] == 2:
+            sys.exit(0)
+        raise ValueError("no such table")
+    """, servers=1, max_restarts=0)  # fmt: skip
+    assert run.run.wait() == 1, run.run.err
+    assert len(run.run.events("ServerStarted")) == 3
+    reasons = [event["reason"] for event in run.run.events("ServerLost")]
+    assert reasons == ["signal 9 (SIGKILL)", "exit code 0", "ValueError: no such table"]
+    block, text = run.run.failure()["block"], run.run.failure()["text"]
+    assert (block["first"]["role"], block["first"]["rank"]) == ("server", 0)
+    assert re.search(r"first failure +server 0 on .* \(pid \d+\)  ValueError: no such table", text), text
+    assert re.search(r'File ".*train.py", line \d+, in <module>', text), "the server's own traceback"
+    assert block["first"]["log"].endswith("attempt-1/server-0.err")
+
+
+@pytest.mark.faults
+def test_a_servers_usage_error_ends_the_run_at_once(served):
+    run = served("""
+        from manyhands.errors import SpecError
+        session = begin() if SEAT.is_server else work()
+        raise SpecError("LBFGS cannot run on a server.", fix=["SGD"])
+    """)
+    assert run.run.wait() == 2
+    assert len(run.run.events("ServerLost")) >= 1
+    assert len(run.run.events("ServerStarted")) == 2, "nobody was started again"
+    assert "SpecError: LBFGS cannot run on a server." in run.run.failure()["text"]
+
+
+@pytest.mark.faults
+def test_a_stopped_server_is_found_by_its_silence_and_replaced(served):
+    run = served(servers=1, heartbeat_s=1.0)
+    (first,) = run.wait("serves", 1)
+    os.kill(first["pid"], signal.SIGSTOP)
+    run.wait("serves", 2)
+    (lost,) = run.end().events("ServerLost")
+    assert re.fullmatch(
+        r"hung: no sign of life for 1\.\d s: the process is stopped, in step 0, serving", lost["reason"]
+    )
+
+
+@pytest.mark.faults
+def test_when_all_workers_die_the_next_attempt_has_servers_of_its_own(served):
+    run = served(servers=1)
+    (first,) = run.wait("serves", 1)
+    for entry in run.wait("works", 2):
+        kill(entry["pid"])
+    again = run.wait("serves", 2)[1]
+    assert again["times"] == 1, "and other memory"
+    run.wait("works", 4)
+    run.end()
+    assert not alive(first["pid"])
+    assert [entry["pid"] for entry in run.notes("ends")] == [again["pid"]], "the first was not asked, but killed"
+
+
+@pytest.mark.faults
+def test_a_stop_ends_the_workers_first_and_whoever_does_not_listen_is_killed(served):
+    run = served("""
+        if SEAT.is_server and SEAT.server == 1:
+            begin().await_stop()
+            note("stays")
+            time.sleep(60)
+        serve() if SEAT.is_server else work()
+    """, grace_s=1.0)  # fmt: skip
+    run.wait("works", 2)
+    run.wait("hears", 2)
+    request_stop(run.run.run_dir())
+    assert run.run.wait() == 75
+    assert [(entry["server"], entry["kind"]) for entry in run.notes("ends")] == [(0, "end")]
+    (stays,) = run.notes("stays")
+    assert not alive(stays["pid"])
+
+
+@pytest.mark.faults
+def test_servers_die_with_their_agent(served):
+    run = served()
+    pids = [entry["pid"] for entry in run.wait("serves", 2)]
+    kill(run.run.process.pid)
+    until(lambda: not any(map(alive, pids)), 10, "the servers' end")
+
+
+@pytest.mark.faults
+def test_status_and_logs_show_servers(served):
+    run = served('print("hello from", SEAT.role, file=sys.stderr)\n' + PLAIN)
+    run.wait("serves", 2)
+    until(lambda: all(one.phase == "serving" for one in query(run.run.run_dir()).servers), 5, "their first words")
+    folder = str(run.run.run_dir())
+    lines = CliRunner().invoke(status, [folder]).output
+    assert re.search(r"^server 0    live, serving, heard 0s ago, pid \d+$", lines, re.M), lines
+    document = json.loads(CliRunner().invoke(status, [folder, "--json"]).output)
+    assert [(one["role"], one["server"], one["status"]) for one in document["servers"]] == [
+        ("server", 0, "live"),
+        ("server", 1, "live"),
+    ]
+    assert {one["pid"] for one in document["servers"]} == {entry["pid"] for entry in run.notes("serves")}
+    run.end()
+    assert CliRunner().invoke(logs, [folder, "--server", "1"]).output == "hello from server\n"
+    assert "[rank 0 err] hello from worker\n[rank 1 err] hello from worker\n[server 0 err] hello from server\n" in (
+        CliRunner().invoke(logs, [folder]).output
+    )
+    (line,) = CliRunner().invoke(logs, [folder, "--server", "0", "--json"]).output.splitlines()
+    assert json.loads(line) == {"attempt": 1, "server": 0, "stream": "err", "line": "hello from server"}
+
+
+# ---- decisions ----------------------------------------------------------------------------------------------------
+
+
+def test_three_deaths_in_a_row_soon_after_the_start_are_hopeless():
+    killed = WorkerEnd(rank=0, role="server", host="h", pid=1, kind="signal", signal=9)
+    assert not is_hopeless(killed, [1.0, 1.0])
+    assert is_hopeless(killed, [1.0, 1.0, 9.9])
+    assert is_hopeless(killed, [100.0, 1.0, 1.0, 1.0])
+    assert not is_hopeless(killed, [1.0, 11.0, 1.0])
+    assert is_hopeless(replace(killed, kind="exception", error="SpecError", exit_code=2), [500.0])
+
+
+def test_every_host_is_told_who_lives_on_all_of_them():
+    scene = started(hosts=2, slots=2)
+    everyone = {place.incarnation: place.slot for place in scene.plan("a").group}
+    assert scene.plan("a").living == scene.plan("b").living == everyone
+    victim = scene.plan("b").workers[0].incarnation
+    scene.kill(victim)
+    survivors = {number: slot for number, slot in everyone.items() if number != victim}
+    assert {number: scene.plan("a").living[number] for number in survivors} == survivors
+    assert victim not in scene.plan("a").living
+
+
+def test_a_silent_hosts_workers_live_until_the_run_goes_on_without_them():
+    scene = started(hosts=2, slots=1)
+    everyone = scene.plan("a").living
+    scene.tick(4.0, "b")
+    assert scene.plan("a").living == everyone
+    scene.tick(2.0, "b")
+    assert len(scene.group) == 1
+    (gone,) = set(everyone) - set(scene.plan("a").living)
+    assert gone not in scene.group
+
+
+def test_a_server_that_is_given_up_on_ends_the_attempt_it_was_in():
+    scene = started(slots=2)
+    end = WorkerEnd(rank=0, role="server", host="a", pid=9, kind="exception", error="ValueError", exit_code=1)
+    scene.say("a", failed_server=FailedServer(attempt=7, end=end))
+    assert scene.state.phase == "running", "of another attempt"
+    scene.say("a", failed_server=FailedServer(attempt=1, end=end))
+    assert scene.state.phase == "stopping"
+    assert not orders_for(scene.state, "a", scene.now).well
+    for number in scene.group:
+        scene.kill(number, kind="stopped", signal=0)
+    outcome = scene.state.outcome
+    assert (outcome.exit_code, outcome.failure.first) == (1, end)
+
+
+def test_servers_may_take_their_time_when_the_workers_were_done():
+    scene = started(slots=2)
+    for number in scene.group:
+        scene.words[number] = replace(scene.words[number], status="done", ended=True, exit_code=0)
+    scene.say("a", clear=False)
+    orders = orders_for(scene.state, "a", scene.now)
+    assert (orders.do, orders.well) == ("stop", True)
+    scene.say("a")
+    assert scene.state.outcome.exit_code == 0

@@ -1,0 +1,73 @@
+"""Scripts that ask for parameter servers: started by hand, they launch them; a launcher that has none is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import manyhands as mh
+from manyhands.errors import SpecError
+from manyhands.events import ServerStarted, WorkerStarted
+from manyhands.runtime.recorder import read_events
+from manyhands.runtime.worker import enter
+from manyhands.spec.seat import Seat, seat_environment
+
+SCRIPT = """
+import os, pathlib, time
+import torch
+import manyhands as mh
+
+if __name__ == "__main__":
+    role = os.environ.get("MANYHANDS_ROLE", "launcher")
+    print("runs as", role, flush=True)
+    if role == "server":
+        pathlib.Path("served").touch()
+    while role == "worker" and not pathlib.Path("served").exists():
+        time.sleep(0.01)
+    hands = mh.join(strategy=mh.ParameterServer(servers=1), run_dir="run")
+    model = torch.nn.Linear(2, 1)
+    hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    print("goes on as", role)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_setup(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("MANYHANDS_")}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "runs as launcher\nruns as worker\ngoes on as worker\n"
+    events = [event for file in (tmp_path / "run" / "events").iterdir() for event in read_events(file)]
+    assert [event.server for event in events if isinstance(event, ServerStarted)] == [0]
+    assert [event.slot for event in events if isinstance(event, WorkerStarted)] == [0]
+    log = tmp_path / "run" / "logs" / "attempt-1" / "server-0.out"
+    assert log.read_text() == "runs as server\n"
+
+
+def seat(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
+    mine = Seat(
+        agent="ipc://nobody", rank=0, world_size=4, local_rank=0, local_world_size=4, generation="1.1", incarnation=1,
+        **more,
+    )  # fmt: skip
+    for name, text in seat_environment(mine).items():
+        monkeypatch.setenv(name, text)
+
+
+def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypatch):
+    seat(monkeypatch)
+    with pytest.raises(SpecError, match="asks for 3 parameter servers") as caught:
+        enter(mh.ParameterServer(servers=3), {})
+    assert caught.value.fix == ("mh run --servers 3 -n 4 ...",)
+
+
+def test_servers_that_the_script_has_no_use_for_are_refused(monkeypatch):
+    seat(monkeypatch, num_servers=2)
+    with pytest.raises(SpecError, match="This run has 2 parameter servers, but strategy=") as caught:
+        enter("mirrored", {})
+    assert "mh run without --servers" in caught.value.fix
