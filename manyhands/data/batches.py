@@ -137,6 +137,8 @@ class Batches:
         self.fetched_together = isinstance(source, RowSource) and source.shared
         self.schedule = Schedule(batch_size, slices, position, first_step, epochs, steps, shuffle)
         self.device = accelerator(device)
+        self.num_rows = source.num_rows or 0
+        """0 for a stream."""
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = steps
         """None where only the data's end can tell."""
@@ -170,6 +172,11 @@ class Batches:
             self.close()
             raise StopIteration
         return Step(self, plan, time.perf_counter() - started)
+
+    def at(self, number: int) -> Step:
+        """Any step, out of turn; its slices are fetched when they are asked for. For rows by number."""
+        assert isinstance(self.feed, RowFeed)
+        return Step(self, self.feed.plan_at(number), 0.0)
 
     def divide(self, division: Division) -> None:
         """Divide the slices of the steps from the next one on like this; every worker says so between the same two."""

@@ -29,6 +29,7 @@ __all__ = [
     "Schedule",
     "SharedFilesFeed",
     "cut",
+    "plan_at",
     "plan_steps",
     "start_fetcher",
     "total_steps",
@@ -99,6 +100,19 @@ def plan_steps(num_rows: int, schedule: Schedule) -> Iterator[Plan]:
         epoch, start = epoch + 1, 0
 
 
+def plan_at(num_rows: int, schedule: Schedule, number: int) -> Plan:
+    """The same step as `plan_steps` gives it, without those before it."""
+    batch_size, position = schedule.batch_size, schedule.position
+    epoch, start = position.epoch, position.row + (number - schedule.first_step) * batch_size
+    if start >= num_rows:
+        beyond = number - schedule.first_step - -(-(num_rows - position.row) // batch_size)
+        per_epoch = -(-num_rows // batch_size)
+        epoch, start = epoch + 1 + beyond // per_epoch, beyond % per_epoch * batch_size
+    rows = min(batch_size, num_rows - start)
+    bounds = cut(rows, schedule.slices, rows < batch_size)
+    return Plan(number, epoch, start, rows, bounds, start + rows == num_rows)
+
+
 def total_steps(num_rows: int, schedule: Schedule) -> int | None:
     """Steps of the whole run, those before the position included; None for a run without an end."""
     if schedule.epochs is None:
@@ -137,6 +151,9 @@ class RowFeed:
 
     def plans(self) -> Iterator[Plan]:
         return plan_steps(self._source.num_rows, self._schedule)
+
+    def plan_at(self, number: int) -> Plan:
+        return plan_at(self._source.num_rows, self._schedule, number)
 
     def get(self, plan: Plan, v: int) -> Any:
         if self._source.fetched_by == "memory":

@@ -11,7 +11,7 @@ Start reading at `StepBuffers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import TrainingFailed
 
-__all__ = ["ForeignState", "NormLayer", "StepBuffers", "norm_layers"]
+__all__ = ["ForeignState", "NormLayer", "StepBuffers", "changing_state", "norm_layers"]
 
 # A frozen parameter this large is not a statistic: it is watched, but no copy is kept to restore it from.
 MAX_SHADOW_NUMEL = 2**20
@@ -59,6 +59,13 @@ def norm_layers(model: nn.Module) -> list[NormLayer]:
     return layers
 
 
+def changing_state(model: nn.Module, trained: Collection[Tensor]) -> list[Tensor]:
+    """Everything that a forward pass may change: buffers, and parameters that are not trained and not large."""
+    known = {id(param) for param in trained}
+    frozen = [one for one in model.parameters() if id(one) not in known and one.numel() <= MAX_SHADOW_NUMEL]
+    return [*model.buffers(), *frozen]
+
+
 class StepBuffers:
     """Holds the step's buffers and puts the slices' changes together.
 
@@ -87,10 +94,19 @@ class StepBuffers:
             self._start, self._start_calls = self._read()
             self._others.begin()
 
+    def refresh(self) -> None:
+        """Buffers have other values now, from outside."""
+        self._others.refresh()
+
     @property
     def numel(self) -> int:
         """Length of one slice's contribution to this step."""
-        return 0 if self._alone else len(self._owner) + len(self._layers)
+        return 0 if self._alone else self.most_numel
+
+    @property
+    def most_numel(self) -> int:
+        """The same of a step that is not computed alone."""
+        return len(self._owner) + len(self._layers)
 
     def enter(self, v: int) -> None:
         if self._alone:
@@ -187,8 +203,11 @@ class _Others:
                     continue
                 seen.add(id(tensor))
                 self._places.append((module, name, f"{prefix}.{name}" if prefix else name))
-        self._shadows = [self._shadow(self._get(i)) for i in range(len(self._places))]
+        self.refresh()
         self._from_first: dict[str, Tensor] = {}
+
+    def refresh(self) -> None:
+        self._shadows = [self._shadow(self._get(i)) for i in range(len(self._places))]
 
     def begin(self) -> None:
         self._from_first = {}

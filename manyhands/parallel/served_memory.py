@@ -1,30 +1,41 @@
 """What workers and parameter servers of one host have in common: weights, states, gradients, and what was applied.
 
-All of it is memory that the host's agent holds: it outlives whoever dies. Version n of the weights, which all steps to
-n have made, lies in copy n of a ring; an update reads one version and writes the next, so whoever is killed in it
-leaves the version before whole. What counts is the `Register`, written last. Gradients lie in rows, each with the
-number of its filling. Start reading at `ServedMemory`.
+All of it is memory that the host's agent holds: it outlives whoever dies. Version n of the weights, which n updates
+have made, lies in copy n of a ring; an update reads one version and writes the next, so whoever is killed in it
+leaves the version before whole. What counts is the server's `Register`, written last. Gradients lie in rows, each with
+the number of its filling. Start reading at `ServedMemory`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from manyhands.comm.segments import Segment
 from manyhands.parallel.common_weights import Kept
 from manyhands.parallel.flat import Flat, lay_out
 
-__all__ = ["Journal", "Memory", "Register", "ServedMemory"]
+__all__ = ["JOURNAL_LENGTH", "Journal", "Memory", "Register", "ServedMemory", "course_register", "layout_name"]
 
 Memory = Callable[[str, int], Segment]
 """A region by name, the same for everybody who asks; `EnvironmentProblem` where there is no room."""
 
+REGISTER_BYTES = 2**21
+JOURNAL_LENGTH = 4096
+_ENTRY_BYTES = 256
+_PAGE = 4096
 _HEADER = struct.Struct("<QII")
-REGISTER_BYTES = 2**20
+
+
+def layout_name(names: Sequence[str], params: Sequence[Tensor]) -> str:
+    """What the memory of these trained parameters is called: another name when others are trained."""
+    told = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in zip(names, params, strict=True)]
+    return "served " + hashlib.blake2s("\n".join(told).encode(), digest_size=8).hexdigest()
 
 
 class Register:
@@ -32,27 +43,35 @@ class Register:
 
     def __init__(self, segment: Segment) -> None:
         self._segment, self._room = segment, segment.num_bytes // 2
-        found = [_read(segment, at, self._room) for at in (0, self._room)]
-        self._number, self.value = max((one for one in found if one is not None), default=(0, b""))
+        self._number, self.value = self._newest()
+
+    def read(self) -> bytes:
+        """What is there now, whoever wrote it."""
+        self._number, self.value = self._newest()
+        return self.value
 
     def write(self, value: bytes) -> None:
         number = self._number + 1
         _write(self._segment, number % 2 * self._room, self._room, number, value)
         self._number, self.value = number, value
 
+    def _newest(self) -> tuple[int, bytes]:
+        found = [_read(self._segment, at, self._room) for at in (0, self._room)]
+        return max((one for one in found if one is not None), default=(0, b""))
+
 
 class Journal:
-    """The last `length` of numbered entries, each of at most so many bytes."""
+    """The last `JOURNAL_LENGTH` of numbered entries, each of at most a few hundred bytes."""
 
-    def __init__(self, segment: Segment, length: int) -> None:
-        self._segment, self._length, self._room = segment, length, segment.num_bytes // length
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
 
     def write(self, number: int, value: bytes) -> None:
         """Before what it tells of is committed: an entry beyond that counts for nothing, and is written again."""
-        _write(self._segment, number % self._length * self._room, self._room, number, value)
+        _write(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES, number, value)
 
     def read(self, number: int) -> bytes | None:
-        found = _read(self._segment, number % self._length * self._room, self._room)
+        found = _read(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES)
         return found[1] if found is not None and found[0] == number else None
 
 
@@ -71,45 +90,115 @@ def _read(segment: Segment, at: int, room: int) -> tuple[int, bytes] | None:
     return (number, value) if zlib.crc32(value, number & 0xFFFFFFFF) == crc else None
 
 
-class ServedMemory:
-    """The memory of one layout of trained parameters. Regions are allotted when they are first looked at."""
+def course_register(memory: Memory, server: int) -> Register:
+    """What a server was last told to do; its place does not depend on any layout."""
+    return Register(memory(f"course of server {server}", REGISTER_BYTES))
 
-    def __init__(self, params: Sequence[Tensor], memory: Memory, layout: str, *, copies: int, num_rows: int) -> None:
+
+class ServedMemory:
+    """The memory of one layout of trained parameters, and of the model's buffers.
+
+    Regions are allotted when they are first looked at.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        memory: Memory,
+        layout: str,
+        *,
+        copies: int,
+        num_rows: int,
+        statistics_numel: int = 0,
+        slices_per_row: int = 1,
+    ) -> None:
+        """Beside each row there is room for the batch statistics of so many slices."""
+        self._statistics_numel, self._slices_per_row = statistics_numel, slices_per_row
         self.flat: Flat = lay_out(params)
-        self.params, self.copies, self.num_rows = list(params), copies, num_rows
-        self._memory, self._layout = memory, layout
+        self.params, self.layout, self.copies, self.num_rows = list(params), layout, copies, num_rows
+        self._buffers, self._flat_buffers = list(buffers), lay_out(buffers)
+        self._memory = memory
         self._regions: dict[str, Kept] = {}
         self._segments: dict[str, Segment] = {}
 
     def weights(self, version: int) -> Kept:
-        return self._keep(f"weights {version % self.copies}")
+        return self._keep(f"weights {version % self.copies} of {self.copies}")
 
     def states(self, name: str, version: int) -> Kept:
-        """Two copies do: nobody but servers looks at them."""
+        """Two copies do: nobody but servers looks at them while there are updates."""
         return self._keep(f"state {name} {version % 2}")
 
     def row(self, number: int) -> Kept:
         return self._keep(f"row {number}")
 
-    def own(self, slot: int) -> Kept:
-        """The weights of one worker, where each has versions of its own."""
-        return self._keep(f"own weights {slot}")
+    def buffers(self, version: int) -> list[Tensor]:
+        """What version n of the weights has for buffers."""
+        name = f"buffers {version % self.copies} of {self.copies}"
+        if name not in self._regions:
+            segment = self.segment(name, _pages(self._flat_buffers.num_bytes))
+            self._regions[name] = Kept(segment, self._flat_buffers.views(self._buffers, segment))
+        return self._regions[name].views
+
+    def write_statistics(self, row: int, slices: Sequence[Tensor]) -> None:
+        """What each slice of this row's gradient made of the batch statistics, in order."""
+        if self._statistics_numel:
+            region = self._statistics(row)
+            region[0, 0] = len(slices)
+            region[1 : 1 + len(slices)] = torch.stack(list(slices))
+
+    def read_statistics(self, row: int) -> list[Tensor]:
+        if not self._statistics_numel:
+            return []
+        region = self._statistics(row)
+        return list(region[1 : 1 + int(region[0, 0])].clone())
+
+    def _statistics(self, row: int) -> Tensor:
+        shape = (1 + self._slices_per_row, self._statistics_numel)
+        segment = self.segment(f"statistics {row}", _pages(8 * shape[0] * shape[1]))
+        return torch.frombuffer(segment.buffer, dtype=torch.float64, count=shape[0] * shape[1]).view(shape)
 
     def segment(self, name: str, num_bytes: int) -> Segment:
         if name not in self._segments:
-            self._segments[name] = self._memory(f"{self._layout}/{name}", num_bytes)
+            self._segments[name] = self._memory(f"{self.layout}/{name}", num_bytes)
         return self._segments[name]
 
-    def allot_all(self, *, states: Sequence[str], own: Sequence[int]) -> None:
+    def allot_all(self, states: Sequence[str]) -> None:
         """Have it all now: where there is no room, nothing has begun yet."""
         for version in range(self.copies):
             self.weights(version)
+            self.buffers(version)
         for name in states:
-            self.states(name, 0), self.states(name, 1)
+            self.states(name, 0)
+            self.states(name, 1)
         for number in range(self.num_rows):
             self.row(number)
-        for slot in own:
-            self.own(slot)
+
+    # ---- who stands where ----
+
+    def standing(self, server: int) -> Register:
+        """What a server has applied, and what else its successor needs; committed with every update."""
+        return Register(self.segment(f"standing of server {server}", REGISTER_BYTES))
+
+    def minutes(self) -> Register:
+        """What the next book of leases must know."""
+        return Register(self.segment("minutes", _PAGE))
+
+    def journal(self) -> Journal:
+        """What each update was, as watchers see it."""
+        return Journal(self.segment("journal", JOURNAL_LENGTH * _ENTRY_BYTES))
+
+    def set_version(self, server: int, version: int) -> None:
+        struct.pack_into("<Q", self._clock.buffer, 8 * server, version)
+
+    def version(self, server: int) -> int:
+        """The newest version of a server's part, once it was committed."""
+        number: int = struct.unpack_from("<Q", self._clock.buffer, 8 * server)[0]
+        return number
+
+    @property
+    def _clock(self) -> Segment:
+        return self.segment("clock", _PAGE)
 
     def begin_filling(self, row: int, filling: int) -> None:
         """Whoever had found another filling there knows now that it is gone."""
@@ -121,10 +210,14 @@ class ServedMemory:
 
     @property
     def _fillings(self) -> Segment:
-        return self.segment("fillings", -(-8 * self.num_rows // 4096) * 4096)
+        return self.segment("fillings", _pages(8 * self.num_rows))
 
     def _keep(self, name: str) -> Kept:
         if name not in self._regions:
-            segment = self.segment(name, -(-self.flat.num_bytes // 4096) * 4096)
+            segment = self.segment(name, _pages(self.flat.num_bytes))
             self._regions[name] = Kept(segment, self.flat.views(self.params, segment))
         return self._regions[name]
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE

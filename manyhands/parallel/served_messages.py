@@ -1,7 +1,8 @@
 """Every message between workers and parameter servers. Each can be sent again: a repeated one is harmless.
 
 What is large stays in shared memory, where gradients and weights are; messages say where. Unknown fields and types are
-refused by the decoder. `call` is the public call that a message belongs to; servers ignore those of another one.
+refused by the decoder. `number` is that of the course which a message belongs to; it grows, and servers ignore those of
+an earlier one.
 """
 
 from __future__ import annotations
@@ -19,30 +20,48 @@ __all__ = [
     "Filled",
     "FromServer",
     "FromWorker",
+    "Number",
     "Open",
     "Opened",
     "Reply",
     "Stand",
 ]
 
+Number = tuple[int, int, int]
+"""The generation of workers that opened the course, and how many it had opened before."""
+
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    call: int
+    number: Number
 
 
 class Open(_Message, frozen=True, kw_only=True):
-    """A call begins: from the chief, to every server, until each has answered. Weights and states are in place."""
+    """A course begins: from the chief, to every server, until each has answered. Weights and states are in place."""
 
     course: Course
+    version: int
+    """Of the weights and states that it begins with."""
     layout: str
     """What the memory of weights and gradients is called: another one when other parameters are trained."""
+    trained: list[str]
+    copies: int
     rows: int
-    """How many gradients there is memory for."""
+    """How many versions of the weights, and how many gradients, there is memory for."""
+    servers: int
+    ahead: int | None
+    """How many steps a slice's weights may lack; None: any number, each step is applied as it comes."""
+    backups: int
+    """How many slices idle workers may compute a second time."""
+    damping: bool
     groups: list[dict[str, Any]]
     """The optimizer's settings, by group of parameters."""
     counts: list[int]
     """By parameter: how many steps its states have seen; 0: it has none."""
+    more: bytes
+    """States that do not lie in memory."""
     scheduler: dict[str, Any] | None
+    scheduled: bool
+    """The scheduler takes a step with every update."""
 
 
 class Opened(_Message, frozen=True, kw_only=True):
@@ -53,6 +72,8 @@ class Ask(_Message, frozen=True, kw_only=True):
     """A worker wants work, from the first server."""
 
     worker: int
+    book: int
+    """The number of the book that it heard of last; 0: of none."""
     ticket: int
     met: int
     """The last step after which it has met the others."""
@@ -71,16 +92,15 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     lr: float
     staleness: int
+    """How many updates its gradients had not seen, at most."""
     grad_norm: float | None
-    statistics: list[bytes]
-    """What each slice made of the batch statistics, in order; and below, the buffers that the first one changed."""
-    changes: bytes
 
 
 class Reply(_Message, frozen=True, kw_only=True):
     """To an Ask: work, or with `meet` the step after which all meet now."""
 
     ticket: int
+    book: int
     version: int
     """All servers have applied the steps to this one."""
     work: Held | None = None
@@ -98,20 +118,17 @@ class Filled(_Message, frozen=True, kw_only=True):
     based_on: int
     total: float
     weight: float
-    out: int = -1
-    """Where new weights go: the number of this worker's own copy. -1: nowhere, they are read where they are."""
     absent: list[int] = []
-    statistics: bytes = b""
+    """Parameters without a gradient in it."""
     changes: bytes = b""
+    """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 
 
 class Applied(_Message, frozen=True, kw_only=True):
-    """To whoever sent a gradient of async: it counts, and the weights are in the worker's copy."""
+    """To whoever sent a gradient of a step that is applied: a server has it."""
 
     server: int
     step: int
-    updates: int
-    """How many there have been when the weights were copied."""
 
 
 class Stand(_Message, frozen=True, kw_only=True):

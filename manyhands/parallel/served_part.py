@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.parallel.common_weights import Kept
 from manyhands.parallel.fused import WORTH_A_THREAD, Batch, Fused, Piece, counts_steps, pack_pieces, run_update
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.placing import Chunk
@@ -45,7 +44,7 @@ class ServedPart(ABC):
     def __init__(
         self, memory: ServedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
     ) -> None:
-        self._memory, self._optimizer, self._chunks, self._clip_norm = memory, optimizer, list(chunks), clip_norm
+        self._memory, self.optimizer, self._chunks, self._clip_norm = memory, optimizer, list(chunks), clip_norm
         self._place = {id(param): place for place, param in enumerate(memory.params)}
 
     @abstractmethod
@@ -67,12 +66,6 @@ class ServedPart(ABC):
     def more(self) -> bytes:
         """What else a successor needs to know of the last update."""
         return b""
-
-    def copy_out(self, version: int, target: Kept) -> None:
-        """This server's part of a version, to a worker's own weights."""
-        source = self._memory.weights(version)
-        for place, start, stop in self._chunks:
-            _flat(target.views[place])[start:stop] = _flat(source.views[place])[start:stop]
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Nothing more comes."""
@@ -110,7 +103,8 @@ class FusedPart(ServedPart):
         self._counts_steps = counts_steps(optimizer)
         self._batches: list[Batch] = []
         self._fused = Fused(optimizer, self._state)
-        self._in_optimizer = [self._place[id(param)] for param in self._fused.params]
+        # Parameters that are not trained now have no place in memory, and take no part.
+        self._in_optimizer = [self._place.get(id(param), -1) for param in self._fused.params]
         self._stretches = self._merge(chunks)
         self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "served-update")
 
@@ -133,9 +127,9 @@ class FusedPart(ServedPart):
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
         self._version, self._batches = version, []
         self._look(version)
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         places = range(len(self._memory.params))
-        load_states(self._memory, self._optimizer, version, counts, more, places, whole=False)
+        load_states(self._memory, self.optimizer, version, counts, more, places, whole=False)
         self._fused.adopt()
 
     def _look(self, version: int) -> None:
@@ -216,8 +210,8 @@ class FusedPart(ServedPart):
         self._fused.step_taken(self._batches)
         self._version = version + 1
         self._look(version + 1)
-        for place in self._in_optimizer:
-            state = self._optimizer.state.get(self._memory.params[place], {})
+        for place in (place for place in self._in_optimizer if place >= 0):
+            state = self.optimizer.state.get(self._memory.params[place], {})
             for name in state.keys() - {"step"}:
                 state[name] = self._memory.states(name, version + 1).views[place]
 
@@ -225,6 +219,8 @@ class FusedPart(ServedPart):
         stepping = {number for batch in self._batches for number in batch.members}
         found = [0] * len(self._memory.params)
         for number, place in enumerate(self._in_optimizer):
+            if place < 0:
+                continue
             seen = self._fused.seen(number)
             found[place] = seen + 1 if number in stepping and self._counts_steps else seen or int(number in stepping)
         return found
@@ -292,7 +288,7 @@ class WholePart(ServedPart):
             weights = self._memory.weights(version).views
             for place in self._mine:
                 self._memory.params[place].data = weights[place].clone()
-            load_states(self._memory, self._optimizer, version, *self._committed, self._mine, whole=True, copy=True)
+            load_states(self._memory, self.optimizer, version, *self._committed, self._mine, whole=True, copy=True)
 
     def update(self, version: int, gradient: Gradient) -> float | None:
         self._catch_up(version)
@@ -303,11 +299,11 @@ class WholePart(ServedPart):
             total = [None if grad is None else grad * clip for grad in total]
         for place in self._mine:
             self._memory.params[place].grad = total[place]
-        self._optimizer.step()
+        self.optimizer.step()
         for place in self._mine:
             self._memory.weights(version + 1).views[place].copy_(self._memory.params[place].detach())
             self._memory.params[place].grad = None
-        self._counts, self._more = store_states(self._memory, self._optimizer, version + 1, self._mine, whole=True)
+        self._counts, self._more = store_states(self._memory, self.optimizer, version + 1, self._mine, whole=True)
         return norm
 
     def updated(self, version: int) -> None:

@@ -18,7 +18,7 @@ from manyhands.errors import TrainingFailed
 from manyhands.parallel.fused import counts_steps, names_by_group
 from manyhands.parallel.served_memory import ServedMemory
 
-__all__ = ["load_settings", "load_states", "settings_of", "store_states"]
+__all__ = ["load_settings", "load_states", "merge_states", "plain_schedule", "settings_of", "store_states"]
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -42,7 +42,7 @@ def store_states(
         state = optimizer.state.get(memory.params[place], {})
         if not any(value is not None for value in state.values()):
             continue
-        counts[place] = int(state.get("step", 1) or 1)
+        counts[place] = int(state["step"]) if "step" in state else 1  # some optimizers have states before any step
         for name, value in state.items():
             if whole:
                 entries.append(_store(memory, version, place, name, value))
@@ -78,6 +78,13 @@ def load_states(
         if entry.place in wanted:
             value = _load(memory, version, entry)
             state[memory.params[entry.place]][entry.name] = value.clone() if copy and entry.kind == "tensor" else value
+
+
+def merge_states(told: Sequence[tuple[list[int], bytes]]) -> tuple[list[int], bytes]:
+    """What several servers said of their parts, as one."""
+    counts = [max(of_parameter) for of_parameter in zip(*(counts for counts, _ in told), strict=True)]
+    entries = [entry for _, more in told if more for entry in msgspec.msgpack.decode(more, type=list[_Entry])]
+    return counts, msgspec.msgpack.encode(entries)
 
 
 def _state_names(optimizer: Optimizer, memory: ServedMemory) -> dict[int, list[str]]:
@@ -124,6 +131,21 @@ def _region(
 def _copy(target: Tensor, value: Tensor) -> None:
     if target.data_ptr() != value.data_ptr():
         target.copy_(value)
+
+
+def plain_schedule(scheduler: Any) -> dict[str, Any] | None:
+    """A scheduler's state, as a message carries it."""
+    if scheduler is None:
+        return None
+    state: dict[str, Any] = scheduler.state_dict()
+    try:
+        msgspec.msgpack.encode(state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TrainingFailed(
+            f"The state of {type(scheduler).__name__} cannot be sent to a parameter server: {error}.",
+            fix=["a scheduler whose state_dict() has numbers, text, lists and dicts", 'scheduler_every="epoch"'],
+        ) from error
+    return state
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

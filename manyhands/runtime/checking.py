@@ -61,9 +61,10 @@ class Checking:
 
     def at_end(self) -> None:
         """The last steps, which no later one looks at. By all workers."""
-        engine, progress = self._training.engine, self._training.progress
-        if not engine.compares_copies or self._worker.in_trial or progress.agreed == progress.step:
+        progress = self._training.progress
+        if not self._training.engine.compares_copies or self._worker.in_trial or progress.agreed == progress.step:
             return
+        engine = self._training.in_step
 
         def work() -> None:
             told = self._worker.axis.all_gather_bytes("copies", msgspec.msgpack.encode(engine.hashes()))

@@ -12,15 +12,18 @@ from torch import nn
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.served_link import Link
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.worker import Worker
+from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.replicated import Replicated
+from manyhands.strategies.served import Served
 
-__all__ = ["make_engine"]
+__all__ = ["Engine", "make_engine"]
 
 
-def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> Replicated:
+def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> Engine:
     """The engine of this worker's strategy. With `joining`, the other workers are training already."""
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
 
@@ -45,8 +48,29 @@ def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
     )
 
 
-_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], Replicated]] = {
+def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Served:
+    spec, seat, choice = worker.resolved.spec, worker.session.seat, worker.strategy
+    assert isinstance(choice, ParameterServer)
+    return Served(
+        Axis(0, 1) if joining else worker.axis,
+        parts.loss,
+        Precision(spec.train.precision, worker.device),
+        choice,
+        Link(lambda server: f"{seat.servers}{server}", f"worker {seat.incarnation}".encode()),
+        worker.session.shared_memory,
+        num_servers=seat.num_servers,
+        worker=seat.incarnation,
+        most_workers=worker.most_workers,
+        foreign=foreign_state(model),
+        wait_for_chief=worker.wait_for_chief,
+    )
+
+
+Engine = Replicated | Served
+
+_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], Engine]] = {
     "single": _replicated,
     "mirrored": _replicated,
     "multi_worker": _replicated,
+    "parameter_server": _served,
 }

@@ -93,7 +93,7 @@ class Fit:
 
     def _train(self, step: Step) -> StepStats | None:
         """One step, committed; None if it has to begin anew, because members were lost and not all had begun it."""
-        engine, regrouping = self._training.engine, self._regrouping
+        engine, regrouping = self._training.in_step, self._regrouping
         regrouping.division = self._worker.group.generation
         going_on = False
         while True:
@@ -117,7 +117,7 @@ class Fit:
                 return stats
 
     def _compute(self, step: Step, going_on: bool) -> StepStats:
-        engine = self._training.engine
+        engine = self._training.in_step
         try:
             if going_on:
                 return engine.resume_step()

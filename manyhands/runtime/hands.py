@@ -170,14 +170,14 @@ class Hands:
         if self._piece is None or self._backward_done:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
         self._leave_slice()
-        self._training.engine.phases.mark("forward")
+        self._training.in_step.phases.mark("forward")
         try:
-            self._training.engine.backward(self._piece, loss if weight is None else (loss, weight))
+            self._training.in_step.backward(self._piece, loss if weight is None else (loss, weight))
         except PeerLost as lost:
             if not self._worker.is_elastic:
                 raise
             self._lost = lost  # `step` sees to it
-        self._training.engine.phases.mark("backward")
+        self._training.in_step.phases.mark("backward")
         self._backward_done = True
 
     def step(self) -> None:
@@ -251,7 +251,7 @@ class Hands:
         collate: Any = None,
     ) -> dict[str, float]:
         """Loss and per-example metrics over all of `data`, every example once. All workers must call it."""
-        run, engine = self._known_run, self._training.engine
+        run, engine = self._known_run, self._training.in_step
         source = run.source(data, collate=collate, shuffle=False)
         with engine.using_loss(loss):
             results, _ = run.regrouping.agreed(
@@ -280,7 +280,7 @@ class Hands:
         return self._known_run.ready()
 
     def _slices(self, taken: Steps) -> Iterator[Any]:
-        engine, regrouping = self._training.engine, self._known_run.regrouping
+        engine, regrouping = self._training.in_step, self._known_run.regrouping
         taken.begin()
         while (step := taken.next()) is not None:
             self._step, self._anew, self._lost = step, False, None
@@ -323,7 +323,7 @@ class Hands:
             try:
                 if self._lost is not None:
                     raise self._lost
-                stats = training.engine.end_step()
+                stats = training.in_step.end_step()
             except MemoryChanged:
                 taken.checking.distrust_last()
                 raise
@@ -338,10 +338,10 @@ class Hands:
                     assert training.last_stats is not None
                     self._after_step(step, training.last_stats)
                     return True
-                if not (arrival.same_step and training.engine.can_go_on):
+                if not (arrival.same_step and training.in_step.can_go_on):
                     self._anew = True
                     return False
-                self._todo = training.engine.lost_slices()
+                self._todo = training.in_step.lost_slices()
                 self._computed = [*self._computed, *self._todo]
                 if self._todo:
                     return False

@@ -19,6 +19,7 @@ from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
+from manyhands.data.rows import RowSource
 from manyhands.data.source import InputContext, Source, as_source
 from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
@@ -34,6 +35,7 @@ from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.worker import Worker
+from manyhands.strategies.choices import ParameterServer
 
 __all__ = ["Run"]
 
@@ -77,7 +79,7 @@ class Run:
                 run_dir=spec.run.run_dir,
                 overwrite=spec.run.overwrite,
                 strategy=worker.strategy.name,
-                slices=spec.train.slices or spec.train.accumulate * worker.most_workers,
+                slices=spec.train.slices or self._default_slices(),
                 precision=spec.train.precision,
                 script=sys.argv[0],
             )
@@ -174,7 +176,7 @@ class Run:
             )
         if before is not None or train.slices is not None:
             return before or train.slices or 1
-        slices = train.accumulate * self.worker.most_workers
+        slices = self._default_slices()
         found = randomness_in(self.parts.model)
         if found and slices > 1:
             self.worker.warn(
@@ -182,6 +184,12 @@ class Run:
                 f"number of workers. Set slices={slices} to get the same result with any other number."
             )
         return slices
+
+    def _default_slices(self) -> int:
+        """Where one worker computes a whole batch, it has nobody to share it with."""
+        worker = self.worker
+        alone = isinstance(worker.strategy, ParameterServer) and worker.strategy.mode == "async"
+        return self.spec.train.accumulate * (1 if alone else worker.most_workers)
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
@@ -247,6 +255,8 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
+        if isinstance(self.worker.strategy, ParameterServer):
+            _check_leasable(source)
         return Batches(
             source,
             batch_size=batch_size,
@@ -305,6 +315,16 @@ def _check_balance(source: Source) -> None:
         raise DataError(
             "balance moves slices between workers, but the process that reads a stream ahead knows one worker's only.",
             fix=["num_workers=0", "data with a length", "balance=False"],
+        )
+
+
+def _check_leasable(source: Source) -> None:
+    """Under parameter servers any worker computes any slice, at any time."""
+    if not isinstance(source, RowSource) or source.shared:
+        raise DataError(
+            "Parameter servers hand out batches by number, but this data can only be read from its beginning, or "
+            "some workers lack some of it.",
+            fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
         )
 
 

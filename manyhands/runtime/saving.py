@@ -63,10 +63,20 @@ class Saver:
         """Whether this worker wants a save after `step`; asked before it. Only the chief ever does."""
         if self._writer is None:
             return False
-        every, every_s = self._settings.every_steps, self._settings.every_s
-        if self._wanted or (every is not None and step % every == 0):
-            return True
+        every = self._settings.every_steps
+        return (every is not None and step % every == 0) or self.is_time
+
+    @property
+    def is_time(self) -> bool:
+        """Whether this worker wants a save, whatever the step."""
+        every_s = self._settings.every_s
+        if self._writer is None or self._wanted:
+            return self._writer is not None
         return every_s is not None and time.monotonic() - self._last_s >= every_s and not self._writer.busy
+
+    @property
+    def every_steps(self) -> int | None:
+        return self._settings.every_steps
 
     def after_step(self, *, save: bool) -> None:
         """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""

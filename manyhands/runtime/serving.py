@@ -1,20 +1,31 @@
 """What a parameter server's process does where a worker would begin to train: it serves until the run ends.
 
-Servers run the script from the top, as workers do, up to `Trainer(...)` or `Hands.setup`; `serve` is called there with
-what the script made, and never returns.
+Servers run the script from the top, as workers do, up to `Trainer(...)`; `serve` is called there with what the script
+made, and never returns. It owns the socket and the clock; what a message means is `parallel/served_server.py`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+import zmq
+
+from manyhands.comm.transport import Port, open_port
 from manyhands.control.session import RunFacts, Session
-from manyhands.runtime.models import Parts
+from manyhands.parallel.served_messages import FromServer, FromWorker
+from manyhands.parallel.served_server import PartServer
+from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.worker import Worker
 
 __all__ = ["serve"]
+
+TICK_S = 0.2
 
 
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
@@ -30,6 +41,74 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             script=sys.argv[0],
         )
     )
-    session.await_stop()
+    model = parts.model
+    if spec.launch.memory_format == "channels_last":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = parts.make_optimizer(model)
+    server = PartServer(
+        session.seat.server,
+        model,
+        optimizer,
+        scheduler(optimizer) if scheduler is not None else None,
+        session.shared_memory,
+        clip_norm=spec.train.clip_norm,
+        place=getattr(worker.strategy, "place", None) or {},
+        foreign=foreign_state(model),
+    )
+    _Serving(session, server).run()
     worker.close()
     raise SystemExit(0)
+
+
+class _Serving:
+    """The loop around a `PartServer`."""
+
+    def __init__(self, session: Session, server: PartServer) -> None:
+        self._session, self._server, seat = session, server, session.seat
+        self._context: zmq.Context[Any] = zmq.Context()
+        at = f"{seat.servers}{seat.server}"
+        self._port: Port[FromWorker] = open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True)
+        self._first: Port[FromServer] | None = None
+        if seat.server > 0:
+            identity = f"server {seat.server}".encode()
+            self._first = open_port(self._context, zmq.DEALER, f"{seat.servers}0", FromServer, identity=identity)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        session.on_change = self._nudge
+        self._poller = zmq.Poller()
+        self._poller.register(self._port.socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._told_at, self._told_step = 0.0, -1
+
+    def run(self) -> None:
+        while self._session.stop_requested is None:
+            ready = dict(self._poller.poll(0 if self._server.has_work else round(TICK_S * 1000)))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._session.living is not None:
+                self._server.hear_living(self._session.living)
+            for sender, message in self._port.receive():
+                self._send(self._server.take(sender, message))
+            self._send(self._server.work())
+            self._tell_standing()
+        self._session.on_change = None
+        self._context.destroy(linger=0)
+        os.close(self._wake)
+
+    def _send(self, outbox: list[tuple[bytes, Any]]) -> None:
+        for receiver, message in outbox:
+            self._port.send(message, to=receiver)
+
+    def _tell_standing(self) -> None:
+        """To the first server, at every step and tick; to the agent, that this one gets somewhere."""
+        now, step = time.monotonic(), self._server.step
+        if step == self._told_step and now - self._told_at < TICK_S:
+            return
+        self._told_at, self._told_step = now, step
+        self._session.report(step, "serving")
+        standing = self._server.standing()
+        if self._first is not None and standing is not None:
+            self._first.send(standing)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # The counter is full: the loop will wake anyway.
+            os.eventfd_write(self._wake, 1)

@@ -42,16 +42,21 @@ class Steps:
         self._training.meter.start()
         self._garbage.begin()
 
+    @property
+    def batches(self) -> Batches:
+        """As they are for this worker now."""
+        if self._batches is None:
+            self._batches = self._make_batches()
+            self.total_steps = self._batches.total_steps
+        return self._batches
+
     def next(self) -> Step | None:
         """The next step for this worker, however its group has changed; None after the last."""
         while True:
-            if self._batches is None:
-                self._batches = self._make_batches()
-                self.total_steps = self._batches.total_steps
-            self._batches.divide(self._training.pacing.division)
+            self.batches.divide(self._training.pacing.division)
             self._garbage.hold()
             try:
-                return next(self._batches, None)
+                return next(self.batches, None)
             except PeerLost as lost:  # rows that some workers lack are sent around here
                 self.recover(lost)
 

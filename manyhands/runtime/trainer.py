@@ -24,11 +24,13 @@ from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
+from manyhands.strategies.served import Served
 
 __all__ = ["History", "Trainer"]
 
@@ -168,7 +170,8 @@ class Trainer:
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        self._fit = Fit(self, training, taken, run.regrouping, settings)
+        kind = ServedFit if isinstance(training.engine, Served) else Fit
+        self._fit = kind(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
         with run.regrouping.listening(taken.regrouped):

@@ -22,6 +22,7 @@ from manyhands.errors import CheckpointMismatch, ManyhandsError
 from manyhands.events import Divided, StepDone, Straggler
 from manyhands.native import why_not
 from manyhands.parallel.balance import Slow
+from manyhands.runtime.engines import Engine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.pacing import Pacing, Verdict
@@ -72,7 +73,7 @@ class Training:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        engine: Replicated,
+        engine: Engine,
         hooks: Hooks,
         slices: int,
         pacing: Pacing,
@@ -88,6 +89,12 @@ class Training:
         self._step_s = 0.0
         self.meter = Meter(worker.rank, worker.world_size)
         self.start_clock()
+
+    @property
+    def in_step(self) -> Replicated:
+        """The engine, where all workers take each step together."""
+        assert isinstance(self.engine, Replicated)
+        return self.engine
 
     def start_clock(self) -> None:
         """What was done until now is no part of the next step's time."""

@@ -1,0 +1,138 @@
+"""A worker's lines to the parameter servers: what is not answered is said again, so a server may die at any moment.
+
+One thread. Whoever waits here reads what all servers say. Start reading at `Link.ask`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from manyhands.comm.transport import Port, open_port
+from manyhands.comm.waiting import Waiting
+from manyhands.errors import PeerTimeout
+from manyhands.parallel.served_messages import Applied, Ask, Filled, FromServer, Number, Open, Opened, Reply
+
+__all__ = ["Link"]
+
+SAY_AGAIN_S = 0.25
+# A server that dies is started again within seconds; one that cannot be ends the run, which its agent sees to.
+PATIENCE_S = 600.0
+
+
+class Link:
+    """`endpoint(n)` is where server n listens."""
+
+    def __init__(self, endpoint: Callable[[int], str], identity: bytes) -> None:
+        self._endpoint, self._identity = endpoint, identity
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._ports: list[Port[FromServer]] = []
+        self._tickets = itertools.count(1)
+        self._number: Number = (0, 0, 0)
+        self._opened: set[int] = set()
+        self._reply: Reply | None = None
+        self._applied: dict[int, set[int]] = {}
+        self.waiting = Waiting()
+        """Where waiting for servers is added up."""
+
+    def open(self, message: Open) -> None:
+        """Have every server begin this course; returns when each has said so."""
+        self._reach(message.servers)
+        self._number, self._opened, self._applied = message.number, set(), {}
+
+        def say() -> None:
+            for server in set(range(message.servers)) - self._opened:
+                self._ports[server].send(message)
+
+        self._await(lambda: len(self._opened) == message.servers, say, "begin a course")
+
+    def follow(self, message: Open) -> None:
+        """Another worker has had it opened."""
+        self._reach(message.servers)
+        self._number, self._applied = message.number, {}
+
+    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Filled]]) -> Reply:
+        """Ask the first server for work. `make(ticket)` is called each time that it is said.
+
+        No answer counts but that to the last ticket: what an ask does not name, this worker does not have.
+        """
+        ticket, self._reply = 0, None
+
+        def say() -> None:
+            nonlocal ticket
+            if ticket:
+                for filled in unanswered():
+                    self.tell(filled)
+            ticket = next(self._tickets)
+            self._ports[0].send(make(ticket))
+
+        def answered() -> bool:
+            return self._reply is not None and self._reply.ticket == ticket
+
+        self._await(answered, say, "give out work")
+        assert self._reply is not None
+        return self._reply
+
+    def tell(self, filled: Filled) -> None:
+        for port in self._ports:
+            port.send(filled)
+
+    def await_applied(self, filled: Filled) -> None:
+        """Returns when every server has applied the step."""
+        step, everyone, first = filled.held.step, len(self._ports), True
+
+        def say() -> None:
+            nonlocal first
+            if not first:
+                self.tell(filled)
+            first = False
+
+        self._await(lambda: len(self._applied.get(step, ())) == everyone, say, f"apply step {step}")
+        del self._applied[step]
+
+    def close(self) -> None:
+        for port in self._ports:
+            port.close()
+        self._context.destroy(linger=0)
+
+    def _reach(self, num_servers: int) -> None:
+        """Have a line to each of so many."""
+        while len(self._ports) > num_servers:
+            port = self._ports.pop()
+            self._poller.unregister(port.socket)
+            port.close()
+        for server in range(len(self._ports), num_servers):
+            port = open_port(self._context, zmq.DEALER, self._endpoint(server), FromServer, identity=self._identity)
+            self._poller.register(port.socket, zmq.POLLIN)
+            self._ports.append(port)
+
+    def _await(self, answered: Callable[[], bool], say: Callable[[], None], what: str) -> None:
+        began = time.monotonic()
+        self._hear(0.0)  # what has come meanwhile
+        while not answered():
+            say()
+            until = time.monotonic() + SAY_AGAIN_S
+            while not answered() and (left := until - time.monotonic()) > 0:
+                self._hear(left)
+            if time.monotonic() - began > PATIENCE_S:
+                raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
+        self.waiting.seconds += time.monotonic() - began
+
+    def _hear(self, timeout_s: float) -> None:
+        self._poller.poll(max(0, round(timeout_s * 1000)))
+        for port in self._ports:
+            for _, message in port.receive():
+                match message:
+                    case _ if message.number != self._number:
+                        continue
+                    case Opened():
+                        self._opened.add(message.server)
+                    case Reply():
+                        self._reply = message
+                    case Applied():
+                        self._applied.setdefault(message.step, set()).add(message.server)

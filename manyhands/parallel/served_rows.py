@@ -1,0 +1,75 @@
+"""From backward to a row of memory that servers read: the gradient of one slice, or of a whole step's slices.
+
+Large gradients are copied into the row as soon as they are there, while they are in a cache; small ones all at the end.
+Several slices in one row are summed along the slice tree first. Start reading at `RowFiller.begin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.parallel.gradients import Gradients, add_lists, take
+from manyhands.parallel.shared_gradients import AT_ONCE_BYTES
+from manyhands.parallel.tree import Stack
+
+__all__ = ["RowFiller"]
+
+
+class RowFiller:
+    """Of the trained `params`. Per row: `begin`, backward of each slice with `after_backward` behind it, `finish`."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._views: Sequence[Tensor] = ()
+        self._at_once = False
+        self._put: set[int] = set()
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._when_there(i))  # type: ignore[no-untyped-call]
+            for i, param in enumerate(self._params)
+            if param.nbytes >= AT_ONCE_BYTES
+        ]
+
+    def begin(self, views: Sequence[Tensor], num_slices: int) -> None:
+        """What follows goes into `views`, one for each parameter."""
+        self._views, self._put, self._at_once = views, set(), num_slices == 1
+        self._stack: Stack[Gradients] = Stack(num_slices, add=add_lists)
+        for param in self._params:
+            param.grad = None
+
+    def _when_there(self, index: int) -> Callable[[Tensor], None]:
+        def arrived(param: Tensor) -> None:
+            if self._at_once and param.grad is not None and not param.grad.is_sparse:
+                fresh = self._views[index]
+                # A reentrant backward brings a gradient in instalments.
+                fresh.add_(param.grad) if index in self._put else fresh.copy_(param.grad)
+                self._put.add(index)
+                param.grad = None
+
+        return arrived
+
+    def after_backward(self, v: int) -> None:
+        if not self._at_once:
+            self._stack.push(v, [take(param) for param in self._params])
+
+    def finish(self) -> list[int]:
+        """Parameters that got no gradient; their place in the row is zero."""
+        if self._at_once:
+            grads: Gradients = [take(param) for param in self._params]
+        else:
+            (grads,) = self._stack.values()
+        self._at_once = False
+        rest = [i for i in range(len(self._params)) if i not in self._put]
+        dense = [i for i in rest if grads[i] is not None]
+        with torch.no_grad():
+            torch._foreach_copy_([self._views[i] for i in dense], [grads[i] for i in dense])  # type: ignore[misc]
+            absent = [i for i in rest if grads[i] is None]
+            for i in absent:
+                self._views[i].zero_()
+        return absent
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

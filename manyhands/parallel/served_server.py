@@ -1,0 +1,435 @@
+"""One parameter server, without its sockets: messages in, messages out, and updates in between.
+
+A server keeps its part of the weights in memory that outlives it, and commits every update there together with what it
+has applied. One that takes the place of a dead one finds all of it, and goes on. The first server also keeps the book
+of leases, the buffers, and the journal of updates. Start reading at `PartServer.work`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
+from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
+from manyhands.parallel.placing import divide, pinned
+from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
+from manyhands.parallel.served_messages import (
+    Applied,
+    Ask,
+    Done,
+    Filled,
+    FromWorker,
+    Number,
+    Open,
+    Opened,
+    Reply,
+    Stand,
+)
+from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
+from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.updates import runs_fused
+
+__all__ = ["MAX_TOLD", "PartServer", "Saved", "open_memory"]
+
+MAX_TOLD = 200
+"""Updates that one reply tells of."""
+
+Outbox = list[tuple[bytes, Any]]
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server commits with every update, beside weights and states."""
+
+    number: Number
+    low: int
+    seen: list[int]
+    counts: list[int]
+    more: bytes
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
+
+    @property
+    def version(self) -> int:
+        return self.low + len(self.seen)
+
+
+def open_memory(model: nn.Module, memory: Memory, opened: Open, foreign: ForeignState) -> ServedMemory:
+    """The memory that a course takes place in, as every process that knows of the course sees it."""
+    by_name = dict(model.named_parameters())
+    trained = [by_name[name] for name in opened.trained]
+    return ServedMemory(
+        trained,
+        changing_state(model, trained),
+        memory,
+        opened.layout,
+        copies=opened.copies,
+        num_rows=opened.rows,
+        statistics_numel=StepBuffers(model, foreign).most_numel,
+        slices_per_row=opened.course.slices if opened.course.whole else 1,
+    )
+
+
+class PartServer:
+    """Number `number` of a run's servers. Its model and optimizer are made as the workers' are."""
+
+    def __init__(
+        self,
+        number: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        memory: Memory,
+        *,
+        clip_norm: float | None,
+        place: Mapping[str, int],
+        foreign: ForeignState,
+    ) -> None:
+        self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
+        self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
+        self._register = course_register(memory, number)
+        self._course: _Course | None = None
+        self._living: frozenset[int] | None = None
+        if told := self._register.value:
+            self._begin(msgspec.msgpack.decode(told, type=Open))
+
+    @property
+    def is_first(self) -> bool:
+        return self._number == 0
+
+    @property
+    def step(self) -> int:
+        """All steps to this one are applied."""
+        return self._course.shard.low if self._course is not None else 0
+
+    def take(self, sender: bytes, message: FromWorker) -> Outbox:
+        if isinstance(message, Open):
+            return self._open(sender, message)
+        course = self._course
+        if course is None or message.number != course.opened.number:
+            return []
+        match message:
+            case Filled():
+                return course.fill(sender, message)
+            case Ask() if self.is_first:
+                course.asks[message.worker] = sender, message
+            case Stand() if self.is_first:
+                course.stands(message)
+        return []
+
+    def work(self) -> Outbox:
+        """Apply one update that is due, if there is one, and answer who can be answered."""
+        course = self._course
+        if course is None:
+            return []
+        return [*course.apply_one(), *course.answer()]
+
+    @property
+    def has_work(self) -> bool:
+        return self._course is not None and self._course.shard.due() is not None
+
+    def hear_living(self, workers: Collection[int]) -> None:
+        """Only these workers are still there."""
+        living = frozenset(workers)
+        if living != self._living:
+            self._living = living
+            if self._course is not None:
+                self._course.hear_living(living)
+
+    def standing(self) -> Stand | None:
+        """For the first server."""
+        course = self._course
+        if course is None or self.is_first:
+            return None
+        now = course.shard.standing()
+        return Stand(
+            number=course.opened.number, server=self._number, low=now.low, seen=sorted(now.seen), has=sorted(now.has)
+        )
+
+    def _open(self, sender: bytes, message: Open) -> Outbox:
+        before = self._course
+        if before is not None and message.number < before.opened.number:
+            return []
+        if before is None or message.number > before.opened.number:
+            self._register.write(msgspec.msgpack.encode(message))
+            self._begin(message)
+        return [(sender, Opened(number=message.number, server=self._number))]
+
+    def _begin(self, opened: Open) -> None:
+        if self._course is not None:
+            self._course.part.close()
+        served = open_memory(self._model, self._memory, opened, self._foreign)
+        found = served.standing(self._number).value
+        saved = msgspec.msgpack.decode(found, type=Saved) if found else None
+        if saved is None or saved.number != opened.number:  # nothing of this course is applied
+            saved = Saved(
+                number=opened.number,
+                low=opened.version,
+                seen=[],
+                counts=opened.counts,
+                more=opened.more,
+                groups=opened.groups,
+                scheduler=opened.scheduler,
+            )
+        self._restore_schedule(saved)
+        part = self._make_part(served, opened)
+        part.resume(saved.version, saved.counts, saved.more)
+        self._course = _Course(self._number, self._model, self._scheduler, opened, saved, served, part, self._foreign)
+        served.set_version(self._number, saved.version)
+        if self._living is not None:
+            self._course.hear_living(self._living)
+
+    def _restore_schedule(self, saved: Saved) -> None:
+        if self._scheduler is not None and saved.scheduler is not None:
+            self._scheduler.load_state_dict(saved.scheduler)
+        load_settings(self._optimizer, saved.groups)
+
+    def _make_part(self, served: ServedMemory, opened: Open) -> ServedPart:
+        fused = runs_fused(self._optimizer)
+        pins = pinned(opened.trained, self._place, opened.servers)
+        chunks = divide([param.numel() for param in served.params], opened.servers, pins, whole=not fused)
+        kind = FusedPart if fused else WholePart
+        return kind(served, self._optimizer, chunks[self._number], self._clip_norm)
+
+
+class _Kept(msgspec.Struct, frozen=True, array_like=True):
+    """The minutes of a book, with its number and its course's."""
+
+    course: Number
+    book: int
+    minutes: Minutes | None
+
+
+class _Course:
+    """What a server knows while one course lasts."""
+
+    def __init__(
+        self,
+        number: int,
+        model: nn.Module,
+        scheduler: Any,
+        opened: Open,
+        saved: Saved,
+        served: ServedMemory,
+        part: ServedPart,
+        foreign: ForeignState,
+    ) -> None:
+        self.opened, self.part = opened, part
+        self._number, self._scheduler, self._served = number, scheduler, served
+        self._register = served.standing(number)
+        self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
+        self._senders: dict[int, bytes] = {}
+        """Step -> who waits to hear that it is applied."""
+        self.asks: dict[int, tuple[bytes, Ask]] = {}
+        self.book: Book | None = None
+        self._standings: dict[int, Standing] = {}
+        self._living: frozenset[int] | None = None
+        if number == 0:
+            self._minutes = served.minutes()
+            self._journal = served.journal()
+            self._buffers = _Buffers(model, foreign, served, saved.version)
+
+    def hear_living(self, living: frozenset[int]) -> None:
+        self._living = living
+        self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
+        if self.book is not None:
+            self.book.lose(living)
+        else:
+            self._open_book()
+
+    def _open_book(self) -> None:
+        """Once it is known where every server stands, and who is there."""
+        opened = self.opened
+        if self._number or self._living is None or len(self._standings) < opened.servers:
+            return
+        found = self._minutes.value
+        before = msgspec.msgpack.decode(found, type=_Kept) if found else _Kept(opened.number, 0, None)
+        same = before.minutes if before.course == opened.number else None
+        self.book = Book(
+            opened.course,
+            Rule(ahead=opened.ahead, backups=opened.backups),
+            [self._standings[server] for server in range(opened.servers)],
+            num_rows=opened.rows,
+            number=before.book + 1,
+            minutes=same or Minutes.before(opened.course.first),
+        )
+        self._keep_minutes(self.book)
+        self.book.lose(self._living)
+        self.book.expect(self._living)
+
+    def _keep_minutes(self, book: Book) -> None:
+        """Before any answer goes out that rests on them."""
+        told = msgspec.msgpack.encode(_Kept(self.opened.number, book.number, book.minutes))
+        if told != self._minutes.value:
+            self._minutes.write(told)
+
+    # ---- messages ----
+
+    def fill(self, sender: bytes, message: Filled) -> Outbox:
+        held = message.held
+        if self.book is not None:
+            self.book.filled(held)
+        if self.shard.is_applied(held.step):
+            return [(sender, self._applied(held.step))]
+        if held.row < self.opened.rows and self._served.filling(held.row) == held.filling:
+            self._senders[held.step] = sender
+            self.shard.fill(
+                Contribution(
+                    step=held.step,
+                    place=held.place,
+                    row=held.row,
+                    filling=held.filling,
+                    worker=message.worker,
+                    based_on=message.based_on,
+                    total=message.total,
+                    weight=message.weight,
+                    absent=tuple(message.absent),
+                    changes=message.changes,
+                )
+            )
+        return []
+
+    def stands(self, message: Stand) -> None:
+        if 0 < message.server < self.opened.servers:
+            has = frozenset(Item(*item) for item in message.has)
+            self._stand(message.server, Standing(message.low, frozenset(message.seen), has))
+
+    def _stand(self, server: int, standing: Standing) -> None:
+        if self.book is not None:
+            self.book.stands(server, standing)
+        else:
+            self._standings[server] = standing
+            self._open_book()
+
+    def answer(self) -> Outbox:
+        """Everybody for whom there is something."""
+        if self._number:
+            return []
+        self._stand(0, self.shard.standing())
+        if self.book is None:
+            return []
+        outbox: Outbox = []
+        for worker, (sender, ask) in list(self.asks.items()):
+            done, all_told = self._news(ask.told)
+            answer = None
+            if all_told:
+                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
+            holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
+            if answer is None and not done and not holds_applied and ask.book == self.book.number:
+                continue
+            del self.asks[worker]
+            outbox.append((sender, self._reply(self.book, ask, answer, done)))
+        self._keep_minutes(self.book)
+        return outbox
+
+    def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
+        return Reply(
+            number=ask.number,
+            ticket=ask.ticket,
+            book=book.number,
+            version=answer.version if isinstance(answer, Grant) else book.low,
+            work=answer.held if isinstance(answer, Grant) else None,
+            meet=answer.step if isinstance(answer, Meet) else None,
+            why=answer.why if isinstance(answer, Meet) else 0,
+            done=done,
+        )
+
+    def _news(self, told: int) -> tuple[list[Done], bool]:
+        """Updates that a worker has not heard of, and whether these are all."""
+        updates = self.shard.num_applied
+        found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
+        done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
+        return done, updates <= told + MAX_TOLD
+
+    # ---- updates ----
+
+    def apply_one(self) -> Outbox:
+        due = self.shard.due()
+        if due is None:
+            return []
+        return self._apply(due) if self._are_intact(due) else []
+
+    def _are_intact(self, due: Sequence[Contribution]) -> bool:
+        gone = [one for one in due if self._served.filling(one.row) != one.filling]
+        for one in gone:
+            self.shard.drop(one)
+        return not gone
+
+    def _apply(self, due: Sequence[Contribution]) -> Outbox:
+        step, version = due[0].step, self.shard.num_applied
+        rows, weight = self.opened.course.rows(step), sum(one.weight for one in due)
+        staleness = max(version - one.based_on for one in due)
+        factor = rows / weight / (1 + staleness if self.opened.damping else 1)
+        absent = set.intersection(*(set(one.absent) for one in due))
+        present = [place for place in range(len(self._served.params)) if place not in absent]
+        norm = self.part.update(version, Gradient(tuple(one.row for one in due), present, factor))
+        if not self._are_intact(due):  # somebody else was given the row while it was read
+            return []
+        if self._number == 0:
+            self._buffers.update(version, due)
+            loss = sum(one.total for one in due) / weight
+            done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
+            self._journal.write(version + 1, msgspec.msgpack.encode(done))
+        if self.opened.scheduled and self._scheduler is not None:
+            self._scheduler.step()
+        self.shard.applied(step)
+        self._commit()
+        self.part.updated(version)
+        self._served.set_version(self._number, version + 1)
+        sender = self._senders.pop(step, None)
+        return [(sender, self._applied(step))] if sender is not None else []
+
+    def _commit(self) -> None:
+        saved = Saved(
+            number=self.opened.number,
+            low=self.shard.low,
+            seen=sorted(self.shard.seen),
+            counts=self.part.counts(),
+            more=self.part.more(),
+            groups=settings_of(self.part.optimizer),
+            scheduler=plain_schedule(self._scheduler),
+        )
+        self._register.write(msgspec.msgpack.encode(saved))
+
+    @property
+    def _lr(self) -> float:
+        return float(self.part.optimizer.param_groups[0]["lr"])
+
+    def _applied(self, step: int) -> Applied:
+        return Applied(number=self.opened.number, server=self._number, step=step)
+
+
+class _Buffers:
+    """The first server replays what slices made of the buffers, so that every version has its own."""
+
+    def __init__(self, model: nn.Module, foreign: ForeignState, served: ServedMemory, version: int) -> None:
+        self._served = served
+        self._live = changing_state(model, served.params)
+        self._copy(self._live, served.buffers(version))
+        self._replay = StepBuffers(model, foreign)
+
+    def update(self, version: int, due: Sequence[Contribution]) -> None:
+        """Make the buffers of the version after this one; done again, it makes the same."""
+        if not self._live:
+            return
+        self._copy(self._live, self._served.buffers(version))
+        self._replay.refresh()
+        slices = [one for contribution in due for one in self._served.read_statistics(contribution.row)]
+        self._replay.begin(len(slices), 2)
+        self._replay.commit(slices)
+        for one in due:
+            if one.place == 0 and one.changes:
+                self._replay.apply_first_changes(one.changes)
+        self._copy(self._served.buffers(version + 1), self._live)
+
+    @staticmethod
+    def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)

@@ -1,0 +1,136 @@
+"""`fit` under parameter servers: from one meeting of all workers to the next, each takes whatever work there is.
+
+A course ends where all workers have something to do together: at an epoch's end, for a checkpoint, when workers come or
+go, or because somebody wants to stop. In between, a worker hears of every update that servers make, in their order, and
+its hooks do too. Start reading at `ServedFit._loop`.
+"""
+
+from __future__ import annotations
+
+from manyhands.control.roster import parse_generation
+from manyhands.parallel.leases import Course
+from manyhands.parallel.served_messages import Done, Number
+from manyhands.runtime.fitting import Fit
+from manyhands.runtime.steps import END_FIT, LEAVE, REGROUP, SAVE
+from manyhands.strategies.base import StepStats
+from manyhands.strategies.served import Served
+
+__all__ = ["ServedFit"]
+
+
+class ServedFit(Fit):
+    """The same duties around steps as `Fit`; other steps."""
+
+    _generation = ""
+    _opened = 0
+
+    @property
+    def _engine(self) -> Served:
+        engine = self._training.engine
+        assert isinstance(engine, Served)
+        return engine
+
+    def _loop(self) -> None:
+        self._steps.begin()
+        while (course := self._next_course()) is not None:
+            self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
+            why = self._take_course()
+            step = self._steps.batches.at(self._training.progress.step)
+            if step.last_of_epoch:
+                self._end_epoch()
+            if why == LEAVE:
+                self._steps.leave()
+            self._steps.saver.after_step(save=why == SAVE or self._is_save_step(step.number))
+            if why == END_FIT:
+                return
+            if step.last_of_epoch and self._stopped_early():
+                self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
+                return
+            if why == REGROUP:
+                self._regrouping.change()
+
+    def _next_course(self) -> Course | None:
+        """To the next thing that all workers do together, as far as that is known."""
+        progress, batches, every = self._training.progress, self._steps.batches, self._steps.saver.every_steps
+        schedule, first, total = batches.schedule, progress.step + 1, self._steps.total_steps
+        assert total is not None, "rows by number end"
+        if first > total:
+            return None
+        rows = batches.num_rows - progress.row
+        last = min(total, progress.step + -(-rows // schedule.batch_size))
+        if every is not None:
+            last = min(last, progress.step + every - progress.step % every)
+        return Course(
+            call=progress.call,
+            first=first,
+            last=last,
+            start_row=0,
+            num_rows=rows,
+            batch_size=schedule.batch_size,
+            slices=schedule.slices,
+            whole=self._engine.is_async,
+        )
+
+    def _open(self, course: Course) -> None:
+        self._worker.report(self._training.progress.step, "opening a course")
+        scheduled = self._settings.scheduler_every == "step"
+        self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
+
+    def _number(self) -> Number:
+        """The same on every worker of the generation: each has opened as many courses in it."""
+        generation = self._worker.group.generation
+        self._opened = self._opened + 1 if generation == self._generation else 1
+        self._generation = generation
+        return *parse_generation(generation), self._opened
+
+    def _take_course(self) -> int:
+        """Why all workers have met."""
+        engine, worker, garbage = self._engine, self._worker, self._training.garbage
+        while True:
+            worker.report(self._training.progress.step, "waiting for work")
+            reply = engine.ask(self._wish)
+            for done in reply.done:
+                self._hear(done)
+            if reply.meet is not None:
+                return reply.why
+            if reply.work is not None:
+                self._announce(reply.work.step)
+                worker.report(reply.work.step, "training")
+                garbage.hold()
+                engine.compute(self._steps.batches.at(reply.work.step), reply.work, reply.version)
+                garbage.release()
+
+    def _wish(self) -> int:
+        """What all workers should meet for, as far as this one is concerned."""
+        if self._worker.stop_requested:
+            return LEAVE
+        if self.stop_asked:
+            return END_FIT
+        if self._steps.saver.is_time:
+            return SAVE
+        newest = self._worker.session.newest
+        if newest is not None and newest.lost:
+            return REGROUP
+        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
+
+    def _is_save_step(self, step: int) -> bool:
+        every = self._steps.saver.every_steps
+        return every is not None and step % every == 0
+
+    def _announce(self, step: int) -> None:
+        if step > self._announced:
+            self._announced = step
+            self._hooks.call("before_step", self._trainer, step)
+
+    def _hear(self, done: Done) -> None:
+        """An update was made. The n-th takes the run past the n-th batch, whichever it was made of."""
+        step = self._steps.batches.at(done.update)
+        self._announce(step.number)
+        stats = StepStats(
+            loss=done.loss,
+            rows=done.rows,
+            seconds=dict(self._engine.phases.seconds),
+            grad_norm=done.grad_norm,
+            lr=done.lr,
+        )
+        self._commit(step, stats)

@@ -1,0 +1,443 @@
+"""Weights on parameter servers: workers lease slices, push their gradients and read the weights that servers make.
+
+`sync` and `ssp` sum a step's slices along the same tree as every other strategy, and update once; `async` applies each
+step as it comes. Steps are not taken in turns here: between `open` and the next meeting a worker asks for work,
+computes it and pushes it, for as long as there is any. Whoever dies, worker or server, is no concern of the others'.
+What is leased to whom is decided by `parallel/leases.py`, what is applied by `parallel/served_server.py`. Start reading
+at `Served.compute`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.comm.axis import Axis
+from manyhands.errors import SpecError, TrainingFailed
+from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
+from manyhands.parallel.fused import state_names
+from manyhands.parallel.holding import Mapped
+from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.phases import Phases
+from manyhands.parallel.placing import Chunk, divide, pinned
+from manyhands.parallel.precision import Precision
+from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_memory import Memory, ServedMemory, course_register, layout_name
+from manyhands.parallel.served_messages import Ask, Filled, Number, Open, Reply
+from manyhands.parallel.served_rows import RowFiller
+from manyhands.parallel.served_server import Saved, open_memory
+from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
+from manyhands.parallel.updates import runs_fused
+from manyhands.strategies.base import LossFn, PieceLike, StepLike
+from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.computing import Computing
+
+__all__ = ["Served"]
+
+# In async a worker copies a version while servers go on: it has to be there until they have made two more.
+ASYNC_COPIES = 3
+
+
+class Served(Computing):
+    """One worker among several whose weights are on servers.
+
+    Promises: every slice of every step counts exactly once, whoever dies. With `mode="sync"` the result is that of
+    `Replicated`, to the bit; with "ssp" a gradient lacks at most the last `staleness` steps; with "async" any number.
+    Costs: a gradient is written once and read once by servers; in async a worker copies the weights for every step.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        loss_fn: LossFn | None,
+        precision: Precision,
+        choice: ParameterServer,
+        link: Link,
+        memory: Memory,
+        *,
+        num_servers: int,
+        worker: int,
+        most_workers: int,
+        foreign: ForeignState,
+        wait_for_chief: Callable[[str], None],
+    ) -> None:
+        """`worker` is this process's number in the run, which no other ever has."""
+        super().__init__(loss_fn, precision)
+        self._axis, self._choice, self._link, self._memory = axis, choice, link, memory
+        self._num_servers, self._worker, self._most_workers = num_servers, worker, most_workers
+        self._foreign, self._wait_for_chief = foreign, wait_for_chief
+        self._held: dict[int, Filled] = {}
+        """By filling: gradients that are pushed, and not known to be applied by all servers."""
+        self._opened: Open | None = None
+        self._served: ServedMemory | None = None
+        self._own: list[Tensor] | None = None
+        self._are_states_new = True
+        """Those of the optimizer, in this process, are what a course begins with; else those in memory are."""
+        self._is_gathered = False
+        self.phases = Phases()
+        self.held = _Held()
+
+    # ---- the verbs of every strategy ----
+
+    def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
+        """With `joining`, the other workers are training already, and their state comes next."""
+        self._model, self._optimizer = model, optimizer
+        _check(self._precision, optimizer, model)
+        self._buffers = StepBuffers(model, self._foreign)
+        self._filler: RowFiller | None = None
+        if joining:
+            self._are_states_new = False
+        else:
+            self.synchronise()
+
+    def synchronise(self) -> None:
+        """Give every worker the chief's weights and buffers. Servers get them when the next course is opened."""
+        self._leave_memory()
+        for param in self._model.parameters():
+            param.grad = None
+        self._axis.broadcast_([*self._model.parameters(), *self._model.buffers()], "weights of rank 0")
+        self._axis.barrier("weights of rank 0")
+
+    @contextmanager
+    def editing(self) -> Iterator[nn.Module]:
+        """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's."""
+        self._leave_memory()
+        self.gather_state()
+        with torch.no_grad():
+            yield self._model
+        self._are_states_new = True
+        self.synchronise()
+
+    def gather_state(self) -> None:
+        """Have the optimizer's states, as the servers left them, in this process's optimizer. Between courses."""
+        if self._are_states_new or self._served is None:
+            return
+        counts, more = self._told_states()
+        places = range(len(self._served.params))
+        whole = not runs_fused(self._optimizer)
+        load_states(self._served, self._optimizer, self._version, counts, more, places, whole=whole)
+        self._is_gathered = True
+
+    def state(self) -> dict[str, Any]:
+        """Without `gather_state` the optimizer's states are not part of what is told: they are in memory."""
+        return {"in_memory": not (self._are_states_new or self._is_gathered)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """After weights and states themselves."""
+        self._are_states_new = not state.get("in_memory", False)
+        self._buffers = StepBuffers(self._model, self._foreign)
+
+    def regroup(self, axis: Axis, sharing: Any) -> None:
+        self._axis = axis
+
+    def abandon(self) -> None:
+        """Leave the model alone: there will be another engine."""
+        self._close_filler()
+
+    def close(self) -> None:
+        self._close_filler()
+        self._link.close()
+        self._axis.close()
+
+    has_residuals = True
+    """A save needs all workers: it happens between courses."""
+    compares_copies = False
+
+    # ---- courses ----
+
+    @property
+    def is_async(self) -> bool:
+        return self._choice.mode == "async"
+
+    @property
+    def ahead(self) -> int | None:
+        """How many steps the weights of a slice may lack."""
+        return {"sync": 0, "ssp": self._choice.staleness, "async": None}[self._choice.mode]
+
+    def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
+        """Have servers begin with the chief's state, after step `course.first - 1`. By all workers, together."""
+        is_chief = self._axis.rank == 0
+        told = msgspec.msgpack.encode(self._install(number, course, scheduler, scheduled)) if is_chief else b""
+        opened = msgspec.msgpack.decode(self._axis.all_gather_bytes("course", told)[0], type=Open)
+        if is_chief:
+            self._link.open(opened)
+        self._wait_for_chief(f"course {number}")
+        if not is_chief:
+            self._enter_memory(opened)
+            self._link.follow(opened)
+        self._opened, self._told = opened, opened.version
+        self._held, self._are_states_new, self._is_gathered = {}, False, False
+        self._optimizer.state.clear()  # servers have them from now on
+        self._met, self._book = course.first - 1, 0
+        self._look(opened.version)
+
+    def _install(self, number: Number, course: Course, scheduler: Any, scheduled: bool) -> Open:
+        """Put what the chief has to where the servers find it."""
+        version, trained = course.first - 1, self._trained()
+        names = [name for name, param in self._model.named_parameters() if param.requires_grad]
+        opened = Open(
+            number=number,
+            course=course,
+            version=version,
+            layout=layout_name(names, trained),
+            trained=names,
+            copies=ASYNC_COPIES if self.ahead is None else 2 * (1 + self.ahead),
+            rows=self._num_rows(course),
+            servers=self._num_servers,
+            ahead=self.ahead,
+            backups=self._choice.backup_workers,
+            damping=bool(self._choice.damping),
+            groups=settings_of(self._optimizer),
+            counts=[],
+            more=b"",
+            scheduler=plain_schedule(scheduler),
+            scheduled=scheduled and scheduler is not None,
+        )
+        served = self._enter_memory(opened)
+        with torch.no_grad():
+            _copy(served.weights(version).views, served.params)
+            _copy(served.buffers(version), changing_state(self._model, served.params))
+        counts, more = self._put_states(served, version)
+        return msgspec.structs.replace(opened, counts=counts, more=more)
+
+    def _put_states(self, served: ServedMemory, version: int) -> tuple[list[int], bytes]:
+        if not self._are_states_new:
+            return self._told_states()
+        places = range(len(served.params))
+        return store_states(served, self._optimizer, version, places, whole=not runs_fused(self._optimizer))
+
+    def _told_states(self) -> tuple[list[int], bytes]:
+        """What servers have committed beside states that lie in memory."""
+        assert self._served is not None
+        opened = self._opened or msgspec.msgpack.decode(course_register(self._memory, 0).value, type=Open)
+        found = [self._served.standing(server).value for server in range(opened.servers)]
+        saved = [msgspec.msgpack.decode(one, type=Saved) for one in found if one]
+        of_course = [one for one in saved if one.number == opened.number]
+        if not of_course:  # no step of it was taken
+            return opened.counts, opened.more
+        return merge_states([(one.counts, one.more) for one in of_course])
+
+    def _num_rows(self, course: Course) -> int:
+        if course.whole:
+            return self._most_workers
+        steps_ahead = min(self.ahead or 0, 1) * 2 * self._most_workers
+        return min(course.slices * ((self.ahead or 0) + 1), course.slices + steps_ahead)
+
+    def _enter_memory(self, opened: Open) -> ServedMemory:
+        served = self._served
+        if served is None or (served.layout, served.copies, served.num_rows) != (
+            opened.layout,
+            opened.copies,
+            opened.rows,
+        ):
+            self._served = served = open_memory(self._model, self._memory, opened, self._foreign)
+            if self._axis.rank == 0:
+                served.allot_all(state_names(self._optimizer) if runs_fused(self._optimizer) else [])
+        if self._filler is None:
+            self._filler = RowFiller(self._trained())
+        return served
+
+    def _leave_memory(self) -> None:
+        """Have weights of this worker's own."""
+        for param in self._trained():
+            param.data = param.data.clone()
+        self._close_filler()
+
+    def _close_filler(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [param for param in self._model.parameters() if param.requires_grad]
+
+    # ---- between two meetings ----
+
+    def ask(self, wish: Callable[[], int]) -> Reply:
+        """Work, news, or that all meet now."""
+        reply = self._link.ask(lambda ticket: self._question(ticket, wish()), self._held.values)
+        if not self.is_async:
+            self._held = {key: one for key, one in self._held.items() if one.held.step > reply.version}
+        self._told = max([self._told, *(done.update for done in reply.done)])
+        self._book = reply.book
+        if reply.meet is not None:
+            self._met = reply.meet
+            self._look(reply.meet)
+        return reply
+
+    def _question(self, ticket: int, wish: int) -> Ask:
+        return Ask(
+            number=self._course_now.number,
+            worker=self._worker,
+            book=self._book,
+            ticket=ticket,
+            met=self._met,
+            told=self._told,
+            wish=wish,
+            holding=[one.held for one in self._held.values()],
+        )
+
+    def compute(self, step: StepLike, work: Held, version: int) -> None:
+        """Compute what was leased, and push it."""
+        served, filler = self._memory_now()
+        self.phases.begin([self._link.waiting])
+        based_on = self._pull() if self.is_async else self._look(version)
+        served.begin_filling(work.row, work.filling)
+        pieces = [step.slice(v) for v in (range(step.num_slices) if self._course_now.course.whole else [work.place])]
+        self.phases.mark("load")
+        filler.begin(served.row(work.row).views, len(pieces))
+        self._buffers.begin(len(pieces), 2)
+        results = [self._slice(piece, step) for piece in pieces]
+        absent = filler.finish()
+        served.write_statistics(work.row, [statistics for _, _, statistics in results])
+        filled = Filled(
+            number=self._course_now.number,
+            worker=self._worker,
+            held=work,
+            based_on=based_on,
+            total=sum(total for total, _, _ in results),
+            weight=sum(weight for _, weight, _ in results),
+            absent=absent,
+            changes=self._buffers.first_changes() if work.place == 0 else b"",
+        )
+        self.phases.mark("backward")
+        self._push(filled)
+        self.phases.mark("reduce")
+
+    def _push(self, filled: Filled) -> None:
+        self._link.tell(filled)
+        if self.is_async:
+            self._link.await_applied(filled)
+        else:
+            self._held[filled.held.filling] = filled
+
+    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor]:
+        assert self._loss_fn is not None and self._filler is not None
+        place = piece.index
+        self._buffers.enter(place)
+        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+            result = self._loss_fn(self._model, piece.batch)
+        self.phases.mark("forward")
+        total, weight, scaled = self.weigh(piece, result, step.rows)
+        if not math.isfinite(total):
+            self.raise_non_finite(f"The loss of slice {place} of step {step.number} is {total}")
+        statistics = self._buffers.leave(place)
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._filler.after_backward(place)
+        finally:
+            self._buffers.put_back()
+        self.phases.mark("backward")
+        return total, weight, statistics
+
+    @property
+    def _course_now(self) -> Open:
+        assert self._opened is not None, "open comes first"
+        return self._opened
+
+    def _memory_now(self) -> tuple[ServedMemory, RowFiller]:
+        assert self._served is not None and self._filler is not None, "open comes first"
+        return self._served, self._filler
+
+    # ---- weights ----
+
+    def _look(self, version: int) -> int:
+        """At a version in shared memory, which stays as it is for as long as this worker needs it."""
+        served, _ = self._memory_now()
+        for param, view in zip(served.params, served.weights(version).views, strict=True):
+            param.data = view
+        self._take_buffers(version)
+        self._version = version
+        return version
+
+    def _take_buffers(self, version: int) -> None:
+        assert self._served is not None
+        live = changing_state(self._model, self._served.params)
+        if live:
+            with torch.no_grad():
+                _copy(live, self._served.buffers(version))
+            self._buffers.refresh()
+
+    def _pull(self) -> int:
+        """Copy the newest weights of every server: the oldest version among them."""
+        served, _ = self._memory_now()
+        if self._own is None or len(self._own) != len(served.params):
+            self._own = [torch.empty_like(param) for param in served.params]
+        with torch.no_grad():
+            versions = [self._pull_part(served, server, chunks) for server, chunks in enumerate(self._divided(served))]
+        for param, own in zip(served.params, self._own, strict=True):
+            param.data = own
+        self._take_buffers(versions[0])
+        return min(versions)
+
+    def _pull_part(self, served: ServedMemory, server: int, chunks: Sequence[Chunk]) -> int:
+        assert self._own is not None
+        while True:
+            version = served.version(server)
+            views = served.weights(version).views
+            for place, start, stop in chunks:
+                if stop - start == views[place].numel():
+                    self._own[place].copy_(views[place])
+                else:
+                    _flat(self._own[place])[start:stop] = _flat(views[place])[start:stop]
+            if served.version(server) <= version + served.copies - 2:  # nobody wrote there meanwhile
+                return version
+
+    def _divided(self, served: ServedMemory) -> list[list[Chunk]]:
+        numels = [param.numel() for param in served.params]
+        opened = self._course_now
+        pins = pinned(opened.trained, self._choice.place or {}, opened.servers)
+        return divide(numels, opened.servers, pins, whole=not runs_fused(self._optimizer))
+
+
+class _Held:
+    """What `Regrouping` asks of where an engine holds its weights: newcomers find them when a course is opened."""
+
+    common = None
+    mapped = Mapped("served", 0)
+
+    def attach(self, mapped: Mapped | None) -> None:
+        pass
+
+    def where(self, tensor: Tensor) -> tuple[str, int] | None:
+        return None
+
+    def shared_tensor(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        raise AssertionError("nothing is told to lie in shared memory")
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _check(precision: Precision, optimizer: Optimizer, model: nn.Module) -> None:
+    if precision.scale is not None:
+        raise SpecError(
+            "fp16 lowers its loss scale when a step overflows, which parameter servers cannot take back.",
+            where="precision",
+            fix=['precision="bf16"'],
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingFailed(
+            "LBFGS evaluates the loss several times per step, which a parameter server cannot do.",
+            fix=["another optimizer", 'strategy="mirrored"'],
+        )
+    others = {str(param.device) for param in model.parameters() if param.device.type != "cpu"}
+    if others:
+        raise SpecError(
+            f"Parameter servers keep weights in the memory of the host, but the model is on {', '.join(others)}.",
+            fix=['devices=("cpu",)', 'strategy="mirrored"'],
+        )
