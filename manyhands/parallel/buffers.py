@@ -122,19 +122,26 @@ class StepBuffers:
         averages, calls = self._read()
         return torch.cat([averages, calls - self._start_calls])
 
+    def apart(self, contribution: Tensor) -> Tensor:
+        """The same for whoever replays it on other buffers than those of this step: what its calls added."""
+        if self._alone or not self._layers:
+            return contribution
+        after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
+        return torch.cat([self._added(after, made), made])
+
     def put_back(self) -> None:
         """Back to the step's own values. After backward, which may still need what forward left."""
         if not self._alone:
             self._write(self._start, self._start_calls)
             self._others.put_back()
 
-    def commit(self, contributions: Sequence[Tensor]) -> None:
-        """Replay every slice's contribution, in slice order."""
+    def commit(self, contributions: Sequence[Tensor], *, apart: bool = False) -> None:
+        """Replay every slice's contribution, in slice order; with `apart`, as `apart` made them."""
         if self._alone or not self._layers:
             return
         averages, calls = self._start, self._start_calls
         for contribution in contributions:
-            averages, calls = self._replay(averages, calls, contribution)
+            averages, calls = (self._add if apart else self._replay)(averages, calls, contribution)
         self._write(averages, calls)
 
     def first_changes(self) -> bytes:
@@ -150,9 +157,16 @@ class StepBuffers:
         untouched = bool((calls == self._start_calls).all())
         if untouched:  # the first slice: its result is exactly what one process would have
             return torch.where((made > 0)[self._owner], after, averages), calls + made
-        own_keep, own_scale = self._factors(self._start_calls, made)
+        return self._add(averages, calls, torch.cat([self._added(after, made), made]))
+
+    def _added(self, after: Tensor, made: Tensor) -> Tensor:
+        """What a slice's calls, which began with the step's own averages, added to them."""
+        keep, scale = self._factors(self._start_calls, made)
+        return (after - keep[self._owner] * self._start) / scale[self._owner]
+
+    def _add(self, averages: Tensor, calls: Tensor, contribution: Tensor) -> tuple[Tensor, Tensor]:
+        added, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         keep, scale = self._factors(calls, made)
-        added = (after - own_keep[self._owner] * self._start) / own_scale[self._owner]
         replayed = keep[self._owner] * averages + scale[self._owner] * added
         return torch.where((made > 0)[self._owner], replayed, averages), calls + made
 

@@ -233,7 +233,7 @@ class _Course:
         if number == 0:
             self._minutes = served.minutes()
             self._journal = served.journal()
-            self._buffers = _Buffers(model, foreign, served, saved.version)
+            self._buffers = _Buffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
 
     def hear_living(self, living: frozenset[int]) -> None:
         self._living = living
@@ -408,8 +408,11 @@ class _Course:
 class _Buffers:
     """The first server replays what slices made of the buffers, so that every version has its own."""
 
-    def __init__(self, model: nn.Module, foreign: ForeignState, served: ServedMemory, version: int) -> None:
-        self._served = served
+    def __init__(
+        self, model: nn.Module, foreign: ForeignState, served: ServedMemory, version: int, *, apart: bool
+    ) -> None:
+        """`apart`: slices may have begun with the buffers of earlier versions."""
+        self._served, self._apart = served, apart
         self._live = changing_state(model, served.params)
         self._copy(self._live, served.buffers(version))
         self._replay = StepBuffers(model, foreign)
@@ -422,7 +425,7 @@ class _Buffers:
         self._replay.refresh()
         slices = [one for contribution in due for one in self._served.read_statistics(contribution.row)]
         self._replay.begin(len(slices), 2)
-        self._replay.commit(slices)
+        self._replay.commit(slices, apart=self._apart)
         for one in due:
             if one.place == 0 and one.changes:
                 self._replay.apply_first_changes(one.changes)

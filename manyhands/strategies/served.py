@@ -329,6 +329,8 @@ class Served(Computing):
         if not math.isfinite(total):
             self.raise_non_finite(f"The loss of slice {place} of step {step.number} is {total}")
         statistics = self._buffers.leave(place)
+        if self.ahead != 0:  # others may be applied before it
+            statistics = self._buffers.apart(statistics)
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
             self._filler.after_backward(place)
