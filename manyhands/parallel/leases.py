@@ -2,10 +2,10 @@
 
 A `Course` is the steps of one call, as arithmetic. The `Book` is kept by the first server: who has which slice, which
 ones to hand out again because whoever had them is gone, and when all meet. It can be lost and written anew at any time:
-what has been applied is in the servers' own memory, and workers say again what they hold. In sync and ssp a step is
-applied when all of its slices are there, and a slice may be computed with weights that lack at most the last
-`staleness` of the steps before it; so ssp(0) is sync. In async a step is computed by one worker, and is applied on
-arrival. Start reading at `Book.ask`.
+what has been applied is in the servers' own memory, workers say again what they hold, and what nobody could say again
+is in its `Minutes`. In sync and ssp a step is applied when all of its slices are there, and a slice may be computed
+with weights that lack at most the last `ahead` of the steps before it; so ssp(0) is sync. In async a step is computed
+by one worker, and is applied on arrival. The protocol: docs/protocols/parameter-server.md. Start reading at `Book.ask`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from manyhands.data.order import num_slices
 
-__all__ = ["WINDOW", "Book", "Course", "Grant", "Held", "Item", "Meet", "Rule", "Standing"]
+__all__ = ["WINDOW", "Book", "Course", "Grant", "Held", "Item", "Meet", "Minutes", "Rule", "Standing"]
 
 WINDOW = 4096
 """How many steps beyond the first that is not applied may be handed out: what a server remembers is bounded by it."""
@@ -40,7 +40,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     """A step is computed by one worker, all its slices one after the other."""
 
     def rows(self, step: int) -> int:
-        return min(self.batch_size, self.num_rows - self._start(step))
+        return min(self.batch_size, self.num_rows - self.start(step))
 
     def places(self, step: int) -> int:
         """How many slices a step is cut into; none of them is empty."""
@@ -52,16 +52,23 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.whole else self.places(step)
 
     def ends_epoch(self, step: int) -> bool:
-        return self._start(step) + self.rows(step) == self.num_rows
+        return self._steps_from(self.start(step)) == 1
 
     def next_end(self, step: int) -> int:
         """The first step from this one on after which all meet: an epoch's last, or the call's."""
-        per_epoch = -(-self.num_rows // self.batch_size)
-        return min(self.last, step + per_epoch - 1 - self._start(step) // self.batch_size)
+        return min(self.last, step - 1 + self._steps_from(self.start(step)))
 
-    def _start(self, step: int) -> int:
-        per_epoch = -(-self.num_rows // self.batch_size)
-        return (self.start_row // self.batch_size + step - self.first) % per_epoch * self.batch_size
+    def start(self, step: int) -> int:
+        """Rows of its epoch that are consumed before a step. The first epoch may begin anywhere, all others at 0."""
+        steps = step - self.first
+        in_first = self._steps_from(self.start_row)
+        if steps < in_first:
+            return self.start_row + steps * self.batch_size
+        return (steps - in_first) % self._steps_from(0) * self.batch_size
+
+    def _steps_from(self, row: int) -> int:
+        """How many steps the rest of an epoch takes."""
+        return -(-(self.num_rows - row) // self.batch_size)
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +76,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     ahead: int | None
     """A slice of step t is computed with weights of step t - 1 - ahead or later; None: with whatever there is."""
+    backups: int = 0
+    """How many slices may be handed out a second time to workers with nothing else to do; the first to fill wins."""
 
     def admits(self, step: int, low: int) -> bool:
         return step <= low + (WINDOW if self.ahead is None else 1 + self.ahead)
@@ -102,6 +111,29 @@ class Standing(NamedTuple):
     def applied(self, step: int) -> bool:
         return step <= self.low or step in self.seen
 
+    def then(self, later: Standing) -> Standing:
+        """What was applied stays so, even if word of it comes late; gradients that wait are lost with their server."""
+        low = max(self.low, later.low)
+        return Standing(low, frozenset(step for step in self.seen | later.seen if step > low), later.has)
+
+
+class Minutes(msgspec.Struct, frozen=True, array_like=True):
+    """What the next book must know, and nobody else could tell it. To be kept before the answer to an ask goes out."""
+
+    held: int
+    """The last step after which all have met, and have come back."""
+    called: int
+    """The step after which all meet now; `held` while nobody does."""
+    why: int
+    """What that meeting is for: the same for everybody."""
+    reach: int
+    """The last step that was handed out. A gradient of it may turn up as long as it is not applied everywhere."""
+
+    @classmethod
+    def before(cls, step: int) -> Minutes:
+        """Of a course that begins with this step."""
+        return cls(step - 1, step - 1, 0, step - 1)
+
 
 class Grant(NamedTuple):
     held: Held
@@ -114,32 +146,42 @@ class Meet(NamedTuple):
 
     step: int
     why: int
-    """The largest of what workers wished for."""
+    """The largest of what workers wished for before the meeting was called."""
 
 
 class _Lease(NamedTuple):
     worker: int
     held: Held
-    filled: bool
+    filled: bool = False
 
 
 class Book:
-    """Of one course. `fillings` numbers fillings of rows from there on: no two books of a run may give the same."""
+    """Of one course. Its number is larger than that of any book before it in the run, and below 2**32.
+
+    In sync and ssp there must be a row for every slice of a step at least. A worker reads weights of the version that
+    it was granted until its gradient is filled: for that, 2 * (1 + ahead) versions must be kept.
+    """
 
     def __init__(
-        self, course: Course, rule: Rule, standings: Iterable[Standing], *, num_rows: int, fillings: int, met: int
+        self, course: Course, rule: Rule, standings: Iterable[Standing], *, num_rows: int, number: int, minutes: Minutes
     ) -> None:
-        self.course, self._rule, self._standings = course, rule, list(standings)
-        self._fillings, self._num_rows = fillings, num_rows
-        self._leases: dict[Item, _Lease] = {}
-        self._doomed: dict[int, int] = {}
-        """Row -> worker, of leases that are void while somebody may still write there."""
+        # A server's word may be old; that a meeting was called means that all had applied the steps to it.
+        self._standings = [Standing(minutes.called).then(standing) for standing in standings]
+        self.course, self.minutes, self._rule = course, minutes, rule
+        self.number, self._num_rows = number, num_rows
+        self._fillings = number << 32
+        self._leases: dict[int, _Lease] = {}
+        """By number of the filling."""
+        self._void: dict[int, set[int]] = {}
+        """Worker -> rows that it may still write to, though its leases of them are no more."""
         self._again: list[Item] = []
         self._next = Item(max(course.first, self.low + 1), 0)
         self._met: dict[int, int] = {}
-        self._last_met, self._why = met, 0
-        self._boundary = course.next_end(met + 1) if met < course.last else course.last
+        self._tickets: dict[int, int] = {}
         self._missing: set[int] = set()
+        self._living: frozenset[int] | None = None
+        self._why = 0
+        self._boundary = minutes.called if self._is_meeting else course.next_end(min(minutes.held + 1, course.last))
 
     @property
     def low(self) -> int:
@@ -150,117 +192,174 @@ class Book:
     def workers(self) -> list[int]:
         return list(self._met)
 
+    @property
+    def rows_used(self) -> int:
+        return len(self._used_rows())
+
     def expect(self, workers: Iterable[int]) -> None:
-        """These have leases that this book, which another one preceded, knows nothing of until they ask."""
-        self._missing = set(workers)
+        """These may have leases that this book, which another one preceded, knows nothing of until they ask."""
+        self._missing = {worker for worker in workers if self._lives(worker)}
 
     # ---- what happens ----
 
-    def ask(self, worker: int, met: int, wish: int, holding: Collection[Held]) -> Grant | Meet | None:
-        """A worker wants work. It says what it holds, which may be news after a server was lost. None: not now."""
-        self._missing.discard(worker)
-        self._met[worker] = max(met, self._met.get(worker, met))
-        for held in holding:
-            self._take_note(worker, held)
-        if wish:
-            self._call_meeting(wish)
-        while self._last_met < self._boundary <= self._met[worker] and self._end_meeting():
-            pass  # a book that was written anew finds several behind it
-        if self._met[worker] < self._boundary and self._is_quiet():
-            return Meet(self._boundary, self._why)
-        return self._grant(worker)
+    def ask(
+        self, worker: int, book: int, ticket: int, met: int, wish: int, holding: Collection[Held]
+    ) -> Grant | Meet | None:
+        """A worker wants work. None: not now.
 
-    def filled(self, worker: int, held: Held) -> bool:
-        """Whether this is the filling that was leased: then its gradient is wanted."""
-        lease = self._leases.get(held.item)
-        if self._is_applied(held.step) or lease is None or lease.held.filling != held.filling:
-            if self._doomed.get(held.row) == worker:
-                del self._doomed[held.row]
+        It says all that it holds, which may be news after a server was lost; and its wish for a meeting with every ask
+        until it has met. Tickets grow with every sending, and a worker takes no answer but that to its last one: so
+        what an ask does not name, the worker does not hold, and never will by an earlier answer. That is true of one
+        book: `book` is the number of that which the worker has heard last, and an ask for another one says nothing.
+        """
+        if book != self.number or not self._lives(worker) or ticket <= self._tickets.get(worker, -1):
+            return None
+        self._tickets[worker] = ticket
+        self._hear(worker, met, holding)
+        self._end_meeting()
+        if wish:
+            self._wish(wish)
+        if met < self._boundary and (self._is_meeting or self._is_quiet()):
+            return self._call_meeting()
+        return self._grant(worker, {held.filling for held in holding})
+
+    def filled(self, held: Held) -> bool:
+        """Whether this filling is leased, and the first of its slice: then its gradient is wanted."""
+        lease = self._leases.get(held.filling)
+        if lease is None:
             return False
-        self._leases[held.item] = lease._replace(filled=True)
+        self._leases[held.filling] = lease._replace(filled=True)
+        self._drop(other for other in self._of(held.item) if not other.filled)
         return True
 
     def stands(self, server: int, standing: Standing) -> None:
         """Where a server stands. One that was lost has fewer gradients than before: those of the dead are redone."""
-        self._standings[server] = standing
-        for item in [item for item in self._leases if self._is_applied(item.step)]:
-            del self._leases[item]
+        self._standings[server] = self._standings[server].then(standing)
+        self._drop(lease for lease in self._leases.values() if self._is_applied(lease.held.step))
+        self._take_back()
 
     def lose(self, living: Collection[int]) -> None:
-        """Only these are still there: what the others had is handed out again, unless every server has it already."""
-        self._missing &= set(living)
-        self._met = {worker: met for worker, met in self._met.items() if worker in living}
-        self._doomed = {row: worker for row, worker in self._doomed.items() if worker in living}
-        for item, lease in list(self._leases.items()):
-            if lease.worker not in living and not (lease.filled and self._is_everywhere(item)):
-                del self._leases[item]
-                bisect.insort(self._again, item)
+        """Only these are there, and are answered: what others had is handed out again, unless every server has it."""
+        self._living = frozenset(living)
+        self._missing &= self._living
+        self._met = {worker: met for worker, met in self._met.items() if worker in self._living}
+        self._tickets = {worker: ticket for worker, ticket in self._tickets.items() if worker in self._living}
+        self._void = {worker: rows for worker, rows in self._void.items() if worker in self._living}
+        self._take_back()
+
+    # ---- workers ----
+
+    def _lives(self, worker: int) -> bool:
+        return self._living is None or worker in self._living
+
+    def _hear(self, worker: int, met: int, holding: Collection[Held]) -> None:
+        self._missing.discard(worker)
+        self._met[worker] = met
+        for held in holding:
+            # Of the book before.
+            if held.filling not in self._leases and not self._is_applied(held.step) and not self._of(held.item):
+                self._leases[held.filling] = _Lease(worker, held)
+                self._again = [item for item in self._again if item != held.item]
+        self._void[worker] = {held.row for held in holding if held.filling not in self._leases}
 
     # ---- meetings ----
 
-    def _call_meeting(self, wish: int) -> None:
-        """As soon as what is handed out is applied."""
-        self._why = max(self._why, wish)
-        handed_out = max([self._next.step - (self._next.place == 0), *(item.step for item in self._leases)])
-        self._boundary = min(self._boundary, max(handed_out, self.low, self._last_met))
+    @property
+    def _is_meeting(self) -> bool:
+        return self.minutes.called > self.minutes.held
+
+    def _wish(self, wish: int) -> None:
+        """All meet as soon as what is handed out is applied; those who have just met, after one more step."""
+        if not self._is_meeting:
+            self._why = max(self._why, wish)
+            self._boundary = min(self._boundary, max(self.minutes.reach, self.minutes.held + 1))
 
     def _is_quiet(self) -> bool:
         return self.low >= self._boundary and not self._leases and not self._missing
 
-    def _end_meeting(self) -> bool:
+    def _call_meeting(self) -> Meet:
+        if not self._is_meeting:
+            self.minutes = msgspec.structs.replace(self.minutes, called=self._boundary, why=self._why)
+        return Meet(self._boundary, self.minutes.why)
+
+    def _end_meeting(self) -> None:
         """Once all who were there have come back; after the last one nobody does."""
-        if self._boundary == self.course.last or any(met < self._boundary for met in self._met.values()):
-            return False
-        self._last_met, self._why = self._boundary, 0
-        self._boundary = self.course.next_end(self._boundary + 1)
-        return True
+        late = any(met < self._boundary for met in self._met.values())
+        if self._is_meeting and self._boundary < self.course.last and not late and not self._missing:
+            self.minutes = msgspec.structs.replace(self.minutes, held=self._boundary, why=0)
+            self._why = 0
+            self._boundary = self.course.next_end(self._boundary + 1)
 
     # ---- leases ----
 
-    def _grant(self, worker: int) -> Grant | None:
-        mine = next((one.held for one in self._leases.values() if one.worker == worker and not one.filled), None)
-        if mine is not None:  # the answer before was lost
-            return Grant(mine, self.low)
-        if self._missing or self._met[worker] < self._last_met or self._met[worker] >= self._boundary:
+    def _grant(self, worker: int, known: Collection[int]) -> Grant | None:
+        for lease in self._leases.values():
+            if lease.worker == worker and not lease.filled:
+                # The answer before was lost; or word of the filling is on its way. Whoever were granted then what it
+                # holds might be done with it when the answer comes, and would fill a row that is no longer its own.
+                return Grant(lease.held, self.low) if lease.held.filling not in known else None
+        # Whoever has missed a meeting waits for the next one, while there are others to bring it about.
+        if self._missing or not max(self._met.values()) <= self._met[worker] < self._boundary:
             return None
-        item = self._pick()
         row = self._free_row()
-        if item is None or row is None or not self._rule.admits(item.step, self.low):
+        item = self._pick() if row is not None else None
+        if row is None or item is None:
             return None
-        if self._again and item == self._again[0]:
-            del self._again[0]
-        else:
-            self._next = self._after(item)
         self._fillings += 1
         held = Held(item.step, item.place, row, self._fillings)
-        self._leases[item] = _Lease(worker, held, filled=False)
+        self._leases[held.filling] = _Lease(worker, held)
+        if item.step > self.minutes.reach:
+            self.minutes = msgspec.structs.replace(self.minutes, reach=item.step)
         return Grant(held, self.low)
 
     def _pick(self) -> Item | None:
-        self._again = [item for item in self._again if not self._is_applied(item.step)]
-        if self._again:
-            return self._again[0]
-        while self._is_applied(self._next.step) or self._next in self._leases:
+        """What to hand out now: what was taken back first, then the next, and at last what others are slow with."""
+        while self._again:
+            item = self._again.pop(0)
+            if not self._is_applied(item.step):
+                return item
+        while self._next.step <= self._boundary and (self._is_applied(self._next.step) or self._of(self._next)):
             self._next = self._after(self._next)
-        return self._next if self._next.step <= self._boundary else None
+        if self._next.step > self._boundary or not self._rule.admits(self._next.step, self.low):
+            return self._second()
+        item, self._next = self._next, self._after(self._next)
+        return item
+
+    def _second(self) -> Item | None:
+        """The first slice that somebody has, is not done with, and nobody else has."""
+        leased = [lease.held.item for lease in self._leases.values()]
+        twice = {item for item in leased if leased.count(item) > 1}
+        slow = [one.held.item for one in self._leases.values() if not one.filled and one.held.item not in twice]
+        return min(slow, default=None) if len(twice) < self._rule.backups else None
 
     def _after(self, item: Item) -> Item:
-        last = item.place + 1 >= self.course.items(item.step) if item.step <= self.course.last else True
+        last = item.place + 1 >= self.course.items(item.step)
         return Item(item.step + 1, 0) if last else Item(item.step, item.place + 1)
 
+    def _used_rows(self) -> set[int]:
+        return {lease.held.row for lease in self._leases.values()}.union(*self._void.values())
+
     def _free_row(self) -> int | None:
-        used = {lease.held.row for lease in self._leases.values()} | self._doomed.keys()
+        used = self._used_rows()
         return next((row for row in range(self._num_rows) if row not in used), None)
 
-    def _take_note(self, worker: int, held: Held) -> None:
-        """A lease of the book before, or one that this book has taken back."""
-        lease = self._leases.get(held.item)
-        if lease is not None and lease.held.filling == held.filling:
-            return
-        if lease is None and not self._is_applied(held.step) and held.item not in self._again:
-            self._leases[held.item] = _Lease(worker, held, filled=False)
-        else:
-            self._doomed[held.row] = worker
+    def _of(self, item: Item) -> list[_Lease]:
+        return [lease for lease in self._leases.values() if lease.held.item == item]
+
+    def _drop(self, leases: Iterable[_Lease]) -> None:
+        """Nobody needs them. Their rows are free, except where somebody may be writing."""
+        for lease in list(leases):
+            del self._leases[lease.held.filling]
+            if not lease.filled and self._lives(lease.worker):
+                self._void.setdefault(lease.worker, set()).add(lease.held.row)
+
+    def _take_back(self) -> None:
+        """What the dead had, and not every server has got."""
+        for lease in [one for one in self._leases.values() if not self._lives(one.worker)]:
+            if not (lease.filled and self._is_everywhere(lease.held.item)):
+                del self._leases[lease.held.filling]
+                if not self._of(lease.held.item):
+                    bisect.insort(self._again, lease.held.item)
 
     def _is_applied(self, step: int) -> bool:
         return all(standing.applied(step) for standing in self._standings)

@@ -42,7 +42,7 @@ class Shard:
     """All steps to `low` are applied, and those in `seen` beyond it."""
 
     def __init__(self, course: Course, *, in_order: bool, low: int, seen: Collection[int] = ()) -> None:
-        self.course, self._in_order, self.low, self.seen = course, in_order, low, set(seen)
+        self.course, self._in_order, self.low, self.seen = course, in_order, low, frozenset(seen)
         self._waiting: dict[int, dict[int, Contribution]] = {}
 
     @property
@@ -54,22 +54,23 @@ class Shard:
         return step <= self.low or step in self.seen
 
     def fill(self, contribution: Contribution) -> bool:
-        """Whether it is kept; one that is not has been applied, is there already or belongs to another course."""
+        """Whether it is kept; one that is not has been applied, is there already or belongs to another course.
+
+        Of two fillings of one slice the later is kept: the row of the earlier one may be in other hands.
+        """
         step, place = contribution.step, contribution.place
         known = self.course.first <= step <= min(self.course.last, self.low + WINDOW)
         if not known or self.is_applied(step) or not 0 <= place < self.course.items(step):
             return False
-        waiting = self._waiting.setdefault(step, {})
-        before = waiting.get(place)
+        before = self._waiting.get(step, {}).get(place)
         if before is not None and before.filling >= contribution.filling:
             return False
-        waiting[place] = contribution
+        self._waiting.setdefault(step, {})[place] = contribution
         return True
 
     def due(self) -> list[Contribution] | None:
         """The contributions to the next step to apply, in the order of their slices; None while some are missing."""
-        steps = [self.low + 1] if self._in_order else list(self._waiting)
-        for step in steps:
+        for step in [self.low + 1] if self._in_order else self._waiting:
             waiting = self._waiting.get(step, {})
             if waiting and len(waiting) == self.course.items(step):
                 return [waiting[place] for place in sorted(waiting)]
@@ -80,15 +81,21 @@ class Shard:
         waiting = self._waiting.get(contribution.step, {})
         if waiting.get(contribution.place) == contribution:
             del waiting[contribution.place]
+        if not waiting:
+            self._waiting.pop(contribution.step, None)
+
+    def after(self, step: int) -> tuple[int, frozenset[int]]:
+        """`low` and `seen` once this step is applied: to be committed together with what it makes of the weights."""
+        low, seen = self.low, self.seen | {step}
+        while low + 1 in seen:
+            low += 1
+        return low, frozenset(one for one in seen if one > low)
 
     def applied(self, step: int) -> None:
-        """Once what the step made of weights and states is committed."""
+        """What it made of the weights is committed, and `after` with it."""
         self._waiting.pop(step, None)
-        self.seen.add(step)
-        while self.low + 1 in self.seen:
-            self.low += 1
-            self.seen.discard(self.low)
+        self.low, self.seen = self.after(step)
 
     def standing(self) -> Standing:
         has = frozenset(Item(step, place) for step, places in self._waiting.items() for place in places)
-        return Standing(self.low, frozenset(self.seen), has)
+        return Standing(self.low, self.seen, has)
