@@ -272,7 +272,7 @@ class Book:
         """All meet as soon as what is handed out is applied; those who have just met, after one more step."""
         if not self._is_meeting:
             self._why = max(self._why, wish)
-            self._boundary = min(self._boundary, max(self.minutes.reach, self.minutes.held + 1))
+            self._boundary = min(self._boundary, max(self.minutes.reach, self.low, self.minutes.held + 1))
 
     def _is_quiet(self) -> bool:
         return self.low >= self._boundary and not self._leases and not self._missing

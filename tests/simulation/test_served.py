@@ -10,7 +10,7 @@ from .served_checker import violations
 from .served_history import Committed, Content, Died, Fault, Granted, History, Left, Met, Part, Started
 from .served_world import Defects, run
 
-CHUNKS, SEEDS_EACH = 2, 120
+CHUNKS, SEEDS_EACH = 2, 80
 
 WITHIN = 300
 """Seeds, in which a defect must show."""
