@@ -178,8 +178,8 @@ class Book:
         self._next = Item(max(course.first, self.low + 1), 0)
         self._met: dict[int, int] = {}
         self._tickets: dict[int, int] = {}
+        """Of each worker's last ask, and of the last that was answered."""
         self._answered: dict[int, int] = {}
-        """The last ticket of each worker that was answered; one that was not may be tried again."""
         self._missing: set[int] = set()
         self._living: frozenset[int] | None = None
         self._why = 0
@@ -213,6 +213,7 @@ class Book:
         until it has met. Tickets grow with every sending, and a worker takes no answer but that to its last one: so
         what an ask does not name, the worker does not hold, and never will by an earlier answer. That is true of one
         book: `book` is the number of that which the worker has heard last, and an ask for another one says nothing.
+        An ask that was not answered can be put again, as it is.
         """
         if book != self.number or not self._lives(worker) or ticket < self._tickets.get(worker, 0):
             return None
@@ -282,7 +283,7 @@ class Book:
         """All meet as soon as what is handed out is applied; those who have just met, after one more step."""
         if not self._is_meeting:
             self._why = max(self._why, wish)
-            self._boundary = min(self._boundary, max(self.minutes.reach, self.minutes.held + 1))
+            self._boundary = min(self._boundary, max(self.minutes.reach, self.low, self.minutes.held + 1))
 
     def _is_quiet(self) -> bool:
         return self.low >= self._boundary and not self._leases and not self._missing

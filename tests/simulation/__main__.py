@@ -1,4 +1,7 @@
-"""A campaign of simulated runs: `python -m tests.simulation --seeds 50000`, or one of them: `--seed 17`."""
+"""A campaign of simulated runs: `python -m tests.simulation --seeds 50000`, or one of them: `--seed 17`.
+
+With --served, of runs with parameter servers.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,32 @@ import argparse
 import sys
 import time
 
+from . import served_checker, served_history, served_world
 from .checker import violations
 from .history import Fault, Generation
 from .world import run
+
+
+def replay_served(seed: int) -> int:
+    history = served_world.run(seed)
+    print(history.course, f"ahead={history.ahead} servers={history.num_servers} rows={history.num_rows}")
+    for event in history.events:
+        print(f"{event.at:8.3f}  {event}")
+    problems = served_checker.violations(history)
+    print("\n".join(problems) or "no violation")
+    return bool(problems)
+
+
+def campaign_served(first: int, count: int) -> int:
+    began, faults, failed = time.monotonic(), 0, 0
+    for seed in range(first, first + count):
+        history = served_world.run(seed)
+        faults += len(history.of(served_history.Fault))
+        if problems := served_checker.violations(history):
+            failed += 1
+            print(f"seed {seed}: {problems[0]}  (python -m tests.simulation --served --seed {seed})", flush=True)
+    print(f"{count} runs with servers, {faults} faults in {time.monotonic() - began:.0f} s; {failed} failed")
+    return bool(failed)
 
 
 def replay(seed: int) -> int:
@@ -40,8 +66,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="one run, told event by event")
+    parser.add_argument("--served", action="store_true", help="runs with parameter servers")
     options = parser.parse_args()
-    return replay(options.seed) if options.seed is not None else campaign(options.first, options.seeds)
+    if options.seed is not None:
+        return (replay_served if options.served else replay)(options.seed)
+    return (campaign_served if options.served else campaign)(options.first, options.seeds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""What happened in a simulated run with parameter servers, as the checker reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from manyhands.parallel.leases import Course, Held
+
+
+class Content(NamedTuple):
+    """A gradient in a row of memory, and what it was made of."""
+
+    held: Held
+    based_on: int
+    whole: bool
+    """The weights of that version were there as long as they were read."""
+
+
+class Part(NamedTuple):
+    """What a server took for a slice: as it was told, and as it found it. None: somebody was writing there."""
+
+    held: Held
+    content: Content | None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server's process, from what it found in memory."""
+
+    at: float
+    server: int
+    low: int
+    seen: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Granted:
+    at: float
+    worker: int
+    held: Held
+    version: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    at: float
+    server: int
+    step: int
+    parts: tuple[Part, ...]
+    low: int
+    seen: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Met:
+    """A worker was told to meet, and what each server had applied then."""
+
+    at: float
+    worker: int
+    step: int
+    why: int
+    applied: tuple[tuple[int, frozenset[int]], ...]
+
+
+@dataclass(frozen=True)
+class Left:
+    at: float
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Died:
+    at: float
+    worker: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float
+    what: str
+
+
+@dataclass
+class History:
+    seed: int
+    course: Course
+    ahead: int | None
+    """None: async."""
+    backups: int
+    num_servers: int
+    num_rows: int
+    events: list[Any] = field(default_factory=list)
+    rows_used: int = 0
+    """The most at any time, as are those below."""
+    waiting: int = 0
+    seen: int = 0
+    dropped: int = 0
+    """Contributions whose row had been filled with something else."""
+    again: int = 0
+    """Slices that were handed out more than once."""
+    ended_at: float | None = None
+    """When every worker had met after the last step, and every server had applied it."""
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
