@@ -102,6 +102,7 @@ class Agent:
         """Since the last generation: what would be said of the next one stands in a WorkerLost already."""
         self._stop: tuple[str, int] | None = None
         self._workers_wanted: int | None = None
+        self._servers_wanted: int | None = None
         self._leaving_by: float | None = None
         """When this host, having been told to go, kills what has not gone by itself."""
         self._signalled = False
@@ -257,6 +258,7 @@ class Agent:
                 host=self._host,
                 slots=self._request.workers,
                 workers_wanted=self._workers_wanted,
+                servers_wanted=self._servers_wanted,
                 term=self._term,
                 versions=at.versions,
                 data_address=at.addresses.data,
@@ -392,7 +394,7 @@ class Agent:
             guard=at.guard,
             output=self._show_output,
             started=self._note_start,
-            servers_here=self._request.servers_here,
+            servers_here=lambda plan: range(plan.servers) if at.coordinator is not None else (),
             server_endpoints=f"ipc://{at.directory}/server-" if job.servers else "",
         )
         self._crew = Crew(plan, around)
@@ -486,22 +488,30 @@ class Agent:
                 case "stop":
                     self._ask_stop("stop", signal.SIGTERM)
                 case "scale":
-                    refusal = self._ask_scale(question.workers)
+                    refusal = self._ask_scale(question.workers, question.servers)
             self._at.people.send(refusal or self._status(), to=peer)
 
-    def _ask_scale(self, workers: int) -> Refusal | None:
+    def _ask_scale(self, workers: int | None, servers: int | None) -> Refusal | None:
         bounds = self._request.elastic
         if bounds is None:
             return Refusal(
                 error="UsageError", what=f"{self._at.book.run} is not elastic.", fix=["mh run --elastic 1:4"]
             )
-        if not bounds[0] <= workers <= bounds[1]:
+        if servers is not None and not self._request.servers:
+            what = f"{self._at.book.run} has no parameter servers, and cannot get any while it runs."
+            return Refusal(error="UsageError", what=what, fix=["mh run --servers 2"])
+        if servers is not None and servers < 1:
+            what = f"{servers} parameter servers are too few."
+            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} --servers 1"])
+        if workers is not None and not bounds[0] <= workers <= bounds[1]:
             what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
             nearest = min(max(workers, bounds[0]), bounds[1])
             return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} {nearest}"])
         if self._stop is not None:
             return Refusal(error="UsageError", what=f"{self._at.book.run} has been asked to stop.")
-        self._workers_wanted, self._changed = workers, True
+        self._workers_wanted = self._workers_wanted if workers is None else workers
+        self._servers_wanted = self._servers_wanted if servers is None else servers
+        self._changed = True
         return None
 
     def _status(self) -> Status:
@@ -509,6 +519,7 @@ class Agent:
         return Status(
             elastic=self._request.elastic,
             workers_wanted=self._workers_wanted,
+            servers_wanted=self._servers_wanted,
             run_call=self._desk.run_call,
             run=self._at.book.run,
             run_dir=self._at.book.path,

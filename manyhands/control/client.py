@@ -27,12 +27,13 @@ def request_stop(run_dir: str | Path) -> Status:
     return _ask(run_dir, Ask(what="stop"))
 
 
-def request_scale(run_dir: str | Path, workers: int) -> Status:
-    """Ask an elastic run to go on with so many workers; returns at once, with how it stood.
+def request_scale(run_dir: str | Path, workers: int | None = None, servers: int | None = None) -> Status:
+    """Ask an elastic run to go on with so many workers or servers; returns at once, with how it stood.
 
-    Raises `UsageError` where the run is not elastic, the number is outside of its bounds, or nobody answers.
+    Raises `UsageError` where the run is not elastic or has no servers, a number is outside of its bounds, or nobody
+    answers.
     """
-    return _ask(run_dir, Ask(what="scale", workers=workers))
+    return _ask(run_dir, Ask(what="scale", workers=workers, servers=servers))
 
 
 def _ask(run_dir: str | Path, question: Ask) -> Status:

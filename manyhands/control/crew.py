@@ -48,7 +48,7 @@ class Surroundings:
         guard: Guard,
         output: Callable[[Worker, Stream, bytes], None],
         started: Callable[[Worker], None],
-        servers_here: Sequence[int] = (),
+        servers_here: Callable[[Plan], Sequence[int]] = lambda plan: (),
         server_endpoints: str = "",
     ) -> None:
         self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
@@ -69,8 +69,7 @@ class Crew:
         self.memory = HostMemory()
         self.groups = Groups()
         self.workers: list[Worker] = []
-        self.servers = Servers(around.servers_here, self._start_server)
-        self.servers.fill()
+        self.servers = Servers(self._start_server)
         if plan.group:
             self.follow(plan)
         else:
@@ -93,7 +92,7 @@ class Crew:
             flags=around.job.flags,
             most_workers=around.job.most_workers if self.plan.group else 0,
             least_workers=around.job.least_workers if self.plan.group else 0,
-            num_servers=around.job.servers,
+            num_servers=self.plan.servers,
             servers=around.server_endpoints,
         )
         # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
@@ -175,11 +174,13 @@ class Crew:
     def adopt(self, plan: Plan) -> None:
         """The first half, which takes no time: the plan holds, and nobody waits in vain in an older generation."""
         self.plan = plan
+        self.servers.want(self._around.servers_here(plan))
         for generation in self.groups.announce(plan):
             self.memory.lose(None, generation)
 
     def staff(self) -> None:
         """The second half: processes."""
+        self.servers.fill()
         planned = {worker.incarnation for worker in self.plan.workers}
         for worker in list(self.workers):
             incarnation = worker.seat.incarnation

@@ -36,6 +36,7 @@ from manyhands.control.messages import (
     Relay,
     Replay,
     Report,
+    ServersWanted,
     StopRequest,
     StoreReply,
     StoreRequest,
@@ -206,7 +207,16 @@ class Desk:
                 self.port.send(message, to=worker.peer)
 
     def tell_servers(self, crew: Crew, now: float) -> None:
-        """Who lives, and in the end that they should end: at each change, and again every second."""
+        """Who lives, and in the end that they should end: at each change, and again every second.
+
+        How many servers there should be, workers are told as well.
+        """
+        wanted = crew.plan.servers
+        for process in crew.everyone if wanted else []:
+            number, at = process.told_servers
+            if process.peer is not None and (number != wanted or now - at >= ANNOUNCE_EVERY_S):
+                process.told_servers = (wanted, now)
+                self.port.send(ServersWanted(number=wanted), to=process.peer)
         news = (crew.living, crew.servers.asked_to_end)
         for server in crew.servers.processes:
             if server.peer is None or (server.told == news and now - server.told_at < ANNOUNCE_EVERY_S):

@@ -51,9 +51,7 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     elastic: tuple[int, int] | None = None
     """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
     servers: int = 0
-    """Parameter servers of the run."""
-    servers_here: list[int] = []
-    """The numbers of those that this host has."""
+    """Parameter servers of the run; they are on its first host."""
     heartbeat_s: float = 3.0
     hang_s: float = 10.0
     """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""

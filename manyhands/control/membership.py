@@ -64,6 +64,10 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
             known = state
             state = _hear(state, report, now)
             news = _of_interest_to_all(state) != _of_interest_to_all(known)
+            if state.servers_wanted != known.servers_wanted:
+                # On disk before anybody starts or ends one: a successor that had forgotten it would take it back.
+                state = replace(state, revision=state.revision + 1)
+                outputs.append(Persist(state=state))
             outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
         case Ticked():
             state = _note_silence(state, now)
@@ -80,7 +84,13 @@ def react(state: Membership, event: Event, now: float) -> tuple[Membership, list
 def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
     if state.roster is None or state.settings.elastic is None:
         return state.stop, state.run_dir
-    return state.stop, state.run_dir, attendance.call_of(state.roster), attendance.living(state.roster)
+    return (
+        state.stop,
+        state.run_dir,
+        state.servers_wanted,
+        attendance.call_of(state.roster),
+        attendance.living(state.roster),
+    )
 
 
 # ---- hearing ---------------------------------------------------------------------------------------------------
@@ -130,6 +140,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         log_base=report.log_base if report.local else state.log_base,
         stop=state.stop or report.stop,
         stop_signal=state.stop_signal or report.stop_signal,
+        servers_wanted=(report.servers_wanted if report.local else None) or state.servers_wanted,
     )
     if state.settings.elastic is not None:
         state = rescaled(state, report.workers_wanted) if report.local else state

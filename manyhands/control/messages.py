@@ -45,6 +45,7 @@ __all__ = [
     "Report",
     "RunFacts",
     "ServerStatus",
+    "ServersWanted",
     "Status",
     "StopRequest",
     "StoreReply",
@@ -208,10 +209,18 @@ class Living(_Message, frozen=True, kw_only=True):
     """Their slots, by incarnation."""
 
 
+class ServersWanted(_Message, frozen=True, kw_only=True):
+    """To workers and servers: how many servers there should be. Those with higher numbers end when they are ready."""
+
+    number: int
+
+
 FromWorker = (
     Hello | Report | Heartbeat | Offer | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
 )
-ToWorker = Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce | Living
+ToWorker = (
+    Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce | Living | ServersWanted
+)
 
 
 # ---- agent and coordinator -------------------------------------------------------------------------------------
@@ -292,6 +301,8 @@ class HostReport(_Message, frozen=True, kw_only=True):
     """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
     workers_wanted: int | None = None
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
+    servers_wanted: int | None = None
+    """The same of servers."""
     failed_server: FailedServer | None = None
 
 
@@ -310,7 +321,7 @@ class Job(_Value, frozen=True, kw_only=True):
     hang_s: float = 10.0
     """Limits for workers of an elastic run; see `control.hang`."""
     servers: int = 0
-    """Parameter servers of the run."""
+    """Parameter servers of the run, at first."""
 
 
 class PlannedWorker(_Value, frozen=True, kw_only=True):
@@ -358,6 +369,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     """A member of the generation before is gone: whoever is in that one goes over at once."""
     call: int = 0
     """With newcomers: the public call that they wait in."""
+    servers: int = 0
+    """How many parameter servers there should be, numbered from 0."""
     living: dict[int, int] = {}
     """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
 
@@ -413,8 +426,9 @@ FromCoordinator = Orders | StoreReply | Refusal
 
 class Ask(_Message, frozen=True, kw_only=True):
     what: Literal["status", "stop", "scale"]
-    workers: int = 0
-    """scale: how many there should be."""
+    workers: int | None = None
+    servers: int | None = None
+    """scale: how many there should be; None: as before."""
 
 
 class MemberStatus(_Value, frozen=True, kw_only=True):
@@ -459,5 +473,6 @@ class Status(_Message, frozen=True, kw_only=True):
     committed: Commit | None = None
     elastic: tuple[int, int] | None = None
     workers_wanted: int | None = None
+    servers_wanted: int | None = None
     """What `mh scale` said last."""
     run_call: int = 0

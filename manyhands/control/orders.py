@@ -38,7 +38,7 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
     return replace(
         orders,
         do="run",
-        plan=_elastic_plan(roster, agent) if elastic else _plan(roster, agent),
+        plan=_elastic_plan(state, roster, agent) if elastic else _plan(roster, agent),
         positions=_elsewhere(roster, agent, now),
         run_call=call_of(roster) if elastic else 0,
     )
@@ -70,7 +70,7 @@ def _plan(roster: Roster, agent: str) -> Plan:
     )
 
 
-def _elastic_plan(roster: Roster, agent: str) -> Plan:
+def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
     """As `_plan`, and which processes should be there. A host may have none in the group."""
     mine = [member for member in roster.members if member.agent == agent]
     number = {name: place for place, name in enumerate(roster.agents)}
@@ -92,6 +92,7 @@ def _elastic_plan(roster: Roster, agent: str) -> Plan:
         group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
         lost=roster.lost,
         call=roster.call,
+        servers=state.settings.job.servers if state.servers_wanted is None else state.servers_wanted,
         living=living(roster),
     )
 

@@ -180,6 +180,7 @@ class Membership(_Value, frozen=True, kw_only=True):
     deaths: int = 0
     """Of single workers in elastic attempts, as far as they count against the restart budget."""
     workers_wanted: int | None = None
+    servers_wanted: int | None = None
     """As `mh scale` said last."""
     revision: int = 0
     """Grows with every state that is persisted; orders carry it, so that an agent can tell older ones."""

@@ -28,13 +28,15 @@ def is_hopeless(end: WorkerEnd, lived_s: Sequence[float]) -> bool:
 
 
 class Servers:
-    def __init__(self, numbers: Sequence[int], start: Callable[[int, int], Worker]) -> None:
+    def __init__(self, start: Callable[[int, int], Worker]) -> None:
         """`start` makes a process of a server's number and an incarnation."""
         self._start = start
-        self._current: dict[int, Worker | None] = dict.fromkeys(numbers)
+        self._wanted: Sequence[int] = ()
+        self._current: dict[int, Worker] = {}
+        """By number: of those that are wanted, and of those that are not and have not left yet."""
         self._gone: list[Worker] = []
-        """Replaced, and what they have left behind is not swept up yet."""
-        self._lived_s: dict[int, list[float]] = {number: [] for number in numbers}
+        """Ended, and what they have left behind is not swept up yet."""
+        self._lived_s: dict[int, list[float]] = {}
         self._newest = 0
         self._hopeless: Worker | None = None
         self._kill_at: float | None = None
@@ -45,24 +47,31 @@ class Servers:
     @property
     def processes(self) -> list[Worker]:
         """Those that live, or have something left to be swept up, and the last one of each number."""
-        return [*self._gone, *(server for server in self._current.values() if server is not None)]
+        return [*self._gone, *self._current.values()]
 
     def member(self, incarnation: int) -> Worker | None:
         """The living one that may speak so."""
         return next((one for one in self.processes if one.seat.incarnation == incarnation and one.alive), None)
 
+    def want(self, numbers: Sequence[int]) -> None:
+        """These there should be. Others hand over what they have and leave by themselves, with exit code 0."""
+        self._wanted = numbers
+        for number, server in self._current.items():
+            server.may_end = number not in numbers or self.asked_to_end
+
     def fill(self) -> None:
-        """A process for each number that has none."""
+        """A process for each number that has none; also for one that should leave, but died instead."""
         for swept in [server for server in self._gone if server.cleared]:
             swept.log.close()
             self._gone.remove(swept)
         if self._ending or self._hopeless is not None:
             return
-        for number, server in self._current.items():
-            if server is None or not server.alive:
-                if server is not None:
-                    self._gone.append(server)
-                self._current[number] = self._start(number, self._next_incarnation())
+        died = [number for number, server in self._current.items() if server.failed_at is not None]
+        for number in [number for number, server in self._current.items() if not server.alive]:
+            self._gone.append(self._current.pop(number))
+        for number in sorted({*self._wanted, *died} - self._current.keys()):
+            self._current[number] = self._start(number, self._next_incarnation())
+            self._current[number].may_end = number not in self._wanted
 
     def _next_incarnation(self) -> int:
         """Unique over the run without asking anybody: far above the workers', and later ones are higher."""
@@ -73,7 +82,7 @@ class Servers:
         """It has died, other than as asked to, and `fill` replaces it; unless that would be of no use."""
         if self._ending or server.end is None:
             return
-        lived_s = self._lived_s[server.seat.server]
+        lived_s = self._lived_s.setdefault(server.number, [])
         lived_s.append(time.monotonic() - server.started_at)
         if is_hopeless(server.end, lived_s):
             self._hopeless = self._hopeless or server
@@ -92,7 +101,7 @@ class Servers:
         if not self._ending:
             self.asked_to_end = True
             for server in self.processes:
-                server.dismissed_at = time.monotonic()
+                server.dismissed_at, server.may_end = time.monotonic(), True
                 if not server.greeted:
                     server.kill()
         self.kill_by(by)
@@ -112,15 +121,17 @@ class Servers:
             server.kill()
 
     def statuses(self, now: float) -> list[ServerStatus]:
-        return [self._status(server, now) for server in self._current.values() if server is not None]
+        return [self._status(server, now) for _, server in sorted(self._current.items())]
 
     def _status(self, server: Worker, now: float) -> ServerStatus:
-        standing = "ending" if self._ending else "live" if server.greeted else "starting"
+        standing = (
+            "ending" if self._ending else "leaving" if server.may_end else "live" if server.greeted else "starting"
+        )
         return ServerStatus(
             server=server.number,
             pid=server.pid,
             status=standing if server.alive else server.status,
             phase=server.phase,
             age_s=now - server.heard_at,
-            deaths=len(self._lived_s[server.number]),
+            deaths=len(self._lived_s.get(server.number, [])),
         )

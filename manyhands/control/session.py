@@ -44,6 +44,7 @@ from manyhands.control.messages import (
     Refusal,
     Report,
     RunFacts,
+    ServersWanted,
     StopRequest,
     StoreReply,
     StoreRequest,
@@ -100,8 +101,11 @@ class Session:
         self.stop_requested: str | None = None
         self.living: dict[int, int] | None = None
         """A server's: the slots, by incarnation, of workers not known to be dead. None: nothing was heard so far."""
+        self.servers_wanted = seat.num_servers
+        """How many servers there should be, as last heard."""
         self.on_change: Callable[[], None] | None = None
-        """A server's: called, on the session's thread, after each change of `living`. It must not block nor raise."""
+        """Called, on the session's thread, after each change of these two and of `stop_requested`. It must not block
+        nor raise."""
         self.position: tuple[int, str] | None = None
         self.first_step: int | None = None
         self.call = 0
@@ -387,11 +391,11 @@ class Session:
     def _take(self, message: ToWorker) -> None:
         match message:
             case StopRequest(kind=kind):
-                with self._heard:
-                    self.stop_requested = kind
-                    self._heard.notify_all()
+                self._hear_of(kind, self.living, self.servers_wanted)
             case Living(workers=workers):
-                self._hear_of_workers(workers)
+                self._hear_of(self.stop_requested, workers, self.servers_wanted)
+            case ServersWanted(number=number):
+                self._hear_of(self.stop_requested, self.living, number)
             case Announce():
                 self._hear(message)
             case Welcome():
@@ -412,9 +416,12 @@ class Session:
             for ticket in list(self._in_vain_after_loss):
                 self._settle(ticket, loss)
 
-    def _hear_of_workers(self, workers: dict[int, int]) -> None:
-        changed, self.living = workers != self.living, workers
-        if changed and self.on_change is not None:
+    def _hear_of(self, stop: str | None, living: dict[int, int] | None, servers: int) -> None:
+        before = self.stop_requested, self.living, self.servers_wanted
+        with self._heard:
+            self.stop_requested, self.living, self.servers_wanted = stop, living, servers
+            self._heard.notify_all()
+        if before != (stop, living, servers) and self.on_change is not None:
             self.on_change()
 
     def _settle(self, ticket: int, result: Any) -> None:

@@ -54,6 +54,10 @@ class Worker:
         """What it was last announced, and when."""
         self.told_at = 0.0
         self.dismissed_at: float | None = None
+        self.may_end = not seat.is_server
+        """An exit code of 0 is well. A server's work is not done before it is told so."""
+        self.told_servers: tuple[int, float] = (0, 0.0)
+        """How many servers it was last told there should be, and when."""
         self.end_reported = False
         self.call, self.offers, self.stranded = 0, 0, False
         self.first_step: int | None = None
@@ -210,8 +214,7 @@ class Worker:
             if fd in self.pipes:
                 self._close_pipe(fd)
         os.close(self.pidfd)
-        # A server's work is not done before it is told so.
-        if self.exit_code not in DONE_CODES or (self.seat.is_server and self.dismissed_at is None):
+        if self.exit_code not in DONE_CODES or not self.may_end:
             self.failed_at = self.failed_at or time.monotonic()
             self.end = self._ending(memory_hint(self.pid) if self.exit_code == -signal.SIGKILL else "")
 

@@ -140,7 +140,6 @@ def make_request(
         overwrite=run.overwrite,
         elastic=launch.elastic or ((1, placement.workers * placement.num_hosts) if servers else None),
         servers=servers,
-        servers_here=list(range(servers)) if placement.coordinates else [],
         heartbeat_s=run.heartbeat_s,
         hang_s=run.hang_s,
         hosts_wanted=placement.num_hosts,

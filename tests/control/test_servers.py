@@ -17,12 +17,14 @@ from msgspec.structs import replace
 from scene import started
 
 from manyhands.cli.logs import logs
+from manyhands.cli.scale import scale
 from manyhands.cli.status import status
-from manyhands.control.client import query, request_stop
+from manyhands.control.client import query, request_scale, request_stop
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import FailedServer
 from manyhands.control.orders import orders_for
 from manyhands.control.servers import is_hopeless
+from manyhands.errors import UsageError
 
 # Workers make steps until they are told to end; servers note down how they stand, at first and at each change.
 SCRIPT = """
@@ -65,7 +67,7 @@ class Served:
     def __init__(self, launcher: Launcher, body: str, **request: Any) -> None:
         servers = request.pop("servers", 2)
         script = SCRIPT + textwrap.dedent(body)
-        asked = {"workers": 2, "elastic": [1, 2], "servers": servers, "servers_here": list(range(servers)), **request}
+        asked = {"workers": 2, "elastic": [1, 2], "servers": servers, **request}
         self.folder, self.run = launcher.folder, launcher(script, **asked)
 
     def notes(self, what: str, **same: Any) -> list[dict[str, Any]]:
@@ -229,6 +231,49 @@ def test_servers_die_with_their_agent(served):
     pids = [entry["pid"] for entry in run.wait("serves", 2)]
     kill(run.run.process.pid)
     until(lambda: not any(map(alive, pids)), 10, "the servers' end")
+
+
+@pytest.mark.faults
+def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
+    run = served("""
+        def leave_when_told():
+            session, changes = Session(SEAT), threading.Semaphore(0)
+            session.on_change = changes.release
+            session.join(RunFacts())
+            note("serves", seat=SEAT.num_servers)
+            while session.servers_wanted > SEAT.server and session.stop_requested is None:
+                changes.acquire()
+            while session.stop_requested is None and not (HERE / "handed over").exists():
+                time.sleep(0.01)
+        def work_with_many():
+            session = join()
+            session.on_change = lambda: note("wanted", number=session.servers_wanted)
+            while not (HERE / "end").exists():
+                session.report(int(time.monotonic() * 100), "training", 1)
+                time.sleep(0.01)
+        import threading
+        work_with_many() if not SEAT.is_server else leave_when_told() if SEAT.server else serve()
+    """, servers=1, workers=1)  # fmt: skip
+    run.wait("serves", 1)
+    folder = str(run.run.run_dir())
+    said = CliRunner().invoke(scale, [folder, "--servers", "3"], catch_exceptions=False).output
+    assert said == f"{folder} was asked to go on with 3 servers; here it has 1.\n"
+    assert [entry["seat"] for entry in run.wait("serves", 3)[1:]] == [3, 3]
+    assert run.wait("wanted", 1)[0]["number"] == 3
+    kill(run.run.coordinator().pid)
+    facts = json.loads(CliRunner().invoke(scale, [folder, "1", "--servers", "2", "--json"]).output)
+    assert (facts["workers_wanted"], facts["servers_wanted"]) == (1, 2)
+    run.wait("wanted", 2)
+    assert [one.status for one in query(folder).servers] == ["live", "live", "leaving"]
+    (pid,) = [entry["pid"] for entry in run.notes("serves", server=2)]
+    kill(pid)
+    run.wait("serves", 2, server=2)
+    (run.folder / "handed over").touch()
+    until(lambda: [one.server for one in query(folder).servers] == [0, 1], 10, "server 2 to leave")
+    with pytest.raises(UsageError, match="0 parameter servers are too few"):
+        request_scale(folder, servers=0)
+    assert [event["pid"] for event in run.end().events("ServerLost")] == [pid]
+    assert [entry["number"] for entry in run.notes("wanted")] == [3, 2]
 
 
 @pytest.mark.faults
