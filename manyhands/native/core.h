@@ -8,10 +8,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Vectorised for the CPU that it runs on, chosen when the library is loaded. What is marked so gives the same bits on
- * every CPU. A sanitizer cannot be called as early as the choice is made. */
+/* Vectorised for the CPU that it runs on, chosen when the library is loaded by what the CPU can do; by a model's name it
+ * would be one maker's CPUs only. Vectors of 512 bits add up memory no faster than those of 256. What is marked so gives
+ * the same bits on every CPU. A sanitizer cannot be called as early as the choice is made. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
-#define MH_FOR_THIS_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define MH_FOR_THIS_CPU __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define MH_FOR_THIS_CPU
 #endif
@@ -33,7 +34,7 @@ int mh_sum(void *target, const void *const *sources, const int32_t *program, siz
 
 /* At most MH_BLOCK_BYTES of it, from `offset` bytes into each source. `scratch` holds MH_MAX_DEPTH blocks; `target` is
  * none of the sources, and is a block of its own. */
-#define MH_BLOCK_BYTES 8192
+#define MH_BLOCK_BYTES 4096
 #define MH_MAX_DEPTH 64
 void mh_sum_block(void *target, const void *const *sources, size_t offset, const int32_t *program, size_t length,
                   size_t count, int dtype, unsigned char *scratch);
@@ -114,12 +115,10 @@ struct mh_digest {
 void mh_digest_add(struct mh_digest *digest, const void *memory, size_t bytes);
 uint64_t mh_digest_end(const struct mh_digest *digest);
 
-/* Which blocks of MH_BLOCK_BYTES of weights, counted over the pieces, an update takes digests of, together with their
- * states: as it finds blocks `turn`, `turn + every`, ..., and as it leaves those one further on, which the next turn finds.
- * `found` and `left` have a number for every block. */
+/* Digests of blocks of MH_BLOCK_BYTES of weights, counted over the pieces, together with their states: as an update finds
+ * them, and as it leaves them. */
 struct mh_watch {
     uint64_t *found, *left;
-    uint64_t every, turn;
 };
 
 /* `sources` has `num_sources` addresses for each piece: its gradients, which the program adds up. `watch` may be NULL. */

@@ -133,7 +133,7 @@ class CommonWeights:
     def watch(self, every: int, names: Sequence[str]) -> None:
         """What an update left in memory must be there in the next; else `MemoryChanged`, on every rank.
 
-        With 1 all of it is looked at each time; with more, so seldom, or so much less of it; with 0, nothing ever.
+        A fused update looks at all of it each time, torch's own optimizers once in `every`; with 0, nothing ever.
         """
         self._watch_every, self._names = every, list(names)
 

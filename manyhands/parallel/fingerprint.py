@@ -43,11 +43,10 @@ def _digest(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         places += so_far.sum(axis=0, dtype=np.uint64)
         sums = so_far[-1]
     whole = num_bytes
-    for total, place in zip(sums.tolist(), places.tolist(), strict=True):
-        whole = (whole ^ total) * 0x9E3779B97F4A7C15 & _WORD
-        whole ^= whole >> 29
-        whole = (whole ^ place) * 0xBF58476D1CE4E5B9 & _WORD
-        whole ^= whole >> 32
+    for lane, (total, place) in enumerate(zip(sums.tolist(), places.tolist(), strict=True)):
+        mixed = (total + lane) * 0x9E3779B97F4A7C15 & _WORD
+        mixed = (mixed ^ mixed >> 29 ^ place) * 0xBF58476D1CE4E5B9 & _WORD
+        whole = (whole + (mixed ^ mixed >> 32)) & _WORD
     return whole
 
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MAX_STATES = 3
-BLOCK = 2048
+BLOCK = 1024
 """Elements of weights that native updates at a time, and has digests of: MH_BLOCK_BYTES of core.h."""
 # Below so many elements each, handing work to a thread takes longer than it saves.
 WORTH_A_THREAD = 2**17

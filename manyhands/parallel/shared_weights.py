@@ -32,8 +32,6 @@ from manyhands.parallel.tree import ONE
 __all__ = ["SharedWeights", "shareable"]
 
 _LINE_FLOATS = 16
-# To look at every block takes as long as half of an update; at one of sixteen, less than a hundredth of a step.
-MOST_BLOCKS_PER_LOOK = 16
 
 
 def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
@@ -74,7 +72,6 @@ class SharedWeights(CommonWeights):
         self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
         self._left: dict[int, Tensor] = {}
         """By group of parameters, digests of blocks of this rank's part as the last update left them."""
-        self._turn = 0
         self._in_optimizer = [self._place[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._settle(current)
         self._fused = Fused(optimizer, self._state)
@@ -128,7 +125,7 @@ class SharedWeights(CommonWeights):
         left = self.finish_for(self._plane.rank)
         self._plane.meet("new weights")
         self._look_for_alarm()
-        self._left, self._turn = left, (self._turn + 1) % self._blocks_per_look
+        self._left = left
         self._fused.step_taken(self._batches)
         self._flip()
         self._note_versions()
@@ -146,20 +143,14 @@ class SharedWeights(CommonWeights):
             if not (self._watch_every and rank == self._plane.rank and self._fused.is_whole_group(batch)):
                 run_update(how, table.pieces, table.sources, program)
                 continue
-            every, turn = self._blocks_per_look, self._turn
-            digests = torch.zeros(2, table.num_blocks, dtype=torch.int64)
-            watch = struct.pack("4Q", digests[0].data_ptr(), digests[1].data_ptr(), every, turn)
+            digests = torch.empty(2, table.num_blocks, dtype=torch.int64)
+            watch = struct.pack("2Q", digests[0].data_ptr(), digests[1].data_ptr())
             run_update(how, table.pieces, table.sources, program, watch)
             self._compare(batch, digests[0])
             left[batch.group] = digests[1]
         if self._copies > 1:
             self._carry_over(rank)
         return left
-
-    @property
-    def _blocks_per_look(self) -> int:
-        """Of so many blocks one is looked at in each update, another one each time."""
-        return min(self._watch_every, MOST_BLOCKS_PER_LOOK) or 1
 
     def _compare(self, batch: Batch, found: Tensor) -> None:
         before = self._left.get(batch.group)

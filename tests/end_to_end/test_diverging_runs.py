@@ -70,7 +70,7 @@ def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_ha
 def test_shared_weights_that_something_changed_restart_the_run_from_before(
     tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
 ) -> None:
-    code, weights, err = run(tmp_path, "-n", "2", "--check-every", "1", *elastic, fault="weight")
+    code, weights, err = run(tmp_path, "-n", "2", *elastic, fault="weight")
     assert code == 0, err
     assert "0.weight, or a state that the optimizer keeps for it, changed" in err
     assert events(tmp_path, Resumed)[-1].step < 7

@@ -92,7 +92,7 @@ static void update_all(size_t count, int two_copies, size_t num_sources) {
     const void *sources[] = {memory[8], memory[9], memory[10]};
     size_t num_blocks = (bytes + MH_BLOCK_BYTES - 1) / MH_BLOCK_BYTES;
     uint64_t *found = calloc(num_blocks, sizeof(uint64_t)), *left = calloc(num_blocks, sizeof(uint64_t));
-    struct mh_watch all = {.found = found, .left = left, .every = 1};
+    struct mh_watch all = {.found = found, .left = left};
     for (int optimizer = 0; optimizer < MH_NUM_OPTIMIZERS; optimizer++) {
         for (int32_t flags = 0; flags < 8; flags++) {
             struct mh_update how = {.optimizer = optimizer, .first = flags & 1, .nesterov = flags >> 1 & 1, .maximize = 1,
