@@ -26,6 +26,7 @@ __all__ = [
     "RunStarted",
     "ServerLost",
     "ServerStarted",
+    "StalenessSeen",
     "StepDone",
     "Straggler",
     "Warned",
@@ -108,6 +109,16 @@ class StepDone(_Event, frozen=True):
     """Where its rows begin in the run's data: the epoch, counted over all calls of `fit`, and the row in its order."""
     generation: str = ""
     """The one that committed it."""
+    staleness: int | None = None
+    """Under parameter servers: how many updates its gradients had not seen, at most."""
+
+
+class StalenessSeen(_Event, frozen=True):
+    """How stale gradients were in a call of `fit` under parameter servers."""
+
+    step: int
+    updates: dict[int, int]
+    """By staleness: how many updates had it."""
 
 
 class EpochDone(_Event, frozen=True):
@@ -253,6 +264,7 @@ Event = (
     | WorkerStarted
     | ServerStarted
     | StepDone
+    | StalenessSeen
     | Straggler
     | Divided
     | EpochDone

@@ -23,6 +23,7 @@ from manyhands.events import (
     RunEnded,
     RunStarted,
     ServerLost,
+    StalenessSeen,
     StepDone,
     Straggler,
     Warned,
@@ -48,6 +49,7 @@ class Tally:
         self._given_eta_s: float | None = None
         self._steps = self._rows = self._seconds = 0.0
         self._phases: dict[str, float] = {}
+        self._stale: float | None = None
 
     def add(self, event: StepDone) -> None:
         self.step, self.epoch, self.loss, self.fresh = event.step, event.epoch, event.loss, True
@@ -59,6 +61,8 @@ class Tally:
             self._seconds += event.rows / event.samples_per_s
         for phase, seconds in event.phases.items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+        if event.staleness is not None:
+            self._stale = (self._stale or 0.0) + event.staleness
 
     def forget(self, share: float = 1.0) -> None:
         """Let this share of the past go: 1 starts a new interval, less now and then makes a moving average."""
@@ -66,6 +70,7 @@ class Tally:
             kept * (1 - share) for kept in (self._steps, self._rows, self._seconds)
         )
         self._phases = {phase: seconds * (1 - share) for phase, seconds in self._phases.items()}
+        self._stale = None if self._stale is None else self._stale * (1 - share)
 
     @property
     def samples_per_s(self) -> float:
@@ -82,6 +87,8 @@ class Tally:
 
     def speed(self) -> list[str]:
         parts = [f"epoch {self.epoch}", f"loss {_number(self.loss)}", f"{count(self.samples_per_s)} samples/s"]
+        if self._stale is not None and self._steps:
+            parts.append(f"staleness {self._stale / self._steps:.1f}")
         return parts if not self.eta_s else [*parts, f"eta {duration(self.eta_s)}"]
 
     def shares(self) -> str:
@@ -148,6 +155,9 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return slow_line(event)
         case Divided():
             return _divided(event)
+        case StalenessSeen():
+            told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
+            return f"updates by the staleness of their gradients: {told}"
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()

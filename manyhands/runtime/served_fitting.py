@@ -7,7 +7,10 @@ its hooks do too. Start reading at `ServedFit._loop`.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from manyhands.control.roster import parse_generation
+from manyhands.events import StalenessSeen
 from manyhands.parallel.leases import Course
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
@@ -23,6 +26,13 @@ class ServedFit(Fit):
 
     _generation = ""
     _opened = 0
+
+    def run(self) -> list[dict[str, float]]:
+        self._staleness: Counter[int] = Counter()
+        try:
+            return super().run()
+        finally:
+            self._worker.emit(StalenessSeen(step=self._training.progress.step, updates=dict(self._staleness)))
 
     @property
     def _engine(self) -> Served:
@@ -126,11 +136,13 @@ class ServedFit(Fit):
         """An update was made. The n-th takes the run past the n-th batch, whichever it was made of."""
         step = self._steps.batches.at(done.update)
         self._announce(step.number)
+        self._staleness[done.staleness] += 1
         stats = StepStats(
             loss=done.loss,
             rows=done.rows,
-            seconds=dict(self._engine.phases.seconds),
+            seconds=self._engine.take_times(),
             grad_norm=done.grad_norm,
+            staleness=done.staleness,
             lr=done.lr,
         )
         self._commit(step, stats)

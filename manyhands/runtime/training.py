@@ -129,6 +129,7 @@ class Training:
                 took_s=took_s,
                 start=(step.epoch, step.start),
                 generation=self.worker.group.generation,
+                staleness=stats.staleness,
             )
         )
         self.meter.add(stats)

@@ -69,6 +69,8 @@ class StepStats:
     """Whether any worker passed in `collect`: all are to collect garbage now."""
     times: Sequence[Sequence[float]] = ()
     """Of the step before, by rank: seconds at work in each phase, and of waiting for others. Empty: not known."""
+    staleness: int | None = None
+    """Under parameter servers: how many updates its gradients had not seen, at most."""
     bytes_sent: int = 0
     lr: float | None = None
     samples_per_s: float = 0.0

@@ -262,15 +262,24 @@ class Served(Computing):
 
     def ask(self, wish: Callable[[], int]) -> Reply:
         """Work, news, or that all meet now."""
+        self.phases.mark("update")
         reply = self._link.ask(lambda ticket: self._question(ticket, wish()), self._held.values)
         if not self.is_async:
             self._held = {key: one for key, one in self._held.items() if one.held.step > reply.version}
+        self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
         self._book = reply.book
         if reply.meet is not None:
             self._met = reply.meet
             self._look(reply.meet)
         return reply
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds by phase since this was last asked for."""
+        self.phases.mark("update")
+        seconds = self.phases.seconds
+        self.phases.begin([self._link.waiting])
+        return seconds
 
     def _question(self, ticket: int, wish: int) -> Ask:
         return Ask(
@@ -287,7 +296,6 @@ class Served(Computing):
     def compute(self, step: StepLike, work: Held, version: int) -> None:
         """Compute what was leased, and push it."""
         served, filler = self._memory_now()
-        self.phases.begin([self._link.waiting])
         based_on = self._pull() if self.is_async else self._look(version)
         served.begin_filling(work.row, work.filling)
         pieces = [step.slice(v) for v in (range(step.num_slices) if self._course_now.course.whole else [work.place])]
