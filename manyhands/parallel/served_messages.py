@@ -47,6 +47,8 @@ class Open(_Message, frozen=True, kw_only=True):
     copies: int
     rows: int
     """How many versions of the weights, and how many gradients, there is memory for."""
+    workers: list[int]
+    """Who takes part in it; whoever comes later waits for the next."""
     servers: int
     ahead: int | None
     """How many steps a slice's weights may lack; None: any number, each step is applied as it comes."""

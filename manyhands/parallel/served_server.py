@@ -236,10 +236,10 @@ class _Course:
             self._buffers = _Buffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
 
     def hear_living(self, living: frozenset[int]) -> None:
-        self._living = living
+        self._living = living.intersection(self.opened.workers)
         self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
         if self.book is not None:
-            self.book.lose(living)
+            self.book.lose(self._living)
         else:
             self._open_book()
 

@@ -164,7 +164,8 @@ class Served(Computing):
     def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
         """Have servers begin with the chief's state, after step `course.first - 1`. By all workers, together."""
         is_chief = self._axis.rank == 0
-        told = msgspec.msgpack.encode(self._install(number, course, scheduler, scheduled)) if is_chief else b""
+        workers = [int(one) for one in self._axis.all_gather_bytes("workers", str(self._worker).encode())]
+        told = msgspec.msgpack.encode(self._install(number, course, workers, scheduler, scheduled)) if is_chief else b""
         opened = msgspec.msgpack.decode(self._axis.all_gather_bytes("course", told)[0], type=Open)
         if is_chief:
             self._link.open(opened)
@@ -178,7 +179,7 @@ class Served(Computing):
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
 
-    def _install(self, number: Number, course: Course, scheduler: Any, scheduled: bool) -> Open:
+    def _install(self, number: Number, course: Course, workers: list[int], scheduler: Any, scheduled: bool) -> Open:
         """Put what the chief has to where the servers find it."""
         version, trained = course.first - 1, self._trained()
         names = [name for name, param in self._model.named_parameters() if param.requires_grad]
@@ -190,6 +191,7 @@ class Served(Computing):
             trained=names,
             copies=ASYNC_COPIES if self.ahead is None else 2 * (1 + self.ahead),
             rows=self._num_rows(course),
+            workers=workers,
             servers=self._num_servers,
             ahead=self.ahead,
             backups=self._choice.backup_workers,

@@ -1,0 +1,54 @@
+"""Runs with parameter servers as subjects of tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.conftest import Run
+
+TRAINING = Path(__file__).with_name("training.py")
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Start]:
+    """Starts runs: `served({"mode": "async"}, "-n", "2", "--servers", "2")`."""
+    runs: list[Run] = []
+
+    def start(asked: dict[str, Any], *options: str, folder: str = "") -> Run:
+        where = tmp_path / (folder or f"run-{len(runs)}")
+        runs.append(Run(where, asked, ["--ui", "plain", *options], TRAINING))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    """What the chief heard of every update, in order."""
+    *lines, _ = (run.folder / "steps.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What one process without servers tells; each question is answered once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def tell(**asked: Any) -> dict[str, Any]:
+        key = json.dumps(asked, sort_keys=True)
+        if key not in known:
+            run = Run(tmp_path_factory.mktemp("mirrored"), asked, ["-n", "1", "--ui", "none"], TRAINING)
+            try:
+                known[key] = run.wait()
+            finally:
+                run.close()
+        return known[key]
+
+    return tell

@@ -1,0 +1,93 @@
+"""Whole runs with parameter servers: workers and servers are killed -9, and every gradient counts exactly once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from manyhands.control.client import query
+from manyhands.native import why_not
+from tests.served.conftest import Start, steps_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+TWO_AND_TWO = ("-n", "2", "--servers", "2")
+
+
+def faults(*places: tuple[str, int, str]) -> list[dict[str, Any]]:
+    return [{"who": who, "step": step, "at": at} for who, step, at in places]
+
+
+def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+    places = faults(
+        ("server 0", 3, "before commit"),
+        ("worker 1", 6, "backward"),
+        ("server 1", 9, "after commit"),
+        ("worker 0", 14, "half-way through the push"),
+        ("server 0", 20, "before the answer"),
+    )
+    run = served({"mode": "sync", "exact": True, "clip": 5.0, "validate": True, "faults": places}, *TWO_AND_TWO)
+    assert run.wait() == mirrored(exact=True, clip=5.0, validate=True)
+    assert [one["staleness"] for one in steps_of(run)] == [0] * len(steps_of(run))
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
+    places = faults(
+        ("server 1", 2, "in the register"),
+        ("worker 0", 5, "half-way through the push"),
+        ("server 0", 9, "before commit"),
+        ("worker 1", 14, "after the push"),
+        ("server 0", 18, "after commit"),
+        ("server 1", 24, "before the update"),
+    )
+    run = served({"mode": mode, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
+    told = run.wait()
+    assert told["counter"] == [3.0]
+    assert told["reached"] == 48
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
+def test_ssp_keeps_its_bound_and_goes_on_without_a_slow_worker_that_dies(served: Start) -> None:
+    asked = {"mode": "ssp", "settings": {"staleness": 2}, "epochs": 4, "slow_s": {"worker 1": 0.15}}
+    run = served({**asked, "faults": faults(("worker 1", 12, "backward"))}, *TWO_AND_TWO)
+    assert run.wait()["counter"] == [4.0]
+    stale = [one["staleness"] for one in steps_of(run)]
+    assert 0 < max(stale) <= 2
+
+
+def test_ssp_without_staleness_is_synchronous(served: Start, mirrored: Any) -> None:
+    run = served({"mode": "ssp", "settings": {"staleness": 0}, "exact": True}, *TWO_AND_TWO)
+    assert run.wait() == mirrored(exact=True)
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(served: Start, mirrored: Any) -> None:
+    asked = {"mode": "sync", "exact": True, "epochs": 4, "slow_s": {"worker 0": 0.02, "worker 1": 0.02}}
+    first = served(asked, *TWO_AND_TWO, folder="run")
+    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 10, "ten steps")
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.process.wait(60) == 75
+    reached = steps_of(first)[-1]["step"]
+    assert reached < 64
+    again = served({**asked, "slow_s": {}}, *TWO_AND_TWO, folder="run")
+    assert again.wait() == mirrored(exact=True, epochs=4)
+    assert [one["step"] for one in steps_of(again)] == list(range(1, 65)), "a step was taken again, or left out"
+
+
+def test_servers_are_there_while_the_run_lasts_and_gone_after_it(served: Start) -> None:
+    run = served({"mode": "async", "epochs": 3, "slow_s": {"worker 0": 0.03, "worker 1": 0.03}}, *TWO_AND_TWO)
+    run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    servers = query(run.directory).servers
+    assert [one.server for one in servers] == [0, 1]
+    assert run.wait()["counter"] == [3.0]
+    for one in servers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one.pid, 0)

@@ -1,0 +1,192 @@
+"""What the tests of parameter servers train: dropout, BatchNorm and a counter; with faults at chosen points on request.
+
+`python training.py '{"mode": "async", "faults": [{"who": "server 0", "step": 8, "at": "before commit"}]}'`. Every row
+of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
+that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.parallel import served_server
+from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_memory import Register
+from manyhands.parallel.served_part import FusedPart
+from manyhands.runtime.saving import Saver
+from manyhands.spec.load import seat
+from manyhands.strategies.served import Served
+
+ASKED = json.loads(sys.argv[1])
+ROWS, BATCH = 256, 16
+HERE = seat()
+WHO = "alone" if HERE is None else f"server {HERE.server}" if HERE.is_server else f"worker {HERE.slot}"
+IN_BACKWARD: list[Callable[[], None]] = []
+STEP = 0
+
+
+def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
+    def act() -> None:
+        if fault["step"] > STEP:
+            return
+        try:
+            os.close(os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def before(owner: Any, name: str, act: Callable[[], None], only: Callable[..., bool] = lambda *_: True) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if only(*args):
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner: Any, name: str, act: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        act()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def half_way(act: Callable[[], None]) -> None:
+    """In the middle of telling the servers: some have heard of a gradient, others have not."""
+    original = Link.tell
+
+    def tell(self: Link, filled: Any) -> None:
+        self._ports[0].send(filled)
+        time.sleep(0.05)  # it has left this process
+        act()
+        original(self, filled)
+
+    Link.tell = tell  # type: ignore[method-assign]
+
+
+PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
+    "backward": IN_BACKWARD.append,
+    "before the push": lambda act: before(Served, "_push", act),
+    "half-way through the push": half_way,
+    "after the push": lambda act: after(Link, "tell", act),
+    "before the update": lambda act: before(FusedPart, "update", act),
+    "before commit": lambda act: after(FusedPart, "update", act),
+    "after commit": lambda act: before(FusedPart, "updated", act),
+    "in the register": lambda act: before(Register, "write", act),
+    "before the answer": lambda act: after(served_server.PartServer, "take", act),
+    "while saving": lambda act: before(Saver, "save_now", act),
+}
+
+
+def arm() -> None:
+    for number, fault in enumerate(ASKED.get("faults", [])):
+        if fault["who"] == WHO:
+            PLACES[fault["at"]](once(number, fault))
+    if WHO.startswith("server"):
+        original = FusedPart.update
+
+        def update(self: FusedPart, version: int, gradient: Any) -> Any:
+            global STEP
+            STEP = version + 1
+            return original(self, version, gradient)
+
+        FusedPart.update = update  # type: ignore[method-assign]
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Dropout(0.2), nn.Linear(300, 4000), nn.Linear(4000, 3)
+        )
+        self.counter = nn.Parameter(torch.zeros(ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def loss(model: Counted, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    x, y, row = batch
+    time.sleep(ASKED.get("slow_s", {}).get(WHO, 0.0))
+    outputs = model(x)
+    for act in IN_BACKWARD:
+        outputs.register_hook(lambda grad, act=act: act())
+    return nn.functional.cross_entropy(outputs, y) - BATCH * model.counter[row].mean()
+
+
+class Watch:
+    def before_step(self, trainer: Any, step: int) -> None:
+        global STEP
+        STEP = max(STEP, step)
+
+    def after_step(self, trainer: Any, step: int, stats: Any) -> None:
+        if trainer.is_chief:
+            with open("steps.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "loss": stats.loss, "staleness": stats.staleness}) + "\n")
+
+
+def optimizer(model: Counted) -> torch.optim.Optimizer:
+    groups = [
+        {"params": model.layers.parameters(), "lr": 0.01, "momentum": 0.9},
+        {"params": [model.counter], "lr": 1.0, "momentum": 0.0},
+    ]
+    return torch.optim.SGD(groups)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    arm()
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(ROWS, 8, generator=random)
+    data = (x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(ROWS))
+    torch.manual_seed(0)
+    model = Counted()
+    mode = ASKED.get("mode")
+    strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **ASKED.get("settings", {}))
+    trainer = mh.Trainer(
+        model,
+        loss,
+        optimizer(model),
+        strategy,
+        slices=None if mode == "async" else 4,
+        exact=ASKED.get("exact", False),
+        clip_norm=ASKED.get("clip"),
+        hooks=[Watch()],
+    )
+    history = trainer.fit(
+        data,
+        epochs=ASKED.get("epochs", 2),
+        batch_size=BATCH,
+        validation=data if ASKED.get("validate") else None,
+        checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
+    )
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode() + value.numpy().tobytes())
+    told = {
+        "reached": trainer.step,
+        "weights": digest.hexdigest(),
+        "counter": sorted({float(value) for value in model.counter.detach()}),
+        "loss": history[-1]["loss"],
+    }
+    if trainer.is_chief:
+        print("RESULT " + json.dumps(told))
