@@ -12,7 +12,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,7 @@ class Agent:
             send=premises.link.send,
             hello=self._greet,
             event=self._publish,
+            key=premises.addresses.key,
         )
 
     # ---- the loop ----
@@ -259,6 +260,7 @@ class Agent:
                 slots=self._request.workers,
                 workers_wanted=self._workers_wanted,
                 servers_wanted=self._servers_wanted,
+                servers=self._servers_offered(),
                 term=self._term,
                 versions=at.versions,
                 data_address=at.addresses.data,
@@ -394,12 +396,25 @@ class Agent:
             guard=at.guard,
             output=self._show_output,
             started=self._note_start,
-            servers_here=lambda plan: range(plan.servers) if at.coordinator is not None else (),
-            server_endpoints=f"ipc://{at.directory}/server-" if job.servers else "",
+            servers_here=lambda plan: self._servers_here(plan.servers),
+            server_prefix=f"ipc://{at.directory}/server-" if job.servers else "",
         )
         self._crew = Crew(plan, around)
+        if not self._crew.everyone:
+            self._reception.adopt_default(self._crew)  # nobody here will name a directory
         if (folder := at.book.logs(plan.attempt)) is not None:
             self._crew.write_logs_to(folder)
+
+    def _servers_here(self, wanted: int) -> Sequence[int]:
+        """Their numbers: a cluster's task has its own; else the first host has all."""
+        request = self._request
+        if request.server is not None:
+            return (request.server,)
+        return range(wanted) if self._at.coordinator is not None and not request.server_tasks else ()
+
+    def _servers_offered(self) -> dict[int, str]:
+        numbers = self._servers_here(self._servers_wanted or self._request.servers)
+        return self._at.server_ports.endpoints(numbers)
 
     def _stop_generation(self, generation: str | None, *, well: bool) -> None:
         if generation is None:
@@ -500,6 +515,9 @@ class Agent:
         if servers is not None and not self._request.servers:
             what = f"{self._at.book.run} has no parameter servers, and cannot get any while it runs."
             return Refusal(error="UsageError", what=what, fix=["mh run --servers 2"])
+        if servers is not None and self._request.server_tasks:
+            what = f"The servers of {self._at.book.run} are tasks of a cluster, which says how many there are."
+            return Refusal(error="UsageError", what=what, fix=["another cluster, in another run"])
         if servers is not None and servers < 1:
             what = f"{servers} parameter servers are too few."
             return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} --servers 1"])

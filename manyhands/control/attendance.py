@@ -126,12 +126,23 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
     theirs = [worker for worker in roster.dismissed if worker.agent == agent]
     roster = replace(roster, torn=roster.torn or any(tears(roster, worker) for worker in theirs))
     if gone:
+        roster = replace(roster, failed_server=roster.failed_server or _lost_server(state, agent))
         roster = replace(
             let_go(roster, theirs),
             joining=tuple(worker for worker in roster.joining if worker.agent != agent),
             ends=(*roster.ends, *(lost(state, m) for m in roster.members if marked(m) is not m)),
         )
     return replace(state, roster=replace(roster, members=tuple(marked(member) for member in roster.members)))
+
+
+def _lost_server(state: Membership, agent: str) -> Ended | None:
+    """With its host, if no other host has come with that server."""
+    host = state.hosts[agent]
+    elsewhere = {number for other in state.hosts.values() if other.agent != agent for number in other.servers}
+    for number in sorted(set(host.servers) - elsewhere):
+        end = WorkerEnd(rank=number, role="server", host=host.name, pid=0, kind="lost")
+        return Ended(end=end, at=host.heard_at)
+    return None
 
 
 def let_go(roster: Roster, workers: Sequence[Member]) -> Roster:

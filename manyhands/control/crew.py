@@ -49,12 +49,12 @@ class Surroundings:
         output: Callable[[Worker, Stream, bytes], None],
         started: Callable[[Worker], None],
         servers_here: Callable[[Plan], Sequence[int]] = lambda plan: (),
-        server_endpoints: str = "",
+        server_prefix: str = "",
     ) -> None:
         self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
         self.data_address, self.environment, self.guard = data_address, environment, guard
         self.output, self.started = output, started
-        self.servers_here, self.server_endpoints = servers_here, server_endpoints
+        self.servers_here, self.server_prefix = servers_here, server_prefix
         self.memory = MemoryWatch()
 
 
@@ -93,10 +93,11 @@ class Crew:
             most_workers=around.job.most_workers if self.plan.group else 0,
             least_workers=around.job.least_workers if self.plan.group else 0,
             num_servers=self.plan.servers,
-            servers=around.server_endpoints,
+            servers=self.servers_at,
+            listen=self.plan.servers_at.get(seat.server, "") if seat.is_server else "",
         )
         # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
-        sharing = around.num_workers if self.plan.group else seat.local_world_size
+        sharing = max(1, around.num_workers) if self.plan.group else seat.local_world_size
         environment = {
             **around.environment,
             **torchrun_environment(seat, around.run, self.plan.master, around.job.max_restarts),
@@ -109,6 +110,13 @@ class Crew:
             worker.log.move_to(self._logs)
         around.started(worker)
         return worker
+
+    @property
+    def servers_at(self) -> str:
+        """Where processes of this host reach the servers: here, if it has them, else elsewhere."""
+        if self._around.servers_here(self.plan) or not self.plan.servers:
+            return self._around.server_prefix
+        return ",".join(endpoint for _, endpoint in sorted(self.plan.servers_at.items()))
 
     @property
     def everyone(self) -> list[Worker]:

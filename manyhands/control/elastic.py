@@ -36,7 +36,7 @@ from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot, begun, next_generation
-from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
+from manyhands.control.slots import bounds, count_death, lay_out, open_to, staff, surplus
 
 __all__ = ["advance", "enough", "form", "open_generations"]
 
@@ -56,7 +56,10 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
     """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
     if len(ready) >= state.settings.hosts_wanted:
         return True
-    return state.roster is not None and sum(host.slots for host in ready) >= bounds(state)[0]
+    servers = {number for host in ready for number in host.servers}
+    known = {number for host in state.hosts.values() for number in host.servers}
+    workers = sum(host.slots for host in ready)
+    return state.roster is not None and workers >= bounds(state)[0] and servers >= known
 
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
@@ -75,7 +78,9 @@ def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: flo
         for rank, (agent, local_rank) in enumerate(places)
     )
     slots = {member.slot: Slot(agent=member.agent) for member in members}
-    return begun(state, members, tuple(host.agent for host in hosts if share[host.agent]), master, now, slots)
+    # Where there are servers, hosts without workers have them, or at least the coordinator.
+    taking_part = tuple(host.agent for host in hosts if share[host.agent] or state.settings.job.servers)
+    return begun(state, members, taking_part, master, now, slots)
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -87,7 +92,18 @@ def advance(state: Membership, roster: Roster, now: float) -> Membership:
     if state.phase == "stopping":
         decisions = (_stop,)
     else:
-        decisions = (_refuse_retrying, _miss_server, _bury, _forget_hosts, _finish, _lose, _give_up, _staff, _change)
+        decisions = (
+            _refuse_retrying,
+            _miss_server,
+            _enlist,
+            _bury,
+            _forget_hosts,
+            _finish,
+            _lose,
+            _give_up,
+            _staff,
+            _change,
+        )
     for decide in decisions:
         after = decide(state, roster, now)
         if after is not state:
@@ -111,6 +127,16 @@ def _miss_server(state: Membership, roster: Roster, now: float) -> Membership:
         return state
     roster = replace(roster, ends=(roster.failed_server,), fatal=True)
     return replace(state, phase="stopping", since=now, roster=roster)
+
+
+def _enlist(state: Membership, roster: Roster, now: float) -> Membership:
+    """A host that came with a server has no slot to be filled, and gets its orders all the same."""
+    with_servers = [host.agent for host in state.hosts.values() if host.servers and open_to(state, host.agent)]
+    if set(with_servers) <= set(roster.agents):
+        return state
+    return replace(
+        state, roster=replace(roster, agents=(*roster.agents, *sorted(set(with_servers) - set(roster.agents))))
+    )
 
 
 def _bury(state: Membership, roster: Roster, now: float) -> Membership:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from manyhands.comm.transport import Curve
 from manyhands.control.failure import Failure, WorkerEnd
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.events import Event
@@ -178,6 +179,10 @@ class Welcome(_Message, frozen=True, kw_only=True):
     stop: str | None = None
     run_call: int = 0
     """For a worker that joins: the public call that the run is in."""
+    curve: Curve | None = None
+    """Where the run has servers and several hosts: the keys of workers and servers towards each other."""
+    clients: bytes = b""
+    """To a server: the public key of those who may come in."""
 
 
 class Refusal(_Message, frozen=True, kw_only=True):
@@ -210,9 +215,13 @@ class Living(_Message, frozen=True, kw_only=True):
 
 
 class ServersWanted(_Message, frozen=True, kw_only=True):
-    """To workers and servers: how many servers there should be. Those with higher numbers end when they are ready."""
+    """To workers and servers: how many servers there should be, and where as in a seat.
+
+    Those with higher numbers end when they are ready.
+    """
 
     number: int
+    servers: str
 
 
 FromWorker = (
@@ -303,6 +312,8 @@ class HostReport(_Message, frozen=True, kw_only=True):
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
     servers_wanted: int | None = None
     """The same of servers."""
+    servers: dict[int, str] = {}
+    """The numbers of the servers that this host has, and where other hosts reach them; empty where there are none."""
     failed_server: FailedServer | None = None
 
 
@@ -371,6 +382,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     """With newcomers: the public call that they wait in."""
     servers: int = 0
     """How many parameter servers there should be, numbered from 0."""
+    servers_at: dict[int, str] = {}
+    """Where those of all hosts are reached from other hosts."""
     living: dict[int, int] = {}
     """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
 
