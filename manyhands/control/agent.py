@@ -19,18 +19,21 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.crew import Crew
 from manyhands.control.desk import Desk
 from manyhands.control.failure import describe, escape
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, Status, StoreReply
+from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, StoreReply
 from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, resolve
 from manyhands.control.premises import Premises
+from manyhands.control.questions import Status
 from manyhands.control.reception import Reception
+from manyhands.control.scaling import why_not_scale
+from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
 from manyhands.events import (
@@ -507,26 +510,12 @@ class Agent:
             self._at.people.send(refusal or self._status(), to=peer)
 
     def _ask_scale(self, workers: int | None, servers: int | None) -> Refusal | None:
-        bounds = self._request.elastic
-        if bounds is None:
-            return Refusal(
-                error="UsageError", what=f"{self._at.book.run} is not elastic.", fix=["mh run --elastic 1:4"]
-            )
-        if servers is not None and not self._request.servers:
-            what = f"{self._at.book.run} has no parameter servers, and cannot get any while it runs."
-            return Refusal(error="UsageError", what=what, fix=["mh run --servers 2"])
-        if servers is not None and self._request.server_tasks:
-            what = f"The servers of {self._at.book.run} are tasks of a cluster, which says how many there are."
-            return Refusal(error="UsageError", what=what, fix=["another cluster, in another run"])
-        if servers is not None and servers < 1:
-            what = f"{servers} parameter servers are too few."
-            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} --servers 1"])
-        if workers is not None and not bounds[0] <= workers <= bounds[1]:
-            what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
-            nearest = min(max(workers, bounds[0]), bounds[1])
-            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} {nearest}"])
-        if self._stop is not None:
-            return Refusal(error="UsageError", what=f"{self._at.book.run} has been asked to stop.")
+        book = self._at.book
+        refusal = why_not_scale(self._request, workers, servers, run=book.run, run_dir=book.path)
+        if refusal is None and self._stop is not None:
+            refusal = Refusal(error="UsageError", what=f"{book.run} has been asked to stop.")
+        if refusal is not None:
+            return refusal
         self._workers_wanted = self._workers_wanted if workers is None else workers
         self._servers_wanted = self._servers_wanted if servers is None else servers
         self._changed = True

@@ -36,7 +36,8 @@ from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot, begun, next_generation
-from manyhands.control.slots import bounds, count_death, lay_out, open_to, staff, surplus
+from manyhands.control.server_hosts import enlist, have_servers, miss_server
+from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
 
 __all__ = ["advance", "enough", "form", "open_generations"]
 
@@ -56,10 +57,8 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
     """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
     if len(ready) >= state.settings.hosts_wanted:
         return True
-    servers = {number for host in ready for number in host.servers}
-    known = {number for host in state.hosts.values() for number in host.servers}
     workers = sum(host.slots for host in ready)
-    return state.roster is not None and workers >= bounds(state)[0] and servers >= known
+    return state.roster is not None and workers >= bounds(state)[0] and have_servers(state, ready)
 
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
@@ -94,8 +93,8 @@ def advance(state: Membership, roster: Roster, now: float) -> Membership:
     else:
         decisions = (
             _refuse_retrying,
-            _miss_server,
-            _enlist,
+            miss_server,
+            enlist,
             _bury,
             _forget_hosts,
             _finish,
@@ -119,24 +118,6 @@ def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membershi
         if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
             return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
     return state
-
-
-def _miss_server(state: Membership, roster: Roster, now: float) -> Membership:
-    """Workers get nowhere without a server that is not started again. In a stop, their time to end runs anyway."""
-    if state.stop is not None or roster.failed_server is None:
-        return state
-    roster = replace(roster, ends=(roster.failed_server,), fatal=True)
-    return replace(state, phase="stopping", since=now, roster=roster)
-
-
-def _enlist(state: Membership, roster: Roster, now: float) -> Membership:
-    """A host that came with a server has no slot to be filled, and gets its orders all the same."""
-    with_servers = [host.agent for host in state.hosts.values() if host.servers and open_to(state, host.agent)]
-    if set(with_servers) <= set(roster.agents):
-        return state
-    return replace(
-        state, roster=replace(roster, agents=(*roster.agents, *sorted(set(with_servers) - set(roster.agents))))
-    )
 
 
 def _bury(state: Membership, roster: Roster, now: float) -> Membership:

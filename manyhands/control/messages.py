@@ -1,4 +1,4 @@
-"""Every message of the control plane: worker to agent, agent to coordinator, and a person's questions to an agent.
+"""Every message of the control plane: worker to agent, and agent to coordinator. What people ask is in `questions`.
 
 Reports and orders are *states*, not commands: an agent says how its host stands, the coordinator says how it should
 stand, both again every second. So a lost, repeated or late message is harmless. Unknown fields and types are
@@ -19,7 +19,6 @@ from manyhands.spec.seat import Group
 
 __all__ = [
     "Announce",
-    "Ask",
     "Commit",
     "Committed",
     "FailedServer",
@@ -45,9 +44,7 @@ __all__ = [
     "Refusal",
     "Report",
     "RunFacts",
-    "ServerStatus",
     "ServersWanted",
-    "Status",
     "StopRequest",
     "StoreReply",
     "StoreRequest",
@@ -432,60 +429,3 @@ class Replay(_Message, frozen=True, kw_only=True):
 
 FromAgent = HostReport | Relay | Replay
 FromCoordinator = Orders | StoreReply | Refusal
-
-
-# ---- a person and an agent -------------------------------------------------------------------------------------
-
-
-class Ask(_Message, frozen=True, kw_only=True):
-    what: Literal["status", "stop", "scale"]
-    workers: int | None = None
-    servers: int | None = None
-    """scale: how many there should be; None: as before."""
-
-
-class MemberStatus(_Value, frozen=True, kw_only=True):
-    rank: int
-    """-1: it is not in the newest generation (yet, or any more)."""
-    pid: int
-    status: str
-    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
-    step: int | None
-    phase: str
-    age_s: float
-    slot: int | None = None
-    """Of an elastic run's worker."""
-    generation: str = ""
-    """The one that it speaks for."""
-    call: int = 0
-
-
-class ServerStatus(_Value, frozen=True, kw_only=True):
-    server: int
-    pid: int
-    status: str
-    """starting, live, ending; of one that has ended: failed, left."""
-    phase: str
-    age_s: float
-    """Since it was last heard."""
-    deaths: int = 0
-    role: str = "server"
-
-
-class Status(_Message, frozen=True, kw_only=True):
-    run: str
-    run_dir: str | None
-    generation: str | None
-    attempt: int
-    hosts: int
-    host: str
-    stop: str | None
-    coordinator_pid: int
-    members: list[MemberStatus]
-    servers: list[ServerStatus] = []
-    committed: Commit | None = None
-    elastic: tuple[int, int] | None = None
-    workers_wanted: int | None = None
-    servers_wanted: int | None = None
-    """What `mh scale` said last."""
-    run_call: int = 0

@@ -21,8 +21,9 @@ from manyhands.control.fence import Guard
 from manyhands.control.keys import private_directory, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.link import Link
-from manyhands.control.messages import Ask, Job
+from manyhands.control.messages import Job
 from manyhands.control.preflight import Addresses, imports_manyhands, is_loopback, versions
+from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import run_name
 from manyhands.control.server_ports import ServerPorts, tcp_endpoint

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import FailedServer, ServerStatus
+from manyhands.control.messages import FailedServer
 from manyhands.control.policy import cannot_be_retried
+from manyhands.control.questions import ServerStatus
 from manyhands.control.workers import Worker
 
 __all__ = ["Servers", "is_hopeless"]
