@@ -579,7 +579,7 @@ class Agent:
             )
 
     def _note_loss(self, worker: Worker) -> None:
-        end = worker.report(time.monotonic()).end
+        end = worker.end if worker.seat.is_server else worker.report(time.monotonic()).end
         if end is None or worker.seat.incarnation in self._lost:
             return
         self._lost.add(worker.seat.incarnation)

@@ -113,6 +113,9 @@ class Servers:
 
     def tick(self, now: float) -> None:
         if self._kill_at is not None and now >= self._kill_at:
+            for server in self.processes:
+                if self.asked_to_end and server.greeted and server.dismissed_at is not None:
+                    server.hung = server.hung or f"did not end within {now - server.dismissed_at:.1f} s"
             self.kill()
         self.fill()
 

@@ -222,6 +222,8 @@ def test_a_stop_ends_the_workers_first_and_whoever_does_not_listen_is_killed(ser
     assert [(entry["server"], entry["kind"]) for entry in run.notes("ends")] == [(0, "end")]
     (stays,) = run.notes("stays")
     assert not alive(stays["pid"])
+    (lost,) = run.run.events("ServerLost")
+    assert (lost["server"], lost["reason"][:24]) == (1, "hung: did not end within")
 
 
 @pytest.mark.faults
