@@ -22,7 +22,7 @@ import msgspec
 from manyhands.chaos.agents import RETURN_AFTER_S, Agents, workers_of
 from manyhands.chaos.schedule import ON_WORKERS, Fault
 from manyhands.control.client import query
-from manyhands.control.messages import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, Status
 from manyhands.errors import ManyhandsError
 from manyhands.runtime.deadlock import HANG_SIGNAL
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from manyhands.control.messages import MemberStatus, ServerStatus
+from manyhands.control.questions import MemberStatus, ServerStatus
 from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
 from manyhands.runtime.progress_lines import clean, count, duration, results, slow_line, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal

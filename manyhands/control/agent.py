@@ -12,25 +12,28 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 from msgspec.structs import replace
 
-from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.crew import Crew
 from manyhands.control.desk import Desk
 from manyhands.control.failure import describe, escape
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, Status, StoreReply
+from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, StoreReply
 from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, resolve
 from manyhands.control.premises import Premises
+from manyhands.control.questions import Status
 from manyhands.control.reception import Reception
+from manyhands.control.scaling import why_not_scale
+from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
 from manyhands.events import (
@@ -118,6 +121,7 @@ class Agent:
             send=premises.link.send,
             hello=self._greet,
             event=self._publish,
+            key=premises.addresses.key,
         )
 
     # ---- the loop ----
@@ -259,6 +263,7 @@ class Agent:
                 slots=self._request.workers,
                 workers_wanted=self._workers_wanted,
                 servers_wanted=self._servers_wanted,
+                servers=self._servers_offered(),
                 term=self._term,
                 versions=at.versions,
                 data_address=at.addresses.data,
@@ -394,12 +399,25 @@ class Agent:
             guard=at.guard,
             output=self._show_output,
             started=self._note_start,
-            servers_here=lambda plan: range(plan.servers) if at.coordinator is not None else (),
-            server_endpoints=f"ipc://{at.directory}/server-" if job.servers else "",
+            servers_here=lambda plan: self._servers_here(plan.servers),
+            server_prefix=f"ipc://{at.directory}/server-" if job.servers else "",
         )
         self._crew = Crew(plan, around)
+        if not self._crew.everyone:
+            self._reception.adopt_default(self._crew)  # nobody here will name a directory
         if (folder := at.book.logs(plan.attempt)) is not None:
             self._crew.write_logs_to(folder)
+
+    def _servers_here(self, wanted: int) -> Sequence[int]:
+        """Their numbers: a cluster's task has its own; else the first host has all."""
+        request = self._request
+        if request.server is not None:
+            return (request.server,)
+        return range(wanted) if self._at.coordinator is not None and not request.server_tasks else ()
+
+    def _servers_offered(self) -> dict[int, str]:
+        numbers = self._servers_here(self._servers_wanted or self._request.servers)
+        return self._at.server_ports.endpoints(numbers)
 
     def _stop_generation(self, generation: str | None, *, well: bool) -> None:
         if generation is None:
@@ -492,23 +510,12 @@ class Agent:
             self._at.people.send(refusal or self._status(), to=peer)
 
     def _ask_scale(self, workers: int | None, servers: int | None) -> Refusal | None:
-        bounds = self._request.elastic
-        if bounds is None:
-            return Refusal(
-                error="UsageError", what=f"{self._at.book.run} is not elastic.", fix=["mh run --elastic 1:4"]
-            )
-        if servers is not None and not self._request.servers:
-            what = f"{self._at.book.run} has no parameter servers, and cannot get any while it runs."
-            return Refusal(error="UsageError", what=what, fix=["mh run --servers 2"])
-        if servers is not None and servers < 1:
-            what = f"{servers} parameter servers are too few."
-            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} --servers 1"])
-        if workers is not None and not bounds[0] <= workers <= bounds[1]:
-            what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
-            nearest = min(max(workers, bounds[0]), bounds[1])
-            return Refusal(error="UsageError", what=what, fix=[f"mh scale {self._at.book.path} {nearest}"])
-        if self._stop is not None:
-            return Refusal(error="UsageError", what=f"{self._at.book.run} has been asked to stop.")
+        book = self._at.book
+        refusal = why_not_scale(self._request, workers, servers, run=book.run, run_dir=book.path)
+        if refusal is None and self._stop is not None:
+            refusal = Refusal(error="UsageError", what=f"{book.run} has been asked to stop.")
+        if refusal is not None:
+            return refusal
         self._workers_wanted = self._workers_wanted if workers is None else workers
         self._servers_wanted = self._servers_wanted if servers is None else servers
         self._changed = True
@@ -572,7 +579,7 @@ class Agent:
             )
 
     def _note_loss(self, worker: Worker) -> None:
-        end = worker.report(time.monotonic()).end
+        end = worker.end if worker.seat.is_server else worker.report(time.monotonic()).end
         if end is None or worker.seat.incarnation in self._lost:
             return
         self._lost.add(worker.seat.incarnation)

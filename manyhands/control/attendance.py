@@ -14,6 +14,7 @@ from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import HostReport, MemberReport
 from manyhands.control.policy import Ended
 from manyhands.control.roster import Member, Membership, Roster, parse_generation
+from manyhands.control.server_hosts import failed_server, lost_server
 from manyhands.control.slots import open_to
 
 __all__ = [
@@ -66,16 +67,9 @@ def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> M
         cleared=tuple(sorted(cleared)),
         first_step=min([*steps, *_some(roster.first_step)], default=None),
         last_step=max([*steps, *_some(roster.last_step)], default=None),
-        failed_server=roster.failed_server or _failed_server(roster, report, now),
+        failed_server=roster.failed_server or failed_server(roster, report, now),
     )
     return replace(state, roster=roster, stale=state.stale + len(strangers))
-
-
-def _failed_server(roster: Roster, report: HostReport, now: float) -> Ended | None:
-    failed = report.failed_server
-    if failed is None or failed.attempt != roster.attempt:
-        return None
-    return Ended(end=failed.end, at=now - failed.ended_s_ago)
 
 
 def _some(value: int | None) -> list[int]:
@@ -126,6 +120,7 @@ def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> M
     theirs = [worker for worker in roster.dismissed if worker.agent == agent]
     roster = replace(roster, torn=roster.torn or any(tears(roster, worker) for worker in theirs))
     if gone:
+        roster = replace(roster, failed_server=roster.failed_server or lost_server(state, agent))
         roster = replace(
             let_go(roster, theirs),
             joining=tuple(worker for worker in roster.joining if worker.agent != agent),

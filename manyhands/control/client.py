@@ -8,7 +8,8 @@ from typing import Any
 import zmq
 
 from manyhands.comm.transport import Port, open_port
-from manyhands.control.messages import Ask, Refusal, Status
+from manyhands.control.messages import Refusal
+from manyhands.control.questions import Ask, Status
 from manyhands.control.runs import read_run
 from manyhands.errors import UsageError
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.elastic import open_generations
 from manyhands.control.key_values import Client, Stores
-from manyhands.control.keys import server_curve
+from manyhands.control.keys import client_curve, server_curve
 from manyhands.control.log import Log
 from manyhands.control.membership import begin, react, restored
 from manyhands.control.messages import FromAgent, HostReport, Orders, Refusal, Relay, Replay, StoreReply
@@ -71,7 +71,7 @@ class Coordinator:
         return state
 
     def _listen(self, listen: tuple[str, int], key: bytes) -> None:
-        self._door = DoorKeeper(self._context, key)
+        self._door = DoorKeeper(self._context, client_curve(key).public)
         endpoint = f"tcp://{listen[0]}:{listen[1]}"
         port: Port[FromAgent] = open_port(
             self._context, zmq.ROUTER, endpoint, FromAgent, bind=True, curve=server_curve(key)

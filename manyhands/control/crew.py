@@ -6,56 +6,29 @@ started together and an attempt is one generation; in an elastic one workers com
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from msgspec.structs import replace
 
 from manyhands.comm.segments import HostMemory
-from manyhands.control.fence import Guard, kill_session
+from manyhands.control.fence import kill_session
 from manyhands.control.groups import Groups, group_for
-from manyhands.control.memory import MemoryWatch
-from manyhands.control.messages import Job, MemberReport, MemberStatus, MemoryRequest, Plan
+from manyhands.control.messages import MemberReport, MemoryRequest, Plan
 from manyhands.control.output import Stream
+from manyhands.control.questions import MemberStatus
 from manyhands.control.seats import elastic_seat, server_seat, static_seat
 from manyhands.control.servers import Servers
-from manyhands.control.workers import Worker, torchrun_environment
+from manyhands.control.surroundings import Surroundings
+from manyhands.control.workers import Worker
 from manyhands.spec.seat import Seat
 
-__all__ = ["Crew", "Surroundings"]
+__all__ = ["Crew"]
 
 # After a crash the others get this long to write their own tracebacks.
 CRASH_GRACE_S = 0.5
-
-
-class Surroundings:
-    """What every crew of this agent shares."""
-
-    def __init__(
-        self,
-        *,
-        agent: str,
-        host: str,
-        run: str,
-        job: Job,
-        num_workers: int,
-        data_address: str,
-        environment: dict[str, str],
-        guard: Guard,
-        output: Callable[[Worker, Stream, bytes], None],
-        started: Callable[[Worker], None],
-        servers_here: Callable[[Plan], Sequence[int]] = lambda plan: (),
-        server_endpoints: str = "",
-    ) -> None:
-        self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
-        self.data_address, self.environment, self.guard = data_address, environment, guard
-        self.output, self.started = output, started
-        self.servers_here, self.server_endpoints = servers_here, server_endpoints
-        self.memory = MemoryWatch()
 
 
 class Crew:
@@ -93,22 +66,22 @@ class Crew:
             most_workers=around.job.most_workers if self.plan.group else 0,
             least_workers=around.job.least_workers if self.plan.group else 0,
             num_servers=self.plan.servers,
-            servers=around.server_endpoints,
+            servers=self.servers_at,
+            listen=self.plan.servers_at.get(seat.server, "") if seat.is_server else "",
         )
-        # How many threads a worker has must not depend on when it was started: its sums would differ in their bits.
-        sharing = around.num_workers if self.plan.group else seat.local_world_size
-        environment = {
-            **around.environment,
-            **torchrun_environment(seat, around.run, self.plan.master, around.job.max_restarts),
-            **_threads(around.environment, around.job.threads, sharing),
-            "GLOO_SOCKET_IFNAME": interface_of(around.data_address),
-        }
-        worker = Worker(seat, around.job.command, environment, around.host)
+        worker = Worker(seat, around.job.command, around.environment_for(seat, self.plan), around.host)
         around.guard.watch(worker.pid)
         if self._logs is not None:
             worker.log.move_to(self._logs)
         around.started(worker)
         return worker
+
+    @property
+    def servers_at(self) -> str:
+        """Where processes of this host reach the servers: here, if it has them, else elsewhere."""
+        if self._around.servers_here(self.plan) or not self.plan.servers:
+            return self._around.server_prefix
+        return ",".join(endpoint for _, endpoint in sorted(self.plan.servers_at.items()))
 
     @property
     def everyone(self) -> list[Worker]:
@@ -395,17 +368,3 @@ def _standing(worker: Worker) -> str:
     if worker.dismissed_at is not None:
         return "leaving"
     return "live" if worker.generation else "joining" if worker.offers else "starting"
-
-
-def _threads(inherited: dict[str, str], asked: int | None, workers: int) -> dict[str, str]:
-    if asked is None and "OMP_NUM_THREADS" in inherited:
-        return {}
-    return {"OMP_NUM_THREADS": str(asked or max(1, len(os.sched_getaffinity(0)) // workers))}
-
-
-def interface_of(address: str) -> str:
-    """The interface that holds an address: what Gloo wants to be told instead of the address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    return "lo"

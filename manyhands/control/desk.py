@@ -18,6 +18,7 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.crew import Crew
 from manyhands.control.groups import group_for
+from manyhands.control.keys import weights_client_curve, weights_server_curve
 from manyhands.control.messages import (
     Announce,
     Commit,
@@ -67,6 +68,7 @@ class Desk:
         send: Callable[[Any], Any],
         hello: Callable[[Worker, Hello], None],
         event: Callable[[Event], None],
+        key: bytes | None = None,
     ) -> None:
         self.port: Port[FromWorker] = open_port(context, zmq.ROUTER, endpoint, FromWorker, bind=True)
         self.committed: Commit | None = None
@@ -75,6 +77,8 @@ class Desk:
         """The public call that the members of an elastic run are in."""
         self.stale = 0
         self._agent, self._send, self._hello, self._event = agent, send, hello, event
+        self._key = key
+        """The run's, where it has several hosts."""
         self._tickets = itertools.count(1)
         self._pending: dict[int, tuple[bytes, StoreRequest]] = {}
         self._kept: dict[str, dict[str, bytes]] = {}
@@ -189,10 +193,15 @@ class Desk:
     # ---- answers ---------------------------------------------------------------------------------------------
 
     def welcome(self, worker: Worker, run: str, run_dir: str, stop: str | None) -> None:
+        welcome = Welcome(run=run, run_dir=run_dir, stop=stop, run_call=self.run_call)
         if worker.seat.is_server:
-            stop = None  # it is asked after the workers; see `tell_servers`
+            welcome = msgspec.structs.replace(welcome, stop=None)  # it is asked after the workers; see `tell_servers`
+        if self._key is not None and worker.seat.num_servers:
+            client, server = weights_client_curve(self._key), weights_server_curve(self._key)
+            curve, clients = (server, client.public) if worker.seat.is_server else (client, b"")
+            welcome = msgspec.structs.replace(welcome, curve=curve, clients=clients)
         if worker.peer is not None:
-            self.port.send(Welcome(run=run, run_dir=run_dir, stop=stop, run_call=self.run_call), to=worker.peer)
+            self.port.send(welcome, to=worker.peer)
 
     def announce(self, crew: Crew, now: float) -> None:
         """The newest generation, to each worker that does not speak for it yet; again until it does."""
@@ -216,7 +225,7 @@ class Desk:
             number, at = process.told_servers
             if process.peer is not None and (number != wanted or now - at >= ANNOUNCE_EVERY_S):
                 process.told_servers = (wanted, now)
-                self.port.send(ServersWanted(number=wanted), to=process.peer)
+                self.port.send(ServersWanted(number=wanted, servers=crew.servers_at), to=process.peer)
         news = (crew.living, crew.servers.asked_to_end)
         for server in crew.servers.processes:
             if server.peer is None or (server.told == news and now - server.told_at < ANNOUNCE_EVERY_S):

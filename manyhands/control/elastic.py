@@ -36,6 +36,7 @@ from manyhands.control.ending import conclude, give_up_on_silent
 from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot, begun, next_generation
+from manyhands.control.server_hosts import enlist, have_servers, miss_server
 from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
 
 __all__ = ["advance", "enough", "form", "open_generations"]
@@ -56,7 +57,8 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
     """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
     if len(ready) >= state.settings.hosts_wanted:
         return True
-    return state.roster is not None and sum(host.slots for host in ready) >= bounds(state)[0]
+    workers = sum(host.slots for host in ready)
+    return state.roster is not None and workers >= bounds(state)[0] and have_servers(state, ready)
 
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
@@ -75,7 +77,9 @@ def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: flo
         for rank, (agent, local_rank) in enumerate(places)
     )
     slots = {member.slot: Slot(agent=member.agent) for member in members}
-    return begun(state, members, tuple(host.agent for host in hosts if share[host.agent]), master, now, slots)
+    # Where there are servers, hosts without workers have them, or at least the coordinator.
+    taking_part = tuple(host.agent for host in hosts if share[host.agent] or state.settings.job.servers)
+    return begun(state, members, taking_part, master, now, slots)
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -87,7 +91,18 @@ def advance(state: Membership, roster: Roster, now: float) -> Membership:
     if state.phase == "stopping":
         decisions = (_stop,)
     else:
-        decisions = (_refuse_retrying, _miss_server, _bury, _forget_hosts, _finish, _lose, _give_up, _staff, _change)
+        decisions = (
+            _refuse_retrying,
+            miss_server,
+            enlist,
+            _bury,
+            _forget_hosts,
+            _finish,
+            _lose,
+            _give_up,
+            _staff,
+            _change,
+        )
     for decide in decisions:
         after = decide(state, roster, now)
         if after is not state:
@@ -103,14 +118,6 @@ def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membershi
         if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
             return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
     return state
-
-
-def _miss_server(state: Membership, roster: Roster, now: float) -> Membership:
-    """Workers get nowhere without a server that is not started again. In a stop, their time to end runs anyway."""
-    if state.stop is not None or roster.failed_server is None:
-        return state
-    roster = replace(roster, ends=(roster.failed_server,), fatal=True)
-    return replace(state, phase="stopping", since=now, roster=roster)
 
 
 def _bury(state: Membership, roster: Roster, now: float) -> Membership:

@@ -30,6 +30,8 @@ __all__ = [
     "private_directory",
     "read_join_file",
     "server_curve",
+    "weights_client_curve",
+    "weights_server_curve",
     "write_join_file",
 ]
 
@@ -48,6 +50,17 @@ def server_curve(key: bytes) -> Curve:
 def client_curve(key: bytes) -> Curve:
     public, secret = _pair(key, b"client")
     return Curve(public=public, secret=secret, server_key=_pair(key, b"server")[0])
+
+
+def weights_server_curve(key: bytes) -> Curve:
+    """Of parameter servers towards other hosts. Workers and servers are given these; the key itself they never see."""
+    public, secret = _pair(key, b"weights server")
+    return Curve(public=public, secret=secret)
+
+
+def weights_client_curve(key: bytes) -> Curve:
+    public, secret = _pair(key, b"weights client")
+    return Curve(public=public, secret=secret, server_key=_pair(key, b"weights server")[0])
 
 
 def _pair(key: bytes, role: bytes) -> tuple[bytes, bytes]:

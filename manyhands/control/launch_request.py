@@ -43,7 +43,7 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     command: WorkerCommand | None
     """None only with `join`: the command then comes from the run that is joined."""
     workers: int = 1
-    """Workers on this host."""
+    """Workers on this host. 0: it has a server, or only the coordinator."""
     threads: int | None = None
     """OMP_NUM_THREADS of each worker. None: as inherited, else cores / workers."""
     run_dir: str | None = None
@@ -51,7 +51,12 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     elastic: tuple[int, int] | None = None
     """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
     servers: int = 0
-    """Parameter servers of the run; they are on its first host."""
+    """Parameter servers of the run; they are on its first host, unless they are tasks of a cluster."""
+    server_tasks: bool = False
+    server: int | None = None
+    """This host is such a task: it has the server of this number and no worker."""
+    server_address: tuple[str, int] | None = None
+    """Where the cluster has that server."""
     heartbeat_s: float = 3.0
     hang_s: float = 10.0
     """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""

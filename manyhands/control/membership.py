@@ -112,7 +112,7 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
     present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]
     if len(present) >= most_hosts:
         return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
-    if report.host_rank is not None and report.host_rank in [host.host_rank for host in state.hosts.values()]:
+    if report.host_rank is not None and report.host_rank in [host.host_rank for host in present]:
         return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")
     return None
 
@@ -130,6 +130,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         master=report.master,
         heard_at=now,
         leaving=report.leaving or (known is not None and known.leaving),
+        servers=report.servers,
     )
     state = replace(
         state,

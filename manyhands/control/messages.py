@@ -1,4 +1,4 @@
-"""Every message of the control plane: worker to agent, agent to coordinator, and a person's questions to an agent.
+"""Every message of the control plane: worker to agent, and agent to coordinator. What people ask is in `questions`.
 
 Reports and orders are *states*, not commands: an agent says how its host stands, the coordinator says how it should
 stand, both again every second. So a lost, repeated or late message is harmless. Unknown fields and types are
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from manyhands.comm.transport import Curve
 from manyhands.control.failure import Failure, WorkerEnd
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.events import Event
@@ -18,7 +19,6 @@ from manyhands.spec.seat import Group
 
 __all__ = [
     "Announce",
-    "Ask",
     "Commit",
     "Committed",
     "FailedServer",
@@ -44,9 +44,7 @@ __all__ = [
     "Refusal",
     "Report",
     "RunFacts",
-    "ServerStatus",
     "ServersWanted",
-    "Status",
     "StopRequest",
     "StoreReply",
     "StoreRequest",
@@ -178,6 +176,10 @@ class Welcome(_Message, frozen=True, kw_only=True):
     stop: str | None = None
     run_call: int = 0
     """For a worker that joins: the public call that the run is in."""
+    curve: Curve | None = None
+    """Where the run has servers and several hosts: the keys of workers and servers towards each other."""
+    clients: bytes = b""
+    """To a server: the public key of those who may come in."""
 
 
 class Refusal(_Message, frozen=True, kw_only=True):
@@ -210,9 +212,13 @@ class Living(_Message, frozen=True, kw_only=True):
 
 
 class ServersWanted(_Message, frozen=True, kw_only=True):
-    """To workers and servers: how many servers there should be. Those with higher numbers end when they are ready."""
+    """To workers and servers: how many servers there should be, and where as in a seat.
+
+    Those with higher numbers end when they are ready.
+    """
 
     number: int
+    servers: str
 
 
 FromWorker = (
@@ -303,6 +309,8 @@ class HostReport(_Message, frozen=True, kw_only=True):
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
     servers_wanted: int | None = None
     """The same of servers."""
+    servers: dict[int, str] = {}
+    """The numbers of the servers that this host has, and where other hosts reach them; empty where there are none."""
     failed_server: FailedServer | None = None
 
 
@@ -371,6 +379,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     """With newcomers: the public call that they wait in."""
     servers: int = 0
     """How many parameter servers there should be, numbered from 0."""
+    servers_at: dict[int, str] = {}
+    """Where those of all hosts are reached from other hosts."""
     living: dict[int, int] = {}
     """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
 
@@ -419,60 +429,3 @@ class Replay(_Message, frozen=True, kw_only=True):
 
 FromAgent = HostReport | Relay | Replay
 FromCoordinator = Orders | StoreReply | Refusal
-
-
-# ---- a person and an agent -------------------------------------------------------------------------------------
-
-
-class Ask(_Message, frozen=True, kw_only=True):
-    what: Literal["status", "stop", "scale"]
-    workers: int | None = None
-    servers: int | None = None
-    """scale: how many there should be; None: as before."""
-
-
-class MemberStatus(_Value, frozen=True, kw_only=True):
-    rank: int
-    """-1: it is not in the newest generation (yet, or any more)."""
-    pid: int
-    status: str
-    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
-    step: int | None
-    phase: str
-    age_s: float
-    slot: int | None = None
-    """Of an elastic run's worker."""
-    generation: str = ""
-    """The one that it speaks for."""
-    call: int = 0
-
-
-class ServerStatus(_Value, frozen=True, kw_only=True):
-    server: int
-    pid: int
-    status: str
-    """starting, live, ending; of one that has ended: failed, left."""
-    phase: str
-    age_s: float
-    """Since it was last heard."""
-    deaths: int = 0
-    role: str = "server"
-
-
-class Status(_Message, frozen=True, kw_only=True):
-    run: str
-    run_dir: str | None
-    generation: str | None
-    attempt: int
-    hosts: int
-    host: str
-    stop: str | None
-    coordinator_pid: int
-    members: list[MemberStatus]
-    servers: list[ServerStatus] = []
-    committed: Commit | None = None
-    elastic: tuple[int, int] | None = None
-    workers_wanted: int | None = None
-    servers_wanted: int | None = None
-    """What `mh scale` said last."""
-    run_call: int = 0

@@ -93,6 +93,7 @@ def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
         lost=roster.lost,
         call=roster.call,
         servers=state.settings.job.servers if state.servers_wanted is None else state.servers_wanted,
+        servers_at={number: at for host in state.hosts.values() for number, at in host.servers.items()},
         living=living(roster),
     )
 

@@ -21,10 +21,12 @@ from manyhands.control.fence import Guard
 from manyhands.control.keys import private_directory, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.link import Link
-from manyhands.control.messages import Ask, Job
+from manyhands.control.messages import Job
 from manyhands.control.preflight import Addresses, imports_manyhands, is_loopback, versions
+from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import run_name
+from manyhands.control.server_ports import ServerPorts, tcp_endpoint
 from manyhands.control.stop_signals import StopSignals
 from manyhands.control.torch_store import TorchMeeting
 
@@ -55,11 +57,14 @@ class Premises:
         self.context: zmq.Context[Any] = zmq.Context()
         opened.callback(self.context.destroy, linger=500)
         if self.addresses.join is not None:
-            self.link = Link(self.context, _tcp(self.addresses.join), self.name, self.addresses.key)
+            self.link = Link(self.context, tcp_endpoint(*self.addresses.join), self.name, self.addresses.key)
         else:
             assert job is not None
             self._open_first_host(request, job, say, opened)
         opened.callback(self.link.close)
+        several = self.addresses.listen is not None or self.addresses.join is not None
+        self.server_ports = ServerPorts(self.addresses.data if several else None, request.server_address)
+        opened.callback(self.server_ports.close)
         self.people: Port[Ask] = open_port(self.context, zmq.ROUTER, f"ipc://{self.directory}/control", Ask, bind=True)
 
     def _open_first_host(self, request: LaunchRequest, job: Job, say: Callable[[str], None], opened: ExitStack) -> None:
@@ -102,7 +107,7 @@ class Premises:
         if request.key is not None or request.master is not None:
             return
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
-        address = _tcp(listen).removeprefix("tcp://")
+        address = tcp_endpoint(*listen).removeprefix("tcp://")
         write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
         more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
         say(f"{more}: mh agent --join {path}")
@@ -132,8 +137,3 @@ def _run_name(request: LaunchRequest, addresses: Addresses) -> str:
 
 def _command(request: LaunchRequest) -> list[str]:
     return [request.command.target, *request.command.args] if request.command else []
-
-
-def _tcp(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -16,7 +16,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from manyhands.comm.transport import Port
-from manyhands.control.keys import client_curve
 
 __all__ = ["DoorKeeper"]
 
@@ -33,8 +32,9 @@ _MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: it spoke w
 class DoorKeeper:
     """Answers ZAP requests and reads the monitor; `attend` returns new lines worth telling."""
 
-    def __init__(self, context: zmq.Context[Any], key: bytes) -> None:
-        self._allowed = z85.decode(client_curve(key).public)
+    def __init__(self, context: zmq.Context[Any], allowed: bytes) -> None:
+        """`allowed`: the public key, in Z85, of those who may come in."""
+        self._allowed = z85.decode(allowed)
         self._zap = context.socket(zmq.ROUTER)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")

@@ -68,6 +68,8 @@ class Host(_Value, frozen=True, kw_only=True):
     master: tuple[str, int] | None
     heard_at: float
     silent: bool = False
+    servers: dict[int, str] = {}
+    """Those that it has, and where other hosts reach them."""
     leaving: bool = False
     """Its agent is going: it takes no new workers, and those it has are dismissed."""
 

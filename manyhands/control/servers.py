@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import FailedServer, ServerStatus
+from manyhands.control.messages import FailedServer
 from manyhands.control.policy import cannot_be_retried
+from manyhands.control.questions import ServerStatus
 from manyhands.control.workers import Worker
 
 __all__ = ["Servers", "is_hopeless"]
@@ -112,6 +113,9 @@ class Servers:
 
     def tick(self, now: float) -> None:
         if self._kill_at is not None and now >= self._kill_at:
+            for server in self.processes:
+                if self.asked_to_end and server.greeted and server.dismissed_at is not None:
+                    server.hung = server.hung or f"did not end within {now - server.dismissed_at:.1f} s"
             self.kill()
         self.fill()
 

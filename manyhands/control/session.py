@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from manyhands import errors
 from manyhands.comm.segments import Segment
-from manyhands.comm.transport import MAX_MESSAGE_BYTES, Port, open_port
+from manyhands.comm.transport import MAX_MESSAGE_BYTES, Curve, Port, open_port
 from manyhands.control.groups import is_later
 from manyhands.control.key_values import generation_is_over
 from manyhands.control.messages import (
@@ -55,7 +55,7 @@ from manyhands.control.messages import (
 )
 from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, PeerTimeout
 from manyhands.events import Event
-from manyhands.spec.seat import Group, Seat
+from manyhands.spec.seat import Group, Seat, server_endpoint
 
 __all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
 
@@ -101,6 +101,11 @@ class Session:
         self.stop_requested: str | None = None
         self.living: dict[int, int] | None = None
         """A server's: the slots, by incarnation, of workers not known to be dead. None: nothing was heard so far."""
+        self.curve: Curve | None = None
+        """Between workers and servers of different hosts; None where the run has one host."""
+        self.clients = b""
+        """A server's: the public key of those who may come in, for `control.refusals.DoorKeeper`."""
+        self._servers = seat.servers
         self.servers_wanted = seat.num_servers
         """How many servers there should be, as last heard."""
         self.on_change: Callable[[], None] | None = None
@@ -142,6 +147,11 @@ class Session:
         if self._announced is not None and self._announced.group.generation == self.group.generation:
             self.group = self._announced.group  # exact, where hosts have different numbers of workers
         self.stop_requested = self.stop_requested or welcome.stop
+        self.curve, self.clients = welcome.curve, welcome.clients
+
+    def server_endpoint(self, number: int) -> str:
+        """Where a server is reached from here; under `curve` if it is a tcp:// endpoint."""
+        return server_endpoint(self._servers, number)
 
     # ---- groups ----------------------------------------------------------------------------------------------
 
@@ -394,7 +404,8 @@ class Session:
                 self._hear_of(kind, self.living, self.servers_wanted)
             case Living(workers=workers):
                 self._hear_of(self.stop_requested, workers, self.servers_wanted)
-            case ServersWanted(number=number):
+            case ServersWanted(number=number, servers=servers):
+                self._servers = servers
                 self._hear_of(self.stop_requested, self.living, number)
             case Announce():
                 self._hear(message)

@@ -46,7 +46,7 @@ def lay_out(state: Membership, hosts: Sequence[Host]) -> dict[str, int]:
     share: dict[str, int] = {host.agent: 0 for host in hosts}
     for _ in range(wanted(state, hosts)):
         with_room = [host for host in hosts if share[host.agent] < host.slots]
-        least_laden = min(with_room or hosts, key=lambda host: share[host.agent])
+        least_laden = min(with_room or [host for host in hosts if host.slots], key=lambda host: share[host.agent])
         share[least_laden.agent] += 1
     return share
 
@@ -170,7 +170,7 @@ def _with_room(state: Membership, roster: Roster, *, explicit: bool = False) -> 
     hosts = [
         host
         for host in state.hosts.values()
-        if open_to(state, host.agent) and (explicit or held[host.agent] < host.slots)
+        if open_to(state, host.agent) and host.slots and (explicit or held[host.agent] < host.slots)
     ]
     return min(hosts, key=lambda host: (held[host.agent], not host.local, host.order), default=None)
 

@@ -34,7 +34,7 @@ from manyhands.spec.load import (
     seat,
     torchrun_task,
 )
-from manyhands.spec.placement import Placement, from_cluster, from_settings, from_torchrun
+from manyhands.spec.placement import Placement, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
 
 if TYPE_CHECKING:
     from manyhands.control.launch_request import Display
@@ -99,7 +99,10 @@ def place(
             raise SpecError(what, where=resolved.origins["launch.workers"], fix=["one of the two"])
         return from_torchrun(torchrun, launch, machine)
     task = task or cluster_task(environ)
-    return from_cluster(task, launch, machine) if task else from_settings(launch, machine)
+    if task is None:
+        return from_settings(launch, machine)
+    of_cluster = from_cluster_with_servers if resolved.spec.num_servers else from_cluster
+    return of_cluster(task, launch, machine)
 
 
 def worker_environment(resolved: Resolved, environ: Mapping[str, str]) -> dict[str, str]:
@@ -125,21 +128,18 @@ def make_request(
     join_file: str | None = None,
     result_file: str | None = None,
 ) -> LaunchRequest:
-    run, launch, servers = resolved.spec.run, resolved.spec.launch, resolved.spec.num_servers
-    if servers and (placement.num_hosts > 1 or placement.listen):
-        raise SpecError(
-            f"{servers} parameter servers on several hosts: workers reach servers of their own host only.",
-            where=resolved.origins["launch.servers"],
-            fix=["one host, without --hosts-wanted, --listen and --nnodes"],
-        )
+    run, launch, servers = resolved.spec.run, resolved.spec.launch, placement.server_tasks or resolved.spec.num_servers
     request = LaunchRequest(
         command=command,
         workers=placement.workers,
         threads=launch.threads or (1 if resolved.spec.train.exact else None),
         run_dir=run_dir,
         overwrite=run.overwrite,
-        elastic=launch.elastic or ((1, placement.workers * placement.num_hosts) if servers else None),
+        elastic=launch.elastic or ((1, _all_workers(placement)) if servers else None),
         servers=servers,
+        server_tasks=placement.server_tasks > 0,
+        server=placement.server,
+        server_address=placement.server_address,
         heartbeat_s=run.heartbeat_s,
         hang_s=run.hang_s,
         hosts_wanted=placement.num_hosts,
@@ -167,6 +167,10 @@ def make_request(
     return request
 
 
+def _all_workers(placement: Placement) -> int:
+    return placement.total_workers or placement.workers * placement.num_hosts
+
+
 def _key(placement: Placement, environ: Mapping[str, str]) -> bytes | None:
     path = environ.get(KEY_FILE_VARIABLE)
     if placement.num_hosts == 1 or not placement.trains or placement.master is None:
@@ -188,7 +192,8 @@ def _key(placement: Placement, environ: Mapping[str, str]) -> bytes | None:
 
 def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
     """What a dry run shows: plain values, no key."""
-    first = None if placement.host_rank is None else placement.host_rank * placement.workers
+    each_as_many = placement.host_rank is not None and placement.total_workers is None
+    first = (placement.host_rank or 0) * placement.workers if each_as_many else None
     return {
         "hosts": placement.num_hosts,
         "host": placement.host_rank,
@@ -197,10 +202,11 @@ def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str,
         "listen": placement.listen,
         "workers": placement.workers,
         "servers": request.servers,
+        "server": request.server,
         "elastic": request.elastic,
         "ranks": None if first is None else list(range(first, first + placement.workers)),
         "trains": placement.trains,
-        "threads": request.threads or max(1, this_machine(environ).cores // placement.workers),
+        "threads": request.threads or max(1, this_machine(environ).cores // max(1, placement.workers)),
         "run_dir": request.run_dir,
         "command": msgspec.to_builtins(request.command),
         "environment": {name: text for name, text in request.environment.items() if environ.get(name) != text},

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.control.messages import MemberStatus, ServerStatus
+from manyhands.control.questions import MemberStatus, ServerStatus
 from manyhands.control.runs import RunRecord, read_run
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events import (

@@ -203,6 +203,16 @@ class ClusterTask:
         ]
 
     @property
+    def hosts(self) -> list[tuple[str, int]]:
+        """The tasks that take part under parameter servers, in the order of their hosts."""
+        return [*self.trainers, *(("ps", index) for index in self.servers)]
+
+    @property
+    def servers(self) -> list[int]:
+        """Indices of the ps tasks; the position is the server's number."""
+        return self.cluster.task_indices("ps") if "ps" in self.cluster.jobs else []
+
+    @property
     def is_chief(self) -> bool:
         return (self.job, self.index) == self.trainers[0]
 

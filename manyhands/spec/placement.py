@@ -17,7 +17,16 @@ from manyhands.spec.cluster import Address, ClusterTask, parse_address
 from manyhands.spec.load import flag_name
 from manyhands.spec.run import LaunchSection
 
-__all__ = ["IGNORED_FLAGS", "TORCHRUN_FLAGS", "Machine", "Placement", "from_cluster", "from_settings", "from_torchrun"]
+__all__ = [
+    "IGNORED_FLAGS",
+    "TORCHRUN_FLAGS",
+    "Machine",
+    "Placement",
+    "from_cluster",
+    "from_cluster_with_servers",
+    "from_settings",
+    "from_torchrun",
+]
 
 DEFAULT_PORT = 29500
 """torchrun's, for --master-port and for a --rdzv-endpoint without a port."""
@@ -68,6 +77,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     listen: str | None = None
     """The address other hosts reach this one at."""
     trains: bool = True
+    """Or takes part otherwise, as a server's task does; else it waits for the end."""
+    total_workers: int | None = None
+    """Over all hosts, where those do not have as many each."""
+    server_tasks: int = 0
+    """Parameter servers that are tasks of the cluster."""
+    server: int | None = None
+    """This host is such a task: the number of its server, and where the cluster has it."""
+    server_address: Address | None = None
     announce: Address | None = None
     """Where tasks that do not train see that the run lasts, where no coordinator listens for other hosts."""
     notes: list[str] = []
@@ -214,3 +231,45 @@ def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> 
         trains=task.trains,
         announce=task.chief_address if alone_with_waiters else None,
     )
+
+
+def from_cluster_with_servers(task: ClusterTask, launch: LaunchSection, machine: Machine) -> Placement:
+    """As TensorFlow has it: worker tasks train, ps tasks have a server each, and a chief only coordinates.
+
+    Without ps tasks, the first host has the servers.
+    """
+    if (task.job, task.index) not in task.hosts:
+        return from_cluster(task, launch, machine)  # an evaluator, which waits
+    training = [host for host in task.hosts if host[0] == "worker"]
+    _check_servers(task, launch, training)
+    workers = launch.workers or _most(launch, len(training)) or machine.default_workers
+    _check_elastic(launch, workers, len(training), "TF_CONFIG")
+    several, is_server = len(task.hosts) > 1, task.job == "ps"
+    assert task.address is not None
+    return Placement(
+        workers=workers if task.job == "worker" else 0,
+        total_workers=workers * len(training),
+        num_hosts=len(task.hosts),
+        host_rank=task.hosts.index((task.job, task.index)),
+        coordinates=task.is_chief,
+        master=task.chief_address,
+        listen=(launch.listen or task.address[0]) if several else None,
+        server_tasks=len(task.servers),
+        server=task.servers.index(task.index) if is_server else None,
+        server_address=task.address if is_server else None,
+    )
+
+
+def _check_servers(task: ClusterTask, launch: LaunchSection, training: list[tuple[str, int]]) -> None:
+    if not training:
+        raise ClusterError(
+            '"cluster" has no worker: under parameter servers a chief coordinates and does not train.',
+            where="TF_CONFIG",
+            fix=['"worker": ["10.0.0.2:2222"]'],
+        )
+    if task.servers and launch.servers not in (None, len(task.servers)):
+        raise SpecError(
+            f"{launch.servers} parameter servers are asked for, but the cluster has {len(task.servers)} ps tasks.",
+            where="TF_CONFIG",
+            fix=[f"servers = {len(task.servers)}", f"{launch.servers} addresses of ps tasks"],
+        )

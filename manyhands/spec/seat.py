@@ -13,7 +13,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["SEAT_VARIABLES", "Group", "Seat", "parse_seat", "seat_environment"]
+__all__ = ["SEAT_VARIABLES", "Group", "Seat", "parse_seat", "seat_environment", "server_endpoint"]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +73,9 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Of a server: its number. A replacement takes the same."""
     num_servers: int = 0
     servers: str = ""
-    """Where the servers are: number n listens at this followed by n."""
+    """Where the servers are, for `server_endpoint`: on this host, or one tcp:// endpoint for each."""
+    listen: str = ""
+    """Of a server: the tcp:// endpoint at which other hosts reach it, under CURVE; empty where there are none."""
 
     @property
     def is_chief(self) -> bool:
@@ -122,9 +124,15 @@ _VARIABLES = {
     "server": "MANYHANDS_SERVER_NUMBER",
     "num_servers": "MANYHANDS_NUM_SERVERS",
     "servers": "MANYHANDS_SERVER_ENDPOINTS",
+    "listen": "MANYHANDS_SERVER_LISTEN",
 }
 
 SEAT_VARIABLES = frozenset(_VARIABLES.values())
+
+
+def server_endpoint(servers: str, number: int) -> str:
+    """Of one server, by a seat's `servers`: endpoints separated by commas, or what comes before the number of each."""
+    return servers.split(",")[number] if servers.startswith("tcp:") else f"{servers}{number}"
 
 
 def seat_environment(seat: Seat) -> dict[str, str]:

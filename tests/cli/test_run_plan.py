@@ -57,10 +57,35 @@ def test_a_run_with_servers_is_elastic_and_counts_them_beside_its_workers(plan, 
     assert plan("--config", "run.toml", "train.py", MANYHANDS_SERVERS="4")["servers"] == 4
 
 
-def test_no_servers_and_servers_that_others_cannot_reach_are_refused(refused):
+def test_no_servers_are_refused(refused):
     assert "[launch] servers is 0, but must be at least 1" in refused("--servers", "0", "train.py").what
-    elsewhere = refused("--servers", "1", "--hosts-wanted", "2", "--listen", "127.0.0.1", "train.py")
-    assert (elsewhere.where, elsewhere.exit_code) == ("--servers", 2)
+
+
+def test_a_clusters_ps_tasks_are_hosts_with_a_server_each_and_its_chief_only_coordinates(plan, refused):
+    cluster = {
+        "chief": ["127.0.0.1:2001"],
+        "worker": ["127.0.0.1:2002", "127.0.0.1:2003"],
+        "ps": ["127.0.0.1:2004", "127.0.0.1:2005"],
+    }
+
+    def tf_config(job: str, index: int = 0) -> str:
+        return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+    def of(job: str, index: int = 0) -> tuple:
+        shown = plan("--strategy", "parameter_server", "-n", "3", "train.py", TF_CONFIG=tf_config(job, index))
+        assert (shown["hosts"], shown["servers"], shown["elastic"]) == (5, 2, [1, 6])
+        assert (shown["trains"], shown["ranks"], shown["master"]) == (True, None, "127.0.0.1:2001")
+        return shown["host"], shown["workers"], shown["server"], shown["coordinator"]
+
+    assert of("chief") == (0, 0, None, True)
+    assert [of("worker", index) for index in (0, 1)] == [(1, 3, None, False), (2, 3, None, False)]
+    assert [of("ps", index) for index in (0, 1)] == [(3, 0, 0, False), (4, 0, 1, False)]
+    wrong = refused("--servers", "3", "train.py", TF_CONFIG=tf_config("ps"))
+    assert "3 parameter servers are asked for, but the cluster has 2 ps tasks" in wrong.what
+    assert plan("train.py", TF_CONFIG=tf_config("ps"))["trains"] is False, "under other strategies it waits"
+    cluster.pop("worker")
+    nobody = refused("--servers", "2", "train.py", TF_CONFIG=tf_config("chief"))
+    assert "a chief coordinates and does not train" in nobody.what
 
 
 def test_two_dashes_end_our_flags(plan):

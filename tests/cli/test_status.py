@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from manyhands.cli.main import report
 from manyhands.cli.status import status
-from manyhands.control.messages import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, Status
 from manyhands.control.runs import RunDirectory
 from manyhands.errors import UsageError
 from manyhands.events import (

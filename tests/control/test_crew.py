@@ -13,7 +13,7 @@ from conftest import alive, until
 
 from manyhands.comm.segments import Segment
 from manyhands.comm.transport import open_port
-from manyhands.control.crew import Crew, Surroundings
+from manyhands.control.crew import Crew
 from manyhands.control.desk import Desk
 from manyhands.control.fence import Guard
 from manyhands.control.hang import Limits
@@ -33,6 +33,7 @@ from manyhands.control.messages import (
     RunFacts,
     ToWorker,
 )
+from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.native import library
 

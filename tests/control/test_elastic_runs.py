@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from manyhands.cli.scale import scale
 from manyhands.comm.transport import open_port
 from manyhands.control.client import query, request_scale, request_stop
-from manyhands.control.keys import new_key, server_curve
+from manyhands.control.keys import client_curve, new_key, server_curve
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.messages import FromAgent, HostReport, Job, Orders, Place, Plan, PlannedWorker
 from manyhands.control.refusals import DoorKeeper
@@ -549,7 +549,7 @@ class FakeCoordinator:
     def __init__(self, launcher: Launcher) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         key = new_key()
-        self.door = DoorKeeper(self.context, key)
+        self.door = DoorKeeper(self.context, client_curve(key).public)
         self.port = open_port(
             self.context, zmq.ROUTER, "tcp://127.0.0.1:*", FromAgent, bind=True, curve=server_curve(key)
         )

@@ -19,7 +19,8 @@ from conftest import alive, until
 
 from manyhands.comm.transport import open_port
 from manyhands.control.keys import client_curve, new_key, read_join_file
-from manyhands.control.messages import Ask, FromAgent, FromWorker, HostReport
+from manyhands.control.messages import FromAgent, FromWorker, HostReport
+from manyhands.control.questions import Ask
 from manyhands.control.refusals import NO_KEY, WRONG_KEY
 
 pytestmark = pytest.mark.faults

@@ -18,9 +18,10 @@ from manyhands.control.keys import client_curve, new_key, read_join_file, server
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.control.log import Log
 from manyhands.control.membership import begin
-from manyhands.control.messages import Ask, Job, StoreReply, StoreRequest
+from manyhands.control.messages import Job, StoreReply, StoreRequest
 from manyhands.control.output import KEPT_BYTES, WorkerLog
 from manyhands.control.preflight import check_command, parse_address, resolve
+from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import RunDirectory, default_path, read_run, run_name
 from manyhands.errors import (

@@ -3,7 +3,7 @@ from msgspec.structs import replace
 
 from manyhands.errors import SpecError
 from manyhands.spec.load import seat
-from manyhands.spec.seat import SEAT_VARIABLES, Seat, seat_environment
+from manyhands.spec.seat import SEAT_VARIABLES, Seat, seat_environment, server_endpoint
 
 SEAT = Seat(
     agent="ipc://agent",
@@ -38,6 +38,11 @@ def test_a_server_has_a_seat_of_its_own_and_is_in_no_group():
     assert server.is_server
     assert not server.is_chief
     assert not SEAT.is_server
+
+
+def test_a_seat_says_where_each_server_is():
+    assert server_endpoint("ipc:///tmp/mh-1/server-", 12) == "ipc:///tmp/mh-1/server-12"
+    assert server_endpoint("tcp://10.0.0.1:4000,tcp://[::1]:4001", 1) == "tcp://[::1]:4001"
 
 
 def test_without_an_agent_there_is_no_seat():

@@ -1,0 +1,69 @@
+"""What a person asks an agent, by way of `client`, and what the agent answers: how its part of the run stands."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from manyhands.control.messages import Commit
+
+__all__ = ["Ask", "MemberStatus", "ServerStatus", "Status"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    pass
+
+
+class Ask(_Message, frozen=True, kw_only=True):
+    what: Literal["status", "stop", "scale"]
+    workers: int | None = None
+    servers: int | None = None
+    """scale: how many there should be; None: as before."""
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rank: int
+    """-1: it is not in the newest generation (yet, or any more)."""
+    pid: int
+    status: str
+    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
+    step: int | None
+    phase: str
+    age_s: float
+    slot: int | None = None
+    """Of an elastic run's worker."""
+    generation: str = ""
+    """The one that it speaks for."""
+    call: int = 0
+
+
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    server: int
+    pid: int
+    status: str
+    """starting, live, ending; of one that has ended: failed, left."""
+    phase: str
+    age_s: float
+    """Since it was last heard."""
+    deaths: int = 0
+    role: str = "server"
+
+
+class Status(_Message, frozen=True, kw_only=True):
+    run: str
+    run_dir: str | None
+    generation: str | None
+    attempt: int
+    hosts: int
+    host: str
+    stop: str | None
+    coordinator_pid: int
+    members: list[MemberStatus]
+    servers: list[ServerStatus] = []
+    committed: Commit | None = None
+    elastic: tuple[int, int] | None = None
+    workers_wanted: int | None = None
+    servers_wanted: int | None = None
+    """What `mh scale` said last."""
+    run_call: int = 0

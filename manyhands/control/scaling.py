@@ -1,0 +1,37 @@
+"""Whether a run can be given the workers and servers that `mh scale` asks for. Pure."""
+
+from __future__ import annotations
+
+from manyhands.control.launch_request import LaunchRequest
+from manyhands.control.messages import Refusal
+
+__all__ = ["why_not_scale"]
+
+
+def why_not_scale(
+    request: LaunchRequest, workers: int | None, servers: int | None, *, run: str, run_dir: str | None
+) -> Refusal | None:
+    """None: it can. Numbers of None stay as they are."""
+    bounds = request.elastic
+    if bounds is None:
+        return _refusal(f"{run} is not elastic.", "mh run --elastic 1:4")
+    if workers is not None and not bounds[0] <= workers <= bounds[1]:
+        nearest = min(max(workers, bounds[0]), bounds[1])
+        what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
+        return _refusal(what, f"mh scale {run_dir} {nearest}")
+    return _why_not_servers(request, servers, run, run_dir) if servers is not None else None
+
+
+def _why_not_servers(request: LaunchRequest, servers: int, run: str, run_dir: str | None) -> Refusal | None:
+    if not request.servers:
+        return _refusal(f"{run} has no parameter servers, and cannot get any while it runs.", "mh run --servers 2")
+    if request.server_tasks:
+        what = f"The servers of {run} are tasks of a cluster, which says how many there are."
+        return _refusal(what, "another cluster, in another run")
+    if servers < 1:
+        return _refusal(f"{servers} parameter servers are too few.", f"mh scale {run_dir} --servers 1")
+    return None
+
+
+def _refusal(what: str, fix: str) -> Refusal:
+    return Refusal(error="UsageError", what=what, fix=[fix])
