@@ -230,7 +230,7 @@ class Book:
         self._end_meeting()
         if wish:
             self._wish(wish)
-        if met < self._boundary and (self._is_meeting or self._is_quiet()):
+        if met < self._boundary <= self.low:
             return self._call_meeting()
         return self._grant(worker, {held.filling for held in holding})
 
@@ -284,9 +284,6 @@ class Book:
         if not self._is_meeting:
             self._why = max(self._why, wish)
             self._boundary = min(self._boundary, max(self.minutes.reach, self.low, self.minutes.held + 1))
-
-    def _is_quiet(self) -> bool:
-        return self.low >= self._boundary and not self._leases and not self._missing
 
     def _call_meeting(self) -> Meet:
         if not self._is_meeting:

@@ -80,8 +80,6 @@ class Shard:
         waiting = self._waiting.get(contribution.step, {})
         if waiting.get(contribution.place) == contribution:
             del waiting[contribution.place]
-        if not waiting:
-            self._waiting.pop(contribution.step, None)
 
     def after(self, step: int) -> tuple[int, frozenset[int]]:
         """`low` and `seen` once this step is applied: to be committed together with what it makes of the weights."""

@@ -210,6 +210,16 @@ def test_word_of_a_server_that_comes_late_undoes_nothing():
     assert talk.work(1).step == 2
 
 
+def test_steps_that_were_applied_out_of_order_stay_so_when_word_comes_late():
+    talk = Talk(ASYNC)
+    talk.work(1)
+    held = talk.fill(2)
+    talk.apply(0, seen=frozenset({2}))
+    talk.apply(0)
+    talk.ask(2, held)
+    assert not talk.book.filled(held)
+
+
 def test_a_row_is_not_given_away_while_somebody_may_be_writing_there():
     talk = Talk(rows=2, slices=1)
     talk.work(1)
@@ -275,6 +285,15 @@ def test_a_new_book_goes_on_with_the_meeting_that_was_called():
     assert before.ask(1, wish=4) == Meet(3, 4)
     talk = after(before, 1, 2, low=2)  # an old word of its server
     assert talk.ask(2) == Meet(3, 4), "worker 1 waits there, and does not ask"
+
+
+def test_a_new_book_does_not_end_a_meeting_before_it_has_heard_of_all():
+    before = Talk()
+    before.apply(3)
+    before.ask(1)
+    talk = after(before, 1, 2, low=3)
+    assert talk.ask(1, met=3) is None
+    assert talk.ask(2) == Meet(3, 0)
 
 
 def test_a_new_book_calls_no_meeting_before_steps_that_may_still_turn_up():
@@ -374,6 +393,24 @@ def test_a_slow_slice_is_handed_out_twice_and_the_first_filling_wins():
     talk.apply(1)
     talk.ask(1)
     assert talk.ask(2).held.step == 2
+
+
+def test_whoever_was_late_is_not_leased_the_slice_again_by_saying_that_it_holds_it():
+    talk = Talk(Rule(ahead=0, backups=1))
+    slow, other = talk.work(1), talk.fill(2)
+    talk.book.filled(talk.work(2, other))
+    assert talk.ask(1, slow) is None
+    assert not talk.book.filled(slow)
+
+
+def test_whoever_was_late_is_wanted_after_all_when_the_first_to_fill_dies():
+    talk = Talk(Rule(ahead=0, backups=1))
+    slow, other = talk.work(1), talk.fill(2)
+    talk.book.filled(talk.work(3))
+    talk.book.lose([1, 2])
+    assert talk.ask(1, slow) is None
+    assert talk.book.filled(slow)
+    assert talk.ask(2, other) is None, "and nobody else is given it"
 
 
 def test_a_backup_goes_on_when_the_first_dies():

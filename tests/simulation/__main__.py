@@ -26,14 +26,16 @@ def replay_served(seed: int) -> int:
 
 
 def campaign_served(first: int, count: int) -> int:
-    began, faults, failed = time.monotonic(), 0, 0
+    began, faults, dropped, failed = time.monotonic(), 0, 0, 0
     for seed in range(first, first + count):
         history = served_world.run(seed)
+        dropped += history.dropped
         faults += len(history.of(served_history.Fault))
         if problems := served_checker.violations(history):
             failed += 1
             print(f"seed {seed}: {problems[0]}  (python -m tests.simulation --served --seed {seed})", flush=True)
-    print(f"{count} runs with servers, {faults} faults in {time.monotonic() - began:.0f} s; {failed} failed")
+    took = time.monotonic() - began
+    print(f"{count} runs with servers, {faults} faults, {dropped} rows lost to others in {took:.0f} s; {failed} failed")
     return bool(failed)
 
 

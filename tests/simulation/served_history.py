@@ -98,8 +98,6 @@ class History:
     seen: int = 0
     dropped: int = 0
     """Contributions whose row had been filled with something else."""
-    again: int = 0
-    """Slices that were handed out more than once."""
     ended_at: float | None = None
     """When every worker had met after the last step, and every server had applied it."""
 
