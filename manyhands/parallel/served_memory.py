@@ -20,7 +20,16 @@ from manyhands.comm.segments import Segment
 from manyhands.parallel.common_weights import Kept
 from manyhands.parallel.flat import Flat, lay_out
 
-__all__ = ["JOURNAL_LENGTH", "Journal", "Memory", "Register", "ServedMemory", "course_register", "layout_name"]
+__all__ = [
+    "JOURNAL_LENGTH",
+    "Attendance",
+    "Journal",
+    "Memory",
+    "Register",
+    "ServedMemory",
+    "course_register",
+    "layout_name",
+]
 
 Memory = Callable[[str, int], Segment]
 """A region by name, the same for everybody who asks; `EnvironmentProblem` where there is no room."""
@@ -88,6 +97,19 @@ def _read(segment: Segment, at: int, room: int) -> tuple[int, bytes] | None:
         return None
     value = bytes(segment.buffer[at + _HEADER.size : at + _HEADER.size + length])
     return (number, value) if zlib.crc32(value, number & 0xFFFFFFFF) == crc else None
+
+
+class Attendance:
+    """Which servers are up, as each says of itself; a dead one still seems to be, and is replaced."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._segment = memory("attendance of servers", _PAGE)
+
+    def mark(self, server: int, *, up: bool) -> None:
+        self._segment.buffer[server] = up
+
+    def has_all(self, servers: int) -> bool:
+        return self._segment.buffer[:servers] == b"\1" * servers
 
 
 def course_register(memory: Memory, server: int) -> Register:

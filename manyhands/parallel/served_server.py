@@ -99,6 +99,14 @@ class PartServer:
         if told := self._register.value:
             self._begin(msgspec.msgpack.decode(told, type=Open))
 
+    def is_released(self) -> bool:
+        """Whether a later course is under way without this server."""
+        told = course_register(self._memory, 0).value
+        if not told or self._course is None:
+            return self._course is None
+        newest = msgspec.msgpack.decode(told, type=Open)
+        return newest.number > self._course.opened.number and newest.servers <= self._number
+
     @property
     def is_first(self) -> bool:
         return self._number == 0

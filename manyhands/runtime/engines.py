@@ -58,7 +58,7 @@ def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, join
         choice,
         Link(lambda server: f"{seat.servers}{server}", f"worker {seat.incarnation}".encode()),
         worker.session.shared_memory,
-        num_servers=seat.num_servers,
+        num_servers=lambda: worker.session.servers_wanted,
         worker=seat.incarnation,
         most_workers=worker.most_workers,
         foreign=foreign_state(model),

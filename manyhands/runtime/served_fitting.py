@@ -14,11 +14,13 @@ from manyhands.events import StalenessSeen
 from manyhands.parallel.leases import Course
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
-from manyhands.runtime.steps import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
 from manyhands.strategies.served import Served
 
 __all__ = ["ServedFit"]
+
+# What workers wish to meet for; the largest wins, and is asked for again where a larger one won.
+REOPEN, REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4, 5
 
 
 class ServedFit(Fit):
@@ -121,7 +123,9 @@ class ServedFit(Fit):
         newest = self._worker.session.newest
         if newest is not None and newest.lost:
             return REGROUP
-        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
+        if self._worker.is_chief and self._regrouping.change_is_due:
+            return REGROUP
+        return REOPEN if self._worker.is_chief and self._engine.wants_other_servers else 0
 
     def _is_save_step(self, step: int) -> bool:
         every = self._steps.saver.every_steps

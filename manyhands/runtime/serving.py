@@ -18,6 +18,7 @@ import zmq
 
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.session import RunFacts, Session
+from manyhands.parallel.served_memory import Attendance
 from manyhands.parallel.served_messages import FromServer, FromWorker
 from manyhands.parallel.served_server import PartServer
 from manyhands.runtime.models import Parts, foreign_state
@@ -78,9 +79,11 @@ class _Serving:
         self._poller.register(self._port.socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self._told_at, self._told_step = 0.0, -1
+        self._number, self._attendance = seat.server, Attendance(session.shared_memory)
 
     def run(self) -> None:
-        while self._session.stop_requested is None:
+        self._attendance.mark(self._number, up=True)
+        while self._session.stop_requested is None and not self._is_released():
             ready = dict(self._poller.poll(0 if self._server.has_work else round(TICK_S * 1000)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -90,9 +93,14 @@ class _Serving:
                 self._send(self._server.take(sender, message))
             self._send(self._server.work())
             self._tell_standing()
+        self._attendance.mark(self._number, up=False)
         self._session.on_change = None
         self._context.destroy(linger=0)
         os.close(self._wake)
+
+    def _is_released(self) -> bool:
+        """Fewer servers are wanted, and the others have what this one had."""
+        return self._session.servers_wanted <= self._number and self._server.is_released()
 
     def _send(self, outbox: list[tuple[bytes, Any]]) -> None:
         for receiver, message in outbox:

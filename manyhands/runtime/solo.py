@@ -45,6 +45,7 @@ class Solo:
         )
         self.group, self.newest = self.seat.group(), None
         self.stop_requested: str | None = None
+        self.servers_wanted = 0
         self.recorder: Recorder | None = None
         self._resolved = resolved
         self._directory: RunDirectory | None = None

@@ -29,7 +29,7 @@ from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Link
-from manyhands.parallel.served_memory import Memory, ServedMemory, course_register, layout_name
+from manyhands.parallel.served_memory import Attendance, Memory, ServedMemory, course_register, layout_name
 from manyhands.parallel.served_messages import Ask, Filled, Number, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_server import Saved, open_memory
@@ -62,13 +62,13 @@ class Served(Computing):
         link: Link,
         memory: Memory,
         *,
-        num_servers: int,
+        num_servers: Callable[[], int],
         worker: int,
         most_workers: int,
         foreign: ForeignState,
         wait_for_chief: Callable[[str], None],
     ) -> None:
-        """`worker` is this process's number in the run, which no other ever has."""
+        """`num_servers` says how many there should be. `worker` is this process's number, which no other ever has."""
         super().__init__(loss_fn, precision)
         self._axis, self._choice, self._link, self._memory = axis, choice, link, memory
         self._num_servers, self._worker, self._most_workers = num_servers, worker, most_workers
@@ -192,7 +192,7 @@ class Served(Computing):
             copies=ASYNC_COPIES if self.ahead is None else 2 * (1 + self.ahead),
             rows=self._num_rows(course),
             workers=workers,
-            servers=self._num_servers,
+            servers=self._num_servers(),
             ahead=self.ahead,
             backups=self._choice.backup_workers,
             damping=bool(self._choice.damping),
@@ -259,6 +259,12 @@ class Served(Computing):
 
     def _trained(self) -> list[nn.Parameter]:
         return [param for param in self._model.parameters() if param.requires_grad]
+
+    @property
+    def wants_other_servers(self) -> bool:
+        """Whether there should be more or fewer servers, and all that there should be are up."""
+        wanted = self._num_servers()
+        return wanted != self._course_now.servers and Attendance(self._memory).has_all(wanted)
 
     # ---- between two meetings ----
 

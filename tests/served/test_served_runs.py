@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.control.client import query
+from manyhands.control.client import query, request_scale
 from manyhands.native import why_not
 from tests.served.conftest import Start, steps_of
 
@@ -91,3 +91,19 @@ def test_servers_are_there_while_the_run_lasts_and_gone_after_it(served: Start) 
     for one in servers:
         with pytest.raises(ProcessLookupError):
             os.kill(one.pid, 0)
+
+
+def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -> None:
+    slow = {"worker 0": 0.05, "worker 1": 0.05}
+    run = served({"mode": "sync", "exact": True, "epochs": 6, "slow_s": slow}, *TWO_AND_TWO)
+
+    def scale(servers: int) -> None:
+        request_scale(run.directory, None, servers)
+        run.until(lambda: len(query(run.directory).servers) == servers, f"{servers} servers")
+        before = len(steps_of(run))
+        run.until(lambda: len(steps_of(run)) > before + 2, "more steps")
+
+    run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    scale(3)
+    scale(1)
+    assert run.wait() == mirrored(exact=True, epochs=6)
