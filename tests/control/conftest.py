@@ -176,3 +176,11 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     made = Launcher(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def elastic(launcher: Launcher) -> Callable[..., Any]:
+    """Starts elastic runs: `elastic(body, workers=2)`; see `elastic_run.Elastic`."""
+    from elastic_run import PLAIN, Elastic  # which imports from here
+
+    return lambda body=PLAIN, **request: Elastic(launcher, body, **request)

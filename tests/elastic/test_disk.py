@@ -15,7 +15,7 @@ from manyhands.checkpoint.reader import newest_valid
 
 from .conftest import Start
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ def longest_gap(run: Run, after_step: int) -> float:
     return max(first[b] - first[a] for a, b in pairwise(steps))
 
 
+@pytest.mark.long
 def test_workers_that_stop_or_hold_their_interpreter_are_replaced_and_named(elastic: Start, undisturbed: Any) -> None:
     places = [
         {"slot": 1, "step": 10, "at": "forward", "how": "stop"},
@@ -46,7 +47,7 @@ def test_a_worker_that_is_busy_without_progress_is_replaced(elastic: Start, undi
     assert "spin" in run.output()
 
 
-def test_steps_go_on_without_the_coordinator_and_nothing_changes_when_it_is_back(
+def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_missed_when_it_is_back(
     elastic: Start, undisturbed: Any
 ) -> None:
     run = elastic(ENDLESS, "-n", "3", "--elastic", "1:3")
@@ -54,22 +55,12 @@ def test_steps_go_on_without_the_coordinator_and_nothing_changes_when_it_is_back
     first = query(run.directory).coordinator_pid
     os.kill(first, signal.SIGKILL)
     reached = run.step()
-    run.until(lambda: query(run.directory).coordinator_pid not in (0, first), "another coordinator")
+    second = run.until(lambda: (now := query(run.directory).coordinator_pid) not in (0, first) and now, "another one")
     run.until(lambda: run.step() > reached + 20, "twenty steps more")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
-    check_commits(run)
     assert len(run.generations()) == 1, "no generation without a reason"
     assert longest_gap(run, 10) < 2.0
-
-
-def test_a_worker_killed_while_the_coordinator_is_gone_is_missed_when_it_is_back(
-    elastic: Start, undisturbed: Any
-) -> None:
-    run = elastic(ENDLESS, "-n", "3", "--elastic", "1:3")
-    run.until(lambda: run.step() > 10, "step 10")
     victim = run.until(run.members, "members")[1].pid
-    os.kill(query(run.directory).coordinator_pid, signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
     os.kill(victim, signal.SIGKILL)
     reached = run.step()
     run.until(lambda: run.step() > reached + 5, "five steps more")
@@ -95,8 +86,8 @@ def test_a_run_scaled_from_4_to_1_to_4_to_2_ends_where_one_worker_ends(elastic: 
 
 def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, undisturbed: Any) -> None:
     places = [{"slot": 1, "step": 10, "at": "backward"}]
-    run = elastic({"steps": 60, "faults": places}, "-n", "2", "--elastic", "2:2")
-    assert run.wait() == undisturbed({"steps": 60})
+    run = elastic({"steps": 20, "faults": places}, "-n", "2", "--elastic", "2:2")
+    assert run.wait() == undisturbed({"steps": 20})
     check_commits(run)
     counts: dict[int, int] = {}
     for commit in run.commits():

@@ -1,7 +1,8 @@
 """What the tests of elastic runs train: dropout, BatchNorm, AdamW, exact; with faults at chosen points on request.
 
 `python training.py '{"steps": 60, "faults": [{"slot": 1, "step": 8, "at": "flip"}]}'`. A fault happens in the first
-process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory. With "until",
+process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory, or what is
+asked for. With "until",
 the first call of `fit` ends when the file of that name is there.
 """
 
@@ -28,7 +29,7 @@ from manyhands.runtime import evaluating
 from manyhands.runtime.saving import Saver
 from manyhands.spec.load import seat
 
-ASKED = json.loads(sys.argv[1])
+ASKED: dict[str, Any] = {}
 STEP = 0
 """The step under way, as the hook below knows it."""
 
@@ -123,7 +124,7 @@ class Watch:
     """Keeps track of the step, and tells of every commit."""
 
     def __init__(self) -> None:
-        self._file = os.open("commits.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(ASKED.get("commits", "commits.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._calls = 0
 
     def begin(self, trainer: Any) -> None:
@@ -164,7 +165,10 @@ def digest(trained: nn.Module) -> str:
     return hashlib.sha256(b"".join(v.detach().numpy().tobytes() for v in trained.state_dict().values())).hexdigest()
 
 
-if __name__ == "__main__":
+def train(asked: dict[str, Any]) -> dict[str, Any]:
+    """Two calls of `fit` and of `evaluate`; the weights in the end, and what each call told."""
+    ASKED.clear()
+    ASKED.update(asked)
     trainer = mh.Trainer(
         model,
         loss,
@@ -183,5 +187,8 @@ if __name__ == "__main__":
     between = trainer.evaluate(data())
     second = trainer.fit(data(), steps=20, batch_size=64, checkpoint=keep)
     after = trainer.evaluate(data())
-    told = {"digest": digest(trainer.model), "reached": reached, "told": [list(first), between, list(second), after]}
-    print("RESULT " + json.dumps(told), flush=True)
+    return {"digest": digest(trainer.model), "reached": reached, "told": [list(first), between, list(second), after]}
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(train(json.loads(sys.argv[1]))), flush=True)

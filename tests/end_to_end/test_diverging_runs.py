@@ -52,7 +52,9 @@ def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_t
     assert weights == undisturbed
 
 
-@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:3")], ids=["static", "elastic"])
+@pytest.mark.parametrize(
+    "elastic", [pytest.param((), marks=pytest.mark.long), ("--elastic", "1:3")], ids=["static", "elastic"]
+)
 def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_had_been(
     tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
 ) -> None:
@@ -66,7 +68,9 @@ def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_ha
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
-@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")], ids=["static", "elastic"])
+@pytest.mark.parametrize(
+    "elastic", [pytest.param((), marks=pytest.mark.long), ("--elastic", "1:2")], ids=["static", "elastic"]
+)
 def test_shared_weights_that_something_changed_restart_the_run_from_before(
     tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
 ) -> None:
@@ -77,8 +81,15 @@ def test_shared_weights_that_something_changed_restart_the_run_from_before(
     assert weights == undisturbed
 
 
-@pytest.mark.parametrize("plane", ["auto", "gloo"])
-@pytest.mark.parametrize("role", ["owner", "auditor"])
+@pytest.mark.parametrize(
+    ("role", "plane"),
+    [
+        ("owner", "auto"),
+        ("auditor", "gloo"),
+        pytest.param("owner", "gloo", marks=pytest.mark.long),
+        pytest.param("auditor", "auto", marks=pytest.mark.long),
+    ],
+)
 def test_an_elastic_run_replaces_a_worker_whose_gradients_are_wrong_and_loses_nothing(
     tmp_path: Path, undisturbed: str, plane: str, role: str
 ) -> None:

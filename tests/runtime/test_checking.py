@@ -232,7 +232,7 @@ def test_a_loop_of_ones_own_is_healed_too(ranks: RankPool) -> None:
 
 
 @needs_native
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankPool) -> None:
     """Flipped by the worker whose part it is: its hash, taken after its own hooks, is sure to see it."""
     on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
@@ -241,5 +241,11 @@ def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankP
     (diverged,) = told(results[0], CopiesDiverged)
     assert (diverged.step, diverged.ranks, diverged.healed) == (6, [2, 3], True), "both workers of the second host"
     assert all(same(result, undisturbed[0]) for result in results)
+
+
+@needs_native
+@pytest.mark.slow
+def test_two_hosts_whose_shared_weights_differ_stop(ranks: RankPool) -> None:
+    on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
     for result in ranks(4, train, (2, 6, "state"), flags=on_hosts, hosts=2):
         assert result["error"].startswith("Diverged: After step 6 "), "two hosts are two copies"
