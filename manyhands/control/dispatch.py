@@ -68,6 +68,10 @@ class Queue(Generic[W]):
         """The call whose failure is to be raised; only once nothing is under way any more."""
         return self._failed if not self._running else None
 
+    def fails_for(self, call: int) -> bool:
+        """Whether it is this call's failure that will be raised; of several, it is the first."""
+        return call == self._failed
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
