@@ -130,6 +130,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
     """What a tensor takes; `ValueError` where there can be no such tensor."""
     if dtype not in DTYPES or len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
         raise ValueError(f"no tensor is {dtype[:20]}{list(shape[:MAX_DIMS])}")
+    # Also one without elements has strides, which have to fit into 63 bits.
+    if math.prod(max(1, dim) for dim in shape) >= 2**58:
+        raise ValueError(f"no tensor is as large as {list(shape)}")
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
@@ -216,5 +219,5 @@ def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda 
         raise ValueError("no frame")
     try:
         return msgspec.msgpack.decode(frames[0], ext_hook=extension)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (RecursionError, TypeError) as error:  # TypeError: a key that cannot be one
+        raise ValueError(f"not a value: {error}") from error

@@ -6,8 +6,15 @@ import re
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from manyhands.control.dispatch import HandOut, Queue
 from manyhands.control.variables import MOST_BEHIND, WINDOW, Change, Commit, Ledger, Versions
@@ -346,3 +353,31 @@ class StoreUnderLosses(RuleBasedStateMachine):
 
 TestStoreUnderLosses = StoreUnderLosses.TestCase
 TestStoreUnderLosses.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+BROKEN = {
+    "a commit that comes again is applied again": (StoreUnderLosses, Versions, "has", lambda *_: False),
+    "what calls under way may read is forgotten": (
+        StoreUnderLosses, Versions, "forget", lambda self, _: self.__init__(self.newest),
+    ),
+    "an attempt that was given up counts": (
+        QueueUnderLosses, Queue, "is_at",
+        lambda self, worker, call, _: worker in self._running and self._running[worker].call == call,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_would_break_the_promise_is_found_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, part, method, broken = BROKEN[how]
+    monkeypatch.setattr(part, method, broken)
+    once = settings(
+        max_examples=500,
+        stateful_step_count=50,
+        deadline=None,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=once)

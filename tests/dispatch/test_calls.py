@@ -8,10 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
-from conftest import Meeting
+from meetings import Meeting
 from torch import Tensor
 
 import manyhands as mh
@@ -223,6 +224,29 @@ def test_a_worker_wired_by_hand_takes_calls_and_leaves(
     assert int(warm.read("both")) == 3
 
 
+def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
+    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+) -> None:
+    held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
+    meeting.await_one(), meeting.await_one()
+    context: Any = zmq.Context()
+    silent = context.socket(zmq.DEALER)
+    silent.connect(warm.hub.address)
+    silent.send(msgspec.msgpack.encode({"m": "Hello", "number": -1, "pid": 1, "host": "nowhere"}))
+    value = coordinator.schedule("give_back", (1,))
+    while b"Run" not in silent.recv_multipart()[0]:
+        continue
+    meeting.let_go()
+    coordinator.fetch(held)
+    assert not value.ready
+    with warm.hub.changed:
+        [member] = [member for member in warm.hub._members.values() if member.child is None]
+        member.heard_at -= 1000  # as if all that time had passed
+    assert value.fetch()["args"] == [1]
+    silent.close(0)
+    context.term()
+
+
 def test_whoever_has_no_key_or_another_one_stays_outside(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:
     context: Any = zmq.Context()
     curve = client_curve(b"\1" * 32)
@@ -244,8 +268,6 @@ def test_whoever_has_no_key_or_another_one_stays_outside(warm: mh.Cluster, coord
 def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
     warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
 ) -> None:
-    import msgspec
-
     held = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
     [given] = warm.hub.desk.queue.running.values()
