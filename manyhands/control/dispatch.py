@@ -14,8 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 __all__ = ["MOST_LOSSES", "MOST_WAITING", "HandOut", "Loss", "Queue"]
 
 MOST_WAITING = 256 * 1024
-# A call that takes its worker with it every time would otherwise take all of them, for ever.
-MOST_LOSSES = 4
+# A call that takes its worker with it every time would otherwise take all of them, for ever. Workers that are lost for
+# reasons of their own, one after the other, are rarely in the same call so often.
+MOST_LOSSES = 10
 
 W = TypeVar("W", bound=Hashable)
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from manyhands.control.dispatch import HandOut, Queue
+from manyhands.control.dispatch import MOST_LOSSES, HandOut, Queue
 from manyhands.control.variables import MOST_BEHIND, WINDOW, Change, Commit, Ledger, Versions
 
 pick = st.integers(0, 10**6)
@@ -70,12 +70,12 @@ def test_a_failure_cancels_what_waits_and_is_due_when_nothing_is_under_way() -> 
 
 def test_a_call_that_takes_every_worker_with_it_fails() -> None:
     queue = queue_with(2)
-    for number in range(4):
+    for number in range(MOST_LOSSES):
         queue.came(f"w{number}")
         given = queue.hand_out(0)
         assert given and given.call == 1
         loss = queue.lost(f"w{number}")
-    assert loss.failed and loss.losses == 4 and loss.cancelled == (2,)
+    assert loss.failed and loss.losses == MOST_LOSSES and loss.cancelled == (2,)
     assert queue.failure_due == 1
 
 

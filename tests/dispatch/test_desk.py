@@ -10,6 +10,7 @@ import torch
 
 from manyhands.comm.parcels import pack, raw_bytes
 from manyhands.comm.segments import HostMemory
+from manyhands.control.dispatch import MOST_LOSSES
 from manyhands.control.dispatch_messages import (
     Apply,
     CallDone,
@@ -79,12 +80,12 @@ def test_a_worker_is_told_where_variables_are_in_its_own_network(desk: Desk, sen
 
 def test_a_call_that_each_worker_dies_in_fails_and_cancels_the_rest(desk: Desk) -> None:
     first, second = desk.schedule("step", []), desk.schedule("other", [])
-    for number in range(4):
+    for number in range(MOST_LOSSES):
         assert not first.ended
         desk.queue.came(worker(number))
         desk.pump()
         desk.lost(worker(number), f"worker {number}")
-    assert isinstance(first.error, StepFailed) and "4 workers, and each died in it" in first.error.what
+    assert isinstance(first.error, StepFailed) and f"{MOST_LOSSES} workers, and each died in it" in first.error.what
     assert isinstance(second.error, CallCancelled)
     assert desk.take_failure() is first.error
     assert desk.take_failure() is None
@@ -92,7 +93,7 @@ def test_a_call_that_each_worker_dies_in_fails_and_cancels_the_rest(desk: Desk) 
 
 def test_a_worker_that_leaves_gives_its_call_back_without_blame(desk: Desk) -> None:
     outcome = desk.schedule("step", [])
-    for number in range(9):
+    for number in range(2 * MOST_LOSSES):
         desk.queue.came(worker(number))
         desk.pump()
         desk.left(worker(number))
