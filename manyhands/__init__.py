@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from manyhands import optim as optim
     from manyhands.data.source import InputContext as InputContext
     from manyhands.runtime.call import launch as launch
+    from manyhands.runtime.cluster import Cluster as Cluster
+    from manyhands.runtime.dispatch_worker import Worker as Worker
+    from manyhands.runtime.dispatching import Coordinator as Coordinator
+    from manyhands.runtime.dispatching import RemoteValue as RemoteValue
     from manyhands.runtime.hands import Hands as Hands
     from manyhands.runtime.hands import join as join
     from manyhands.runtime.hooks import EarlyStop as EarlyStop
     from manyhands.runtime.saving import Checkpoints as Checkpoints
     from manyhands.runtime.server import Server as Server
+    from manyhands.runtime.step_functions import step as step
     from manyhands.runtime.summaries import TensorBoardHook as TensorBoardHook
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
@@ -33,7 +38,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoints": "runtime.saving",
+    "Cluster": "runtime.cluster",
     "ClusterSpec": "spec.cluster",
+    "Coordinator": "runtime.dispatching",
     "EarlyStop": "runtime.hooks",
     "Hands": "runtime.hands",
     "History": "runtime.trainer",
@@ -41,17 +48,22 @@ _HOME = {
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
+    "RemoteValue": "runtime.dispatching",
     "Server": "runtime.server",
     "Single": "strategies.choices",
     "TensorBoardHook": "runtime.summaries",
     "Trainer": "runtime.trainer",
+    "Worker": "runtime.dispatch_worker",
     "join": "runtime.hands",
     "launch": "runtime.call",
+    "step": "runtime.step_functions",
 }
 
 __all__ = [
     "Checkpoints",
+    "Cluster",
     "ClusterSpec",
+    "Coordinator",
     "EarlyStop",
     "Hands",
     "History",
@@ -60,14 +72,17 @@ __all__ = [
     "Mirrored",
     "MultiWorker",
     "ParameterServer",
+    "RemoteValue",
     "Server",
     "Single",
     "TensorBoardHook",
     "Trainer",
+    "Worker",
     "errors",
     "join",
     "launch",
     "optim",
+    "step",
 ]
 
 

@@ -14,7 +14,9 @@
     │   ├── NonFinite                   NaN or infinity in a loss or a parameter
     │   │   └── Diverged                copies of the weights that differ, gradients that are wrong: numbers, not code
     │   ├── MemoryChanged               weights that workers share were changed by something other than a step
-    │   └── DataFetchFailed             the dataset raised while a slice was fetched
+    │   ├── DataFetchFailed             the dataset raised while a slice was fetched
+    │   ├── StepFailed                  a step function that was scheduled on a cluster raised
+    │   └── CallCancelled               a scheduled call that was never run, because another one failed
     ├── CheckpointError              3
     │   ├── CheckpointCorrupt           truncated, flipped bits, missing files
     │   ├── CheckpointMismatch          from another model or run
@@ -33,6 +35,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "BadLoss",
+    "CallCancelled",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointMismatch",
@@ -54,6 +57,7 @@ __all__ = [
     "RunDirectoryInUse",
     "RunFinished",
     "SpecError",
+    "StepFailed",
     "TrainingFailed",
     "UsageError",
 ]
@@ -137,6 +141,14 @@ class MemoryChanged(TrainingFailed):
 
 
 class DataFetchFailed(TrainingFailed):
+    pass
+
+
+class StepFailed(TrainingFailed):
+    pass
+
+
+class CallCancelled(TrainingFailed):
     pass
 
 

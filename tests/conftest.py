@@ -84,7 +84,7 @@ class OnePool(LoadScopeScheduling):
 @functools.cache
 def _shared_by(file: str) -> str | None:
     text = Path(file).read_text()
-    return "ranks" if "ranks: RankPool" in text else file if "warm: Ranks" in text else None
+    return "ranks" if "ranks: RankPool" in text else file if "warm: " in text else None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-__all__ = ["MAX_MESSAGE_BYTES", "QUEUE_MESSAGES", "Curve", "Port", "open_port"]
+__all__ = ["MAX_MESSAGE_BYTES", "QUEUE_MESSAGES", "Curve", "Port", "open_port", "open_socket"]
 
 MAX_MESSAGE_BYTES = 2**20
 # Enough for every rank of a large host to meet in the store at once; beyond it messages are dropped, not hoarded.
@@ -94,12 +94,26 @@ def open_port(
     curve: Curve | None = None,
 ) -> Port[Any]:
     """A bound or connecting port. Raises `zmq.ZMQError` where the address cannot be bound."""
-    socket = context.socket(kind)
+    return Port(open_socket(context, kind, endpoint, bind=bind, identity=identity, curve=curve), accepts)
+
+
+def open_socket(
+    context: zmq.Context[Any],
+    kind: int,
+    endpoint: str,
+    *,
+    bind: bool = False,
+    identity: bytes | None = None,
+    curve: Curve | None = None,
+    most_bytes: int = MAX_MESSAGE_BYTES,
+) -> zmq.Socket[bytes]:
+    """The socket of a port; ZeroMQ itself refuses frames of more than `most_bytes`."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, QUEUE_MESSAGES),
         (zmq.RCVHWM, QUEUE_MESSAGES),
-        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+        (zmq.MAXMSGSIZE, most_bytes),
         (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
         (zmq.RECONNECT_IVL, 50),
         (zmq.RECONNECT_IVL_MAX, 1000),
@@ -117,7 +131,7 @@ def open_port(
     except zmq.ZMQError:
         socket.close(0)
         raise
-    return Port(socket, accepts)
+    return socket
 
 
 def _secure(socket: zmq.Socket[bytes], curve: Curve) -> None:

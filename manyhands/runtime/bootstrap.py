@@ -35,7 +35,7 @@ from manyhands.runtime.store_requests import tell_of_stores
 from manyhands.spec import load
 from manyhands.spec.seat import Seat
 
-__all__ = ["main"]
+__all__ = ["leave", "main"]
 
 TRACEBACK_CHARS = 6000
 MESSAGE_CHARS = 1000
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         hang_when_told()
     load_compiler_late()
     tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
-    _leave(_run_to_the_end(asked))
+    leave(_run_to_the_end(asked))
 
 
 def _run_to_the_end(asked: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def _worker_seat() -> Seat | None:
     return None if seat is None or seat.is_server else seat
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End as the interpreter would, but for C++'s destructors.
 
     A script that leaves its process group open can be aborted in them by torch's own threads, and a worker that has

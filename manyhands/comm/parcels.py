@@ -1,0 +1,223 @@
+"""Messages with tensors in tow: a typed header, then frames of raw bytes; and plain values as such frames.
+
+A value is numbers, text, bytes, lists, tuples, dicts with text keys, and dense tensors anywhere in it. Nothing is
+pickled, and nothing is trusted: sizes are checked against shapes before a tensor is made, and what does not fit is
+counted and dropped. Start reading at `ParcelPort` and `pack`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from manyhands.comm.transport import BURST, MAX_MESSAGE_BYTES, Curve, open_socket
+from manyhands.errors import UsageError
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "ParcelPort",
+    "Placeholder",
+    "dtype_name",
+    "open_parcel_port",
+    "pack",
+    "raw_bytes",
+    "tensor_bytes",
+    "tensor_from",
+    "unpack",
+]
+
+MAX_FRAME_BYTES = 2**31
+MAX_FRAMES = 10_000
+MAX_DIMS = 64
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    )
+}  # fmt: skip
+
+_TENSOR, _TUPLE, _PLACEHOLDER = 1, 2, 3
+
+M = TypeVar("M")
+Frame = bytes | memoryview
+
+
+class ParcelPort(Generic[M]):
+    """One ROUTER or DEALER socket; every message has a header of type `accepts` and any number of frames.
+
+    For one thread only, as ZeroMQ sockets are.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], accepts: Any) -> None:
+        self.socket = socket
+        self.refused = 0
+        """Messages that were none of ours."""
+        self._routed = socket.type == zmq.ROUTER
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Any, frames: Sequence[Frame] = (), to: bytes = b"") -> bool:
+        """Queue a message; False when the queue is full, or nobody is there to queue it for."""
+        address = [to] if self._routed else []
+        try:
+            self.socket.send_multipart([*address, self._encoder.encode(message), *frames], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def receive(self, most: int = BURST) -> Iterator[tuple[bytes, M, list[bytes]]]:
+        """What has arrived, as (sender, message, frames), without waiting."""
+        for _ in range(most):
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.ZMQError:
+                return
+            sender = frames.pop(0) if self._routed else b""
+            message = self._decode(frames)
+            if message is not None:
+                yield sender, message, frames[1:]
+
+    def _decode(self, frames: list[bytes]) -> M | None:
+        try:
+            if not frames or len(frames) > MAX_FRAMES or len(frames[0]) > MAX_MESSAGE_BYTES:
+                raise ValueError("not a message")
+            return self._decoder.decode(frames[0])
+        except (ValueError, RecursionError, OverflowError, MemoryError):
+            self.refused += 1
+            return None
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+def open_parcel_port(
+    context: zmq.Context[Any],
+    kind: int,
+    endpoint: str,
+    accepts: Any,
+    *,
+    bind: bool = False,
+    identity: bytes | None = None,
+    curve: Curve | None = None,
+) -> ParcelPort[Any]:
+    """A bound or connecting port. Raises `zmq.ZMQError` where the address cannot be bound."""
+    socket = open_socket(context, kind, endpoint, bind=bind, identity=identity, curve=curve, most_bytes=MAX_FRAME_BYTES)
+    return ParcelPort(socket, accepts)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's elements in order; copied only where they do not lie so in this host's memory."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
+
+
+def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """What a tensor takes; `ValueError` where there can be no such tensor."""
+    if dtype not in DTYPES or len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
+        raise ValueError(f"no tensor is {dtype[:20]}{list(shape[:MAX_DIMS])}")
+    # Also one without elements has strides, which have to fit into 63 bits.
+    if math.prod(max(1, dim) for dim in shape) >= 2**58:
+        raise ValueError(f"no tensor is as large as {list(shape)}")
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def tensor_from(data: Frame, shape: Sequence[int], dtype: str) -> Tensor:
+    """A tensor of its own memory; `ValueError` unless the bytes are as many as it takes."""
+    if tensor_bytes(shape, dtype) != len(data):
+        raise ValueError(f"{len(data)} bytes are not a {dtype}{list(shape)}")
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).reshape(tuple(shape))
+
+
+# ---- values ----------------------------------------------------------------------------------------------------
+
+
+class Placeholder(msgspec.Struct, frozen=True):
+    """Stands in a value for something that only the receiver has."""
+
+    kind: str
+    number: int
+    name: str
+
+
+def pack(value: Any, what: str) -> list[Frame]:
+    """A value as frames; `UsageError`, saying `what` it is, where it has something in it that cannot be sent."""
+    buffers: list[Frame] = []
+    try:
+        tree = msgspec.msgpack.encode(_plain(value, what, buffers))
+    except RecursionError as error:
+        raise UsageError(f"{what} is nested too deeply to be sent.") from error
+    except OverflowError as error:
+        raise UsageError(f"{what} has a whole number of more than 64 bits in it.", fix=["text, or a float"]) from error
+    return [tree, *buffers]
+
+
+def _plain(value: Any, what: str, buffers: list[Frame]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Tensor):
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_put(value, what, buffers)))
+    if isinstance(value, Placeholder):
+        return msgspec.msgpack.Ext(_PLACEHOLDER, msgspec.msgpack.encode([value.kind, value.number, value.name]))
+    if isinstance(value, list | tuple):
+        items = [_plain(item, f"{what}[{index}]", buffers) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{what}[{key!r}]", buffers) for key, item in value.items()}
+    raise UsageError(
+        f"{what} is a {type(value).__name__}, which cannot be sent to another process.",
+        fix=["numbers, text, bytes, tensors, lists, tuples and dicts with text keys"],
+    )
+
+
+def _put(tensor: Tensor, what: str, buffers: list[Frame]) -> list[Any]:
+    name = dtype_name(tensor)
+    if name not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise UsageError(f"{what} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be sent.")
+    data = raw_bytes(tensor)
+    if len(data) > MAX_FRAME_BYTES:
+        raise UsageError(
+            f"{what} is a tensor of {len(data) / 1e9:.1f} GB; one may have {MAX_FRAME_BYTES / 1e9:.1f} GB.",
+            fix=["several smaller tensors"],
+        )
+    buffers.append(data)
+    return [name, list(tensor.shape), len(buffers) - 1]
+
+
+def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda found: found) -> Any:
+    """The value that was packed, with `fill` of every placeholder; `ValueError` where the frames are none."""
+
+    def extension(code: int, data: memoryview) -> Any:
+        if code == _TENSOR:
+            name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, list[int], int])
+            if not 0 <= place < len(frames) - 1:
+                raise ValueError("a tensor without its bytes")
+            return tensor_from(frames[1 + place], shape, name)
+        if code == _TUPLE:
+            return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=extension))
+        if code == _PLACEHOLDER:
+            return fill(Placeholder(*msgspec.msgpack.decode(data, type=tuple[str, int, str])))
+        raise ValueError(f"extension {code} is none of ours")
+
+    if not frames:
+        raise ValueError("no frame")
+    try:
+        return msgspec.msgpack.decode(frames[0], ext_hook=extension)
+    except (RecursionError, TypeError) as error:  # TypeError: a key that cannot be one
+        raise ValueError(f"not a value: {error}") from error

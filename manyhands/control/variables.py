@@ -1,0 +1,216 @@
+"""Named variables on servers: who keeps which, which changes count, and what a server is still to be told. Pure.
+
+A call's changes are one commit: all of them or none, numbered in the order in which calls were done. The `Ledger` is
+the cluster's side: every commit stays in it until its server has it for good, and is sent again to a server that was
+started anew. `Versions` is a server's side of one variable: a commit that comes again changes nothing, and what calls
+under way may still read is kept. Start reading at `Ledger.commit`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+__all__ = ["Change", "Commit", "Ledger", "VariableInfo", "Versions"]
+
+# Sent and not yet acknowledged, by server; and in all. Beyond it no further calls are handed out.
+WINDOW = 64
+MOST_BEHIND = 256
+
+V = TypeVar("V")
+
+
+class VariableInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One variable, as listings show it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it, without "torch."."""
+    num_bytes: int
+    server: int
+    version: int
+    """How many changes made it what it is; 1: as it was created."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a call makes of one variable; at most one change to each."""
+
+    name: str
+    op: Literal["assign", "add"]
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+class Commit(NamedTuple):
+    """The changes of one call to the variables of one server; `payloads` are theirs, in order."""
+
+    number: int
+    changes: tuple[Change, ...]
+    payloads: tuple[Any, ...]
+
+
+class _Behind:
+    """What one server has not acknowledged yet."""
+
+    def __init__(self) -> None:
+        self.commits: deque[Commit] = deque()
+        self.num_sent = 0
+        self.last = 0
+        self.acknowledged = 0
+        self.num_bytes = 0
+
+
+class Ledger:
+    """The catalogue of variables, the number of the last commit, and what each server has not acknowledged yet."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self._catalogue: dict[str, VariableInfo] = {}
+        self._servers: dict[int, _Behind] = {}
+
+    @property
+    def catalogue(self) -> dict[str, VariableInfo]:
+        return dict(self._catalogue)
+
+    @property
+    def marks(self) -> dict[int, int]:
+        """By server: the last commit that concerns it. With it a server knows whether it has seen a snapshot."""
+        return {server: behind.last for server, behind in self._servers.items()}
+
+    @property
+    def behind(self) -> bool:
+        """Servers have fallen so far behind that calls should wait."""
+        return any(len(behind.commits) >= MOST_BEHIND for behind in self._servers.values())
+
+    @property
+    def settled(self) -> bool:
+        """Servers have acknowledged all that there is."""
+        return not any(behind.commits for behind in self._servers.values())
+
+    def add_server(self, server: int) -> None:
+        self._servers[server] = _Behind()
+
+    def refusal(self, changes: Sequence[Change]) -> str | None:
+        """Why these changes cannot be made; None if they can."""
+        names = [change.name for change in changes]
+        if len(set(names)) != len(names):
+            return "It changes a variable twice."
+        if changes and not self._servers:
+            return "It changes variables, and this cluster has no server to keep them."
+        return next((why for change in changes if (why := self._refusal(change))), None)
+
+    def _refusal(self, change: Change) -> str | None:
+        known = self._catalogue.get(change.name)
+        if known is None:
+            return f"It adds to variable {change.name!r}, which is not there." if change.op == "add" else None
+        if (known.shape, known.dtype) != (change.shape, change.dtype):
+            has, gets = (f"{one.dtype}{list(one.shape)}" for one in (known, change))
+            return f"Variable {change.name!r} is {has}, but it would {change.op} {gets}."
+        return None
+
+    def place(self, changes: Sequence[Change]) -> list[VariableInfo]:
+        """Variables that these changes would create, each with its server: always the one with the fewest bytes."""
+        sizes = {server: behind.num_bytes for server, behind in sorted(self._servers.items())}
+        fresh = []
+        for change in changes:
+            if change.name in self._catalogue:
+                continue
+            server = min(sizes, key=sizes.__getitem__)
+            sizes[server] += change.num_bytes
+            fresh.append(
+                VariableInfo(
+                    name=change.name,
+                    shape=change.shape,
+                    dtype=change.dtype,
+                    num_bytes=change.num_bytes,
+                    server=server,
+                    version=0,
+                )
+            )
+        return fresh
+
+    def commit(self, changes: Sequence[Change], payloads: Sequence[Any], fresh: Sequence[VariableInfo] = ()) -> int:
+        """Make the changes of one call count; the commit's number. `refusal` and `place` were asked before."""
+        assert self.refusal(changes) is None
+        for info in fresh:
+            self._catalogue[info.name] = info
+            self._servers[info.server].num_bytes += info.num_bytes
+        if not changes:
+            return self.commits
+        self.commits += 1
+        parts: dict[int, list[tuple[Change, Any]]] = {}
+        for change, payload in zip(changes, payloads, strict=True):
+            info = self._catalogue[change.name]
+            self._catalogue[change.name] = replace(info, version=info.version + 1)
+            parts.setdefault(info.server, []).append((change, payload))
+        for server, part in parts.items():
+            behind = self._servers[server]
+            behind.last = self.commits
+            behind.commits.append(Commit(self.commits, *zip(*part, strict=True)))
+        return self.commits
+
+    def due(self, server: int) -> list[Commit]:
+        """What to send now; from here on it counts as sent."""
+        behind = self._servers[server]
+        stop = min(len(behind.commits), WINDOW)
+        fresh = [behind.commits[place] for place in range(behind.num_sent, stop)]
+        behind.num_sent = max(behind.num_sent, stop)
+        return fresh
+
+    def applied(self, server: int, number: int) -> None:
+        """The server has this commit and all before it for good."""
+        behind = self._servers[server]
+        behind.acknowledged = max(behind.acknowledged, number)
+        while behind.commits and behind.commits[0].number <= number and behind.num_sent:
+            behind.commits.popleft()
+            behind.num_sent -= 1
+
+    def started_again(self, server: int) -> int:
+        """All that it has not acknowledged is to be sent once more, after the commit that is returned."""
+        self._servers[server].num_sent = 0
+        return self._servers[server].acknowledged
+
+
+class Versions(Generic[V]):
+    """One variable over time, on its server."""
+
+    def __init__(self, restored: tuple[int, V] | None = None) -> None:
+        """`restored`: the newest version, with its commit, as found by a server that was started again."""
+        self._commits: list[int] = [restored[0]] if restored else []
+        self._values: list[V] = [restored[1]] if restored else []
+        self._whole = restored is None
+        """Nothing that was ever there is missing."""
+
+    @property
+    def newest(self) -> tuple[int, V] | None:
+        return (self._commits[-1], self._values[-1]) if self._commits else None
+
+    def has(self, commit: int) -> bool:
+        """Commits come in order, so that one is in here, or does not concern this variable."""
+        return bool(self._commits) and self._commits[-1] >= commit
+
+    def put(self, commit: int, value: V) -> None:
+        assert not self.has(commit)
+        self._commits.append(commit)
+        self._values.append(value)
+
+    def at(self, snapshot: int) -> V | Literal["absent", "gone"]:
+        """The variable as of that commit; "gone" if it is no longer known, "absent" if it was not there yet."""
+        place = bisect_right(self._commits, snapshot)
+        if place:
+            return self._values[place - 1]
+        return "absent" if self._whole else "gone"
+
+    def forget(self, oldest: int) -> None:
+        """Nobody will ask for a snapshot before this commit any more."""
+        spare = bisect_right(self._commits, oldest) - 1
+        if spare > 0:
+            del self._commits[:spare], self._values[:spare]
+            self._whole = False

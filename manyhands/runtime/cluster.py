@@ -1,0 +1,209 @@
+"""`mh.Cluster`: workers and variable servers as child processes, held by one object.
+
+It starts them, starts others in the place of those that are lost, and ends them; with it, or with the process that it
+is in, however that ends. Calls go to it through `mh.Coordinator`. Start reading at `Cluster`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from manyhands.control.dispatch import MOST_WAITING
+from manyhands.control.keys import new_key, write_join_file
+from manyhands.control.launch_request import JoinTicket
+from manyhands.errors import EnvironmentProblem, SpecError, UsageError
+from manyhands.runtime.cluster_children import in_child
+from manyhands.runtime.step_functions import import_steps, places_of_steps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from manyhands.control.variables import VariableInfo
+    from manyhands.runtime.hub import Hub
+
+__all__ = ["Cluster"]
+
+START_TIMEOUT_S = 120.0
+
+
+class Cluster:
+    """`workers` processes that run steps, and `servers` processes that keep variables, on this host.
+
+    `steps` names the modules, or Python files, of the step functions; without it, all that are registered here by the
+    time of `start`. `listen` is an address of this host at which workers of other hosts may join. A worker that gives
+    no sign of life for `silent_s` counts as lost. Where `most_waiting` calls wait, `schedule` does not return at once.
+    Subclasses may override the four `on_...` methods; they are called in a thread of the cluster, and must not wait
+    for it.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        servers: int = 1,
+        *,
+        steps: str | Sequence[str] | None = None,
+        seed: int = 0,
+        threads: int = 1,
+        listen: str = "",
+        silent_s: float = 30.0,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        counts = {"workers": (workers, 0), "servers": (servers, 0), "threads": (threads, 1)}
+        for name, (value, least) in (counts | {"most_waiting": (most_waiting, 1)}).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SpecError(f"{name} is {value!r}, but must be a whole number from {least}.", fix=[f"{name}=2"])
+        if silent_s <= 0:
+            raise SpecError(f"silent_s is {silent_s!r}, but must be above 0.", fix=["silent_s=30"])
+        if workers == 0 and not listen:
+            raise SpecError(
+                "A cluster without workers has nobody to run steps.", fix=["workers=2", 'listen="10.0.0.1"']
+            )
+        self._steps = [steps] if isinstance(steps, str) else steps
+        self._settings: dict[str, Any] = {
+            "workers": workers,
+            "servers": servers,
+            "seed": seed,
+            "threads": threads,
+            "listen": listen,
+            "silent_s": silent_s,
+            "most_waiting": most_waiting,
+        }
+        self._hub: Hub | None = None
+
+    # ---- its life --------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start all processes; returns when every one of them is ready. Raises what keeps one from it."""
+        if in_child():
+            raise UsageError(
+                f"A cluster was started inside a {in_child()} of a cluster.",
+                where="Cluster.start",
+                fix=['if __name__ == "__main__": around it, in the module of the steps'],
+            )
+        if self._hub is not None:
+            raise UsageError("This cluster was started before.", where="Cluster.start", fix=["a new mh.Cluster"])
+        from manyhands.runtime.hub import Hub, HubSettings
+
+        import_steps(self._steps or [])
+        places = list(self._steps) if self._steps is not None else places_of_steps()
+        key = new_key() if self._settings["listen"] else b""
+        self._hub = hub = Hub(HubSettings(steps=places, key=key, **self._settings), self._news)
+        # A child that is not told to stop is killed with this process; the others end as they should.
+        atexit.register(hub.close)
+        try:
+            self._await_all(hub)
+        except BaseException:
+            self.shutdown()
+            raise
+        return self
+
+    def start_server(self, count: int = 1) -> list[int]:
+        """Add servers, and wait until they are ready; their numbers. Variables that are created later go there."""
+        numbers = self.hub.add_servers(count)
+        self._await_all(self.hub)
+        return numbers
+
+    def _await_all(self, hub: Hub) -> None:
+        began = time.monotonic()
+        if not hub.wait_for(lambda: hub.all_ready, START_TIMEOUT_S):
+            raise EnvironmentProblem(
+                f"Not all processes of the cluster were ready after {time.monotonic() - began:.0f} s.",
+                fix=["fewer workers", "modules of steps that are quicker to import"],
+            )
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the cluster is shut down, by whomever; whether it is. Raises what it broke down of."""
+        hub = self.hub
+        with hub.changed:
+            ended = hub.changed.wait_for(lambda: hub.closed, timeout_s)
+        if hub.broken is not None:
+            raise hub.broken
+        return ended
+
+    def shutdown(self) -> None:
+        """End every process and wait for it. Calls that are not done are cancelled. May be called again."""
+        if self._hub is not None:
+            self._hub.close()
+            atexit.unregister(self._hub.close)
+
+    def __enter__(self) -> Self:
+        return self.start() if self._hub is None else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.shutdown()
+
+    @property
+    def hub(self) -> Hub:
+        """The cluster's thread; only once it is started."""
+        if self._hub is None:
+            raise UsageError("The cluster is not started.", fix=["cluster.start()", "with mh.Cluster(...) as cluster:"])
+        return self._hub
+
+    # ---- for subclasses --------------------------------------------------------------------------------------
+
+    def on_worker_started(self, number: int, process: str) -> None:
+        """A worker is ready: its number, and its process. Also one that takes the place of another."""
+
+    def on_worker_lost(self, number: int, why: str) -> None:
+        """A worker is gone; its call is given to another."""
+
+    def on_server_started(self, number: int, process: str) -> None:
+        """A server is ready, with all the variables that it had."""
+
+    def on_server_lost(self, number: int, why: str) -> None:
+        """A server is gone; another takes its place, and its variables."""
+
+    def _news(self, what: str, role: Literal["worker", "server"], number: int, detail: str) -> None:
+        hook = getattr(self, f"on_{role}_{what}")
+        hook(number, detail)
+
+    # ---- what there is ---------------------------------------------------------------------------------------
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """Of workers that this cluster started and that are ready, by number."""
+        return self.hub.pids("worker")
+
+    @property
+    def server_pids(self) -> dict[int, int]:
+        return self.hub.pids("server")
+
+    @property
+    def refused(self) -> int:
+        """Messages that did not count: of strangers, late, or malformed."""
+        return self.hub.refused
+
+    def variables(self) -> list[VariableInfo]:
+        """All variables, by name: shape, type, bytes, server, and how many changes made them what they are."""
+        with self.hub.changed:
+            return sorted(self.hub.desk.ledger.catalogue.values(), key=lambda info: info.name)
+
+    def read(self, name: str) -> Tensor:
+        """A variable as all calls that are done have made it: a copy."""
+        return self.hub.read(name)
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Set a variable; one that is not there is created, on the server with the fewest bytes."""
+        self.hub.change(name, "assign", _tensor(value))
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to a variable."""
+        self.hub.change(name, "add", _tensor(value))
+
+    def write_join_file(self, path: str | Path) -> None:
+        """What a worker of another host needs to join, for `mh.Worker(path)`; it holds the cluster's key."""
+        address = self.hub.tcp_address.removeprefix("tcp://")
+        if not address:
+            raise UsageError("This cluster does not listen.", fix=['mh.Cluster(..., listen="10.0.0.1")'])
+        write_join_file(Path(path), JoinTicket(address, "", self.hub.settings.key.hex()))
+
+
+def _tensor(value: Any) -> Tensor:
+    from torch import as_tensor
+
+    return as_tensor(value)

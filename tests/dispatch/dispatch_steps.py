@@ -1,0 +1,117 @@
+"""Step functions that the tests of dispatch schedule; workers import this file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import manyhands as mh
+
+
+@mh.step
+def give_back(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    return {"args": list(args), "kwargs": kwargs}
+
+
+@mh.step
+def count(ctx: Any, cell: int, cells: int) -> int:
+    """Every call adds 1 to its own cell, and to a variable that all have in common."""
+    one = torch.zeros(cells, dtype=torch.int64)
+    one[cell] = 1
+    ctx.add("cells", one)
+    ctx.add("total", torch.tensor(1))
+    return cell
+
+
+@mh.step
+def count_and_die_once(ctx: Any, cell: int, cells: int, mark: str) -> int:
+    """The first worker that comes here dies of it, after it has asked for its changes."""
+    count(ctx, cell, cells)
+    if _first_to_take(mark):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cell
+
+
+@mh.step
+def die(ctx: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@mh.step
+def see_twice(ctx: Any, other: str) -> tuple[int, int, int]:
+    """Reads one variable, waits until somebody has changed both, and reads the other one."""
+    first = int(ctx.variables["first"])
+    with socket.socket(socket.AF_UNIX) as meeting:
+        meeting.connect(other)
+        meeting.recv(1)
+    return first, int(ctx.variables["second"]), int(ctx.variables["first"])
+
+
+@mh.step
+def fail(ctx: Any, why: str) -> None:
+    ctx.assign("never", torch.ones(1))
+    raise ValueError(why)
+
+
+@mh.step
+def wait_at(ctx: Any, place: str) -> int:
+    """Until somebody lets it go on."""
+    with socket.socket(socket.AF_UNIX) as meeting:
+        meeting.connect(place)
+        meeting.recv(1)
+    return ctx.call
+
+
+@mh.step
+def draw(ctx: Any) -> tuple[float, float]:
+    return random.random(), float(torch.rand(()))
+
+
+@mh.step
+def who(ctx: Any) -> tuple[int, int]:
+    return ctx.worker, os.getpid()
+
+
+@mh.step
+def change(ctx: Any, op: str, name: str, value: Any) -> None:
+    getattr(ctx, op)(name, value)
+
+
+@mh.step
+def twice(ctx: Any) -> list[int]:
+    before = ctx.variables["both"].clone()
+    ctx.add("both", torch.tensor(1))
+    ctx.add("both", torch.tensor(2))
+    return [int(before), int(ctx.variables["both"])]
+
+
+@mh.step
+def return_a_set(ctx: Any) -> Any:
+    return {1, 2}
+
+
+@mh.step
+def numbers(ctx: Any) -> Iterator[tuple[int, int]]:
+    """Each worker's own: numbers from 0, with the process that made them."""
+    return ((os.getpid(), number) for number in itertools.count())
+
+
+@mh.step
+def take_next(ctx: Any, iterator: Iterator[tuple[int, int]]) -> tuple[int, int]:
+    return next(iterator)
+
+
+def _first_to_take(mark: str) -> bool:
+    try:
+        Path(mark).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""kill -9 of workers, of servers and of the cluster itself: what counts, what comes back, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from meetings import Meeting
+
+import manyhands as mh
+from manyhands.errors import CallCancelled, UsageError
+
+pytestmark = pytest.mark.faults
+
+CALLS = 200
+
+
+class Watched(mh.Cluster):
+    """Remembers what it was told, and lets a test wait for it."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        super().__init__(workers, servers, steps="dispatch_steps")
+        self.told: list[tuple[str, int]] = []
+        self._heard = threading.Condition()
+
+    def _hear(self, what: str, number: int) -> None:
+        with self._heard:
+            self.told.append((what, number))
+            self._heard.notify_all()
+
+    def await_told(self, what: str, number: int, times: int) -> None:
+        with self._heard:
+            assert self._heard.wait_for(lambda: self.told.count((what, number)) >= times, 100), self.told
+
+    def on_worker_started(self, number: int, process: str) -> None:
+        self._hear("worker started", number)
+
+    def on_worker_lost(self, number: int, why: str) -> None:
+        assert why == "signal 9"
+        self._hear("worker lost", number)
+
+    def on_server_started(self, number: int, process: str) -> None:
+        self._hear("server started", number)
+
+    def on_server_lost(self, number: int, why: str) -> None:
+        assert why == "signal 9"
+        self._hear("server lost", number)
+
+
+def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: Path) -> None:
+    with Watched(workers=2, servers=2) as cluster:
+        coordinator = mh.Coordinator(cluster)
+        cluster.assign("cells", torch.zeros(CALLS, dtype=torch.int64))
+        cluster.assign("total", torch.tensor(0))
+        assert {info.name: info.server for info in cluster.variables()} == {"cells": 0, "total": 1}
+        numbers = iter(coordinator.create_per_worker_dataset("numbers"))
+        before = dict(coordinator.fetch([coordinator.schedule("take_next", (numbers,)) for _ in range(4)]))
+        values = []
+        for cell in range(CALLS):
+            step, more = ("count_and_die_once", (str(tmp_path / "died"),)) if cell == 70 else ("count", ())
+            values.append(coordinator.schedule(step, (cell, CALLS, *more)))
+            if cell == 20:
+                values[0].fetch()
+                os.kill(cluster.server_pids[0], signal.SIGKILL)
+            if cell == 120:
+                os.kill(cluster.server_pids[1], signal.SIGKILL)
+        coordinator.join()
+        assert coordinator.fetch(values) == list(range(CALLS))
+        assert torch.equal(cluster.read("cells"), torch.ones(CALLS, dtype=torch.int64))
+        assert int(cluster.read("total")) == CALLS
+        assert {info.version for info in cluster.variables()} == {CALLS + 1}
+        lost = [number for what, number in cluster.told if what == "worker lost"]
+        assert len(lost) == 1
+        cluster.await_told("worker started", lost[0], times=2)
+        # The one that came back makes its own iterator anew; the other goes on where it was.
+        after = coordinator.fetch([coordinator.schedule("take_next", (numbers,)) for _ in range(20)])
+        fresh = {pid for pid, _ in after} - before.keys()
+        assert all(min(number for who, number in after if who == pid) == 0 for pid in fresh)
+        assert all(number > before[pid] for pid, number in after if pid in before)
+        assert all(("server lost", server) in cluster.told for server in (0, 1))
+        directory = Path(cluster.hub.address.removeprefix("ipc://")).parent
+        pids = [*cluster.worker_pids.values(), *cluster.server_pids.values()]
+        assert directory.is_dir() and len(pids) == 4
+        assert not cluster.join(timeout_s=0)
+    assert cluster.join()
+    assert not directory.exists()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not [thread for thread in threading.enumerate() if thread.name == "manyhands-cluster"]
+    with pytest.raises(UsageError, match="shut down"):
+        coordinator.schedule("who")
+
+
+def test_kill_9_of_the_process_that_has_the_cluster_leaves_no_process_and_no_socket(meeting: Meeting) -> None:
+    program = """
+import signal, manyhands as mh
+with mh.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluster:
+    pids = [*cluster.worker_pids.values(), *cluster.server_pids.values()]
+    mh.Coordinator(cluster).schedule("wait_at", (PLACE,))
+    print(cluster.hub.address, *pids, flush=True)
+    signal.pause()
+"""
+    code = program.replace("PLACE", repr(meeting.place))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        address, *pids = parent.stdout.readline().split()
+        meeting.await_one()  # it is killed in the middle of a call
+        processes = [psutil.Process(int(pid)) for pid in pids]
+        directory = Path(address.removeprefix("ipc://")).parent
+        guards = [found for found in psutil.Process(parent.pid).children() if str(directory) in found.cmdline()]
+        assert directory.is_dir() and len(processes) == 2 and len(guards) == 1
+        parent.kill()
+    assert psutil.wait_procs([*processes, *guards], timeout=30)[1] == []
+    assert not directory.exists()
+
+
+def test_steps_that_cannot_be_imported_end_the_start_with_the_reason(tmp_path: Path) -> None:
+    steps = tmp_path / "half_steps.py"
+    steps.write_text(
+        "import manyhands as mh\nfrom manyhands.runtime.cluster_children import in_child\nassert not in_child()\n"
+    )
+    with pytest.raises(UsageError, match=r"(?s)Worker 0 of the cluster could not start.*assert not in_child"):
+        mh.Cluster(workers=1, servers=0, steps=str(steps)).start()
+
+
+class Careless(mh.Cluster):
+    """A subclass with a mistake in one of its methods."""
+
+    def on_server_lost(self, number: int, why: str) -> None:
+        raise ZeroDivisionError(f"while told of server {number}")
+
+
+def test_servers_can_be_added_and_a_mistake_in_a_subclass_ends_the_cluster_with_it() -> None:
+    with Careless(workers=0, servers=0, steps="dispatch_steps", listen="127.0.0.1") as cluster:
+        with pytest.raises(UsageError, match="no server to keep"):
+            cluster.assign("w", torch.ones(2))
+        assert cluster.start_server() == [0]
+        cluster.assign("w", torch.ones(2))
+        assert torch.equal(cluster.read("w"), torch.ones(2))
+        value = mh.Coordinator(cluster).schedule("who")
+        os.kill(cluster.server_pids[0], signal.SIGKILL)
+        with pytest.raises(ZeroDivisionError, match="server 0"):
+            mh.Coordinator(cluster).join()
+        with pytest.raises(CallCancelled, match="broke down"):
+            value.fetch()
