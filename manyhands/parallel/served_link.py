@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 
-from manyhands.comm.transport import Port, open_port
+from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerTimeout
 from manyhands.parallel.served_messages import Applied, Ask, Filled, FromServer, Number, Open, Opened, Reply
+from manyhands.parallel.served_talks import Talk
 
 __all__ = ["Link"]
 
 SAY_AGAIN_S = 0.25
+# Frames that are slow to arrive are not sent again and again.
+SAY_AGAIN_AT_MOST_S = 2.0
 # A server that dies is started again within seconds; one that cannot be ends the run, which its agent sees to.
 PATIENCE_S = 600.0
 
 
 class Link:
-    """`endpoint(n)` is where server n listens."""
-
-    def __init__(self, endpoint: Callable[[int], str], identity: bytes) -> None:
-        self._endpoint, self._identity = endpoint, identity
+    def __init__(self, endpoint: Callable[[int], str], identity: bytes, curve: Curve | None = None) -> None:
+        """`endpoint(n)` is where server n listens, and `curve` has the keys for those that are on other hosts."""
+        self._endpoint, self._identity, self._curve = endpoint, identity, curve
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
         self._ports: list[Port[FromServer]] = []
@@ -37,12 +39,13 @@ class Link:
         self._opened: set[int] = set()
         self._reply: Reply | None = None
         self._applied: dict[int, set[int]] = {}
+        self._talks: Sequence[Talk] = ()
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
 
     def open(self, message: Open) -> None:
         """Have every server begin this course; returns when each has said so."""
-        self._reach(message.servers)
+        self.reach(message.servers)
         self._number, self._opened, self._applied = message.number, set(), {}
 
         def say() -> None:
@@ -53,8 +56,31 @@ class Link:
 
     def follow(self, message: Open) -> None:
         """Another worker has had it opened."""
-        self._reach(message.servers)
+        self.reach(message.servers)
         self._number, self._applied = message.number, {}
+
+    def ticket(self) -> int:
+        """A number that this worker has not used."""
+        return next(self._tickets)
+
+    def carry(self, talks: Sequence[Talk], what: str) -> None:
+        """Have each of these come to its end."""
+        began = heard = time.monotonic()
+        self._talks, patience_s = talks, SAY_AGAIN_S
+        while going := [talk for talk in talks if not talk.is_done]:
+            for talk in going:
+                for message in talk.due():
+                    self._ports[talk.server].send(message)
+            if self._hear(patience_s):
+                heard, patience_s = time.monotonic(), max(SAY_AGAIN_S, patience_s / 2)
+            elif (silent_s := time.monotonic() - heard) > PATIENCE_S:
+                raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
+            elif silent_s >= patience_s:
+                patience_s = min(2 * patience_s, SAY_AGAIN_AT_MOST_S)
+                for talk in going:
+                    talk.again()
+        self._talks = ()
+        self.waiting.seconds += time.monotonic() - began
 
     def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Filled]]) -> Reply:
         """Ask the first server for work. `make(ticket)` is called each time that it is said.
@@ -100,14 +126,16 @@ class Link:
             port.close()
         self._context.destroy(linger=0)
 
-    def _reach(self, num_servers: int) -> None:
+    def reach(self, num_servers: int) -> None:
         """Have a line to each of so many."""
         while len(self._ports) > num_servers:
             port = self._ports.pop()
             self._poller.unregister(port.socket)
             port.close()
         for server in range(len(self._ports), num_servers):
-            port = open_port(self._context, zmq.DEALER, self._endpoint(server), FromServer, identity=self._identity)
+            at = self._endpoint(server)
+            curve = self._curve if at.startswith("tcp:") else None
+            port = open_port(self._context, zmq.DEALER, at, FromServer, identity=self._identity, curve=curve)
             self._poller.register(port.socket, zmq.POLLIN)
             self._ports.append(port)
 
@@ -123,10 +151,14 @@ class Link:
                 raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
         self.waiting.seconds += time.monotonic() - began
 
-    def _hear(self, timeout_s: float) -> None:
+    def _hear(self, timeout_s: float) -> bool:
+        """Whether anything came that a talk had waited for."""
         self._poller.poll(max(0, round(timeout_s * 1000)))
-        for port in self._ports:
+        answered = False
+        for server, port in enumerate(self._ports):
             for _, message in port.receive():
+                for talk in (one for one in self._talks if one.server == server):
+                    answered |= talk.hear(message)
                 match message:
                     case _ if message.number != self._number:
                         continue
@@ -136,3 +168,4 @@ class Link:
                         self._reply = message
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)
+        return answered

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from torch import nn
 
 from manyhands.comm.axis import Axis
+from manyhands.control.session import Session
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_remote import Remote
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.replicated import Replicated
-from manyhands.strategies.served import Served
+from manyhands.strategies.served import Reach, Served
 
 __all__ = ["Engine", "make_engine"]
 
@@ -51,19 +54,29 @@ def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
 def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Served:
     spec, seat, choice = worker.resolved.spec, worker.session.seat, worker.strategy
     assert isinstance(choice, ParameterServer)
+    session = worker.session
+    assert isinstance(session, Session), "parameter servers need an agent"
+    link = Link(session.server_endpoint, f"worker {seat.incarnation}".encode(), session.curve)
     return Served(
         Axis(0, 1) if joining else worker.axis,
         parts.loss,
         Precision(spec.train.precision, worker.device),
         choice,
-        Link(lambda server: f"{seat.servers}{server}", f"worker {seat.incarnation}".encode()),
-        worker.session.shared_memory,
+        link,
+        _reach(session, link, clips=spec.train.clip_norm is not None),
         num_servers=lambda: worker.session.servers_wanted,
         worker=seat.incarnation,
         most_workers=worker.most_workers,
         foreign=foreign_state(model),
         wait_for_chief=worker.wait_for_chief,
     )
+
+
+def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
+    """Servers of this host share memory with its workers; others are reached by their addresses."""
+    if session.server_endpoint(0).startswith("tcp:"):
+        return Remote(link, session.seat.incarnation, clips=clips)
+    return Local(link, session.shared_memory)
 
 
 Engine = Replicated | Served
