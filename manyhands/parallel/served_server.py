@@ -360,7 +360,8 @@ class _Course:
             absent=tuple(message.absent),
             changes=message.changes,
         )
-        if 0 <= held.row < self.opened.rows and self._is_there(contribution):
+        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        if known and held.filling > 0 and self._is_there(contribution):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
