@@ -43,7 +43,7 @@ def test_every_fragment_is_averaged_once_in_every_round(every: int, fragments: i
 @given(st.integers(2, 40), st.integers(1, 8))
 def test_nothing_is_under_way_where_a_round_closes(every: int, fragments: int) -> None:
     fragments = min(fragments, every)
-    rounds = Rounds(every=every, fragments=fragments, overlap=every // fragments - 1)
+    rounds = Rounds(every=every, fragments=fragments, overlap=every // fragments)
     for step in range(1, 4 * every + 1):
         if rounds.closes(step):
             started = [s for s in range(max(1, step - rounds.overlap), step) if rounds.begins(s)]
