@@ -356,7 +356,7 @@ class Hands:
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
             taken.leave()
-        taken.saver.after_step(save=stats.stop == SAVE)
+        taken.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
             self._known_run.regrouping.change()
 
