@@ -245,12 +245,13 @@ def test_streaming_fragments_arrive_late_and_are_mixed_in(ranks: RankPool) -> No
     assert any(np.abs(rounded[0]["weights"][name] - value).max() > 1e-6 for name, value in expected.items())
 
 
-def test_batch_statistics_are_averaged_and_all_else_works_as_usual(ranks: RankPool) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_statistics_are_averaged_and_all_else_works_as_usual(ranks: RankPool, precision: str) -> None:
     arguments = {
         "model": "dropout and BatchNorm",
         "optimizer": "AdamW",
         "clip_norm": 0.5,
-        "precision": "bf16",
+        "precision": precision,
         "weighted": True,
         "rows": 90,
     }
