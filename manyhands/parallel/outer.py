@@ -113,6 +113,7 @@ class AgreedWeights:
         """This rank's weights, which are the same on every rank, are the agreed ones now."""
         self.drop()
         self._agreed = [flat(params) for params in self._params]
+        self._velocity = [torch.zeros_like(one) for one in self._velocity]
 
     def state(self) -> dict[str, Any]:
         assert not self._under_way, "receive comes first"

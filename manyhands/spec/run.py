@@ -12,7 +12,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
 
 
 AVERAGING = ("local_sgd", "diloco")
