@@ -233,7 +233,10 @@ class Hands:
         return self._known_run.regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("hands", data))
 
     def save(self) -> None:
-        """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
+        """Start a checkpoint beside the training; the chief writes it.
+
+        After the next step, where workers have state of their own: with reducer="int8", and with `LocalSGD`.
+        """
         if self._taken is None:
             raise UsageError("save was called outside the loop over batches().")
         self._taken.saver.save_soon()

@@ -156,7 +156,7 @@ class Averaged:
         self._local.abandon()
 
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
-        self._axis, self._times = axis, NO_TIMES
+        self._axis, self._times, self._gathered = axis, NO_TIMES, []
         self._agreed.drop()
         self._forget_rows()
 
