@@ -23,6 +23,7 @@ _ALL = (
     Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64),
     Workload("2000-tensors", "1,000 x (64 to 4..64 and back); 2,000 tensors of 1 to 16 KB", 16),
     Workload("transformer", "5 layers of width 384, sequence 128; 9.7 M parameters", 2, "AdamW"),
+    Workload("text", "the same, on bytes of Python's own library", 2, "AdamW"),
     Workload("mlp-100m", "784-5600-5600-5600-5600-10; 98.5 M parameters", 8, "AdamW"),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
+    from manyhands.strategies.choices import LocalSGD as LocalSGD
     from manyhands.strategies.choices import Mirrored as Mirrored
     from manyhands.strategies.choices import MultiWorker as MultiWorker
     from manyhands.strategies.choices import ParameterServer as ParameterServer
@@ -45,6 +46,7 @@ _HOME = {
     "Hands": "runtime.hands",
     "History": "runtime.trainer",
     "InputContext": "data.source",
+    "LocalSGD": "strategies.choices",
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
@@ -68,6 +70,7 @@ __all__ = [
     "Hands",
     "History",
     "InputContext",
+    "LocalSGD",
     "ManyhandsError",
     "Mirrored",
     "MultiWorker",

@@ -22,6 +22,7 @@ __all__ = [
     "Logged",
     "ResourcesUsed",
     "Resumed",
+    "RoundRestarted",
     "RunEnded",
     "RunStarted",
     "ServerLost",
@@ -205,6 +206,16 @@ class Resumed(_Event, frozen=True):
     """Newer checkpoints that did not verify, with the reason."""
 
 
+class RoundRestarted(_Event, frozen=True):
+    """Workers that train weights of their own lost one, and went back to where all agreed last: no checkpoint, and
+    nobody's process."""
+
+    step: int
+    """The last that stands; those after it are taken again, by whoever is there."""
+    steps: int
+    """How many those are, as the chief knows."""
+
+
 class WorkerLost(_Event, frozen=True):
     rank: int
     host: str
@@ -274,6 +285,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Resumed
+    | RoundRestarted
     | WorkerLost
     | ServerLost
     | CopiesDiverged

@@ -236,7 +236,10 @@ class Hands:
         return self._known_run.regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("hands", data))
 
     def save(self) -> None:
-        """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
+        """Start a checkpoint beside the training; the chief writes it.
+
+        After the next step, where workers have state of their own: with reducer="int8", and with `LocalSGD`.
+        """
         if self._taken is None:
             raise UsageError("save was called outside the loop over batches().")
         self._taken.saver.save_soon()
@@ -359,7 +362,7 @@ class Hands:
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
             taken.leave()
-        taken.saver.after_step(save=stats.stop == SAVE)
+        taken.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
             self._known_run.regrouping.change()
 

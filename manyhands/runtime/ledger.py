@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 
 from manyhands.control.roster import parse_generation
-from manyhands.events import Event, GenerationStarted, Resumed, StepDone
+from manyhands.events import Event, GenerationStarted, Resumed, RoundRestarted, StepDone
 from manyhands.runtime.recorder import read_events
 
 __all__ = ["Ledger", "Rollback", "audit", "audit_run", "generation_key", "read_run_events"]
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Committed steps that were taken back, because the run began again from a checkpoint before them."""
+    """Committed steps that were taken back: the run began again from a checkpoint, or from its last round."""
 
     to_step: int
     steps: int
@@ -64,7 +64,7 @@ def audit(events: Iterable[Event]) -> Ledger:
     ledger = Ledger()
     known = _check_generations(events, ledger)
     commits = _in_order([event for event in events if isinstance(event, StepDone)])
-    resumed = [event.step for event in events if isinstance(event, Resumed)]
+    resumed = [event.step for event in events if isinstance(event, Resumed | RoundRestarted)]
     lineage = _lineage(commits, resumed, ledger)
     for commit in lineage:
         if known and commit.generation and commit.generation not in known:

@@ -162,6 +162,11 @@ class Replicated(Computing):
         if self._held is not None:
             self._held.regroup(axis, sharing)
 
+    round_closed, goes_back, averaging = True, False, "none"
+
+    def round_closes_with(self, step: int) -> bool:
+        return True
+
     @property
     def can_go_on(self) -> bool:
         """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory."""

@@ -149,6 +149,12 @@ class Served(Computing):
     has_residuals = True
     """A save needs all workers: it happens between courses."""
     compares_copies = False
+    averaging = "none"
+    round_closed, goes_back = True, False
+    """Workers may come and go between courses, and a loss takes nothing back."""
+
+    def round_closes_with(self, step: int) -> bool:
+        return True
 
     # ---- courses ----
 
