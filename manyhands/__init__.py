@@ -13,7 +13,10 @@ from manyhands.errors import ManyhandsError
 
 if TYPE_CHECKING:
     from manyhands import optim as optim
+    from manyhands import rows as rows
     from manyhands.data.source import InputContext as InputContext
+    from manyhands.embedding import Embedding as Embedding
+    from manyhands.embedding import EmbeddingBag as EmbeddingBag
     from manyhands.runtime.call import launch as launch
     from manyhands.runtime.hands import Hands as Hands
     from manyhands.runtime.hands import join as join
@@ -34,6 +37,8 @@ _HOME = {
     "Checkpoints": "runtime.saving",
     "ClusterSpec": "spec.cluster",
     "EarlyStop": "runtime.hooks",
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding",
     "Hands": "runtime.hands",
     "History": "runtime.trainer",
     "InputContext": "data.source",
@@ -51,6 +56,8 @@ __all__ = [
     "Checkpoints",
     "ClusterSpec",
     "EarlyStop",
+    "Embedding",
+    "EmbeddingBag",
     "Hands",
     "History",
     "InputContext",
@@ -65,12 +72,13 @@ __all__ = [
     "join",
     "launch",
     "optim",
+    "rows",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("manyhands.optim")
+    if name in ("optim", "rows"):
+        return importlib.import_module(f"manyhands.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)

@@ -15,7 +15,7 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.native import library
 
-__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "Init", "RowOptimizer", "RowwiseAdagrad", "TableSpec"]
+__all__ = ["FTRL", "OPTIMIZERS", "SGD", "Adagrad", "Adam", "Init", "RowOptimizer", "RowwiseAdagrad", "TableSpec"]
 
 Init = Literal["uniform", "normal", "zeros"]
 _STARTS = {"zeros": 0, "uniform": 1, "normal": 2}
@@ -138,6 +138,9 @@ class FTRL(RowOptimizer, frozen=True):
             "power": -self.lr_power,
             "shrinkage": self.l2_shrinkage,
         }
+
+
+OPTIMIZERS = (SGD, Adagrad, RowwiseAdagrad, Adam, FTRL)
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

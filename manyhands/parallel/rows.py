@@ -21,7 +21,7 @@ from torch import Tensor
 from manyhands.comm.segments import Segment
 from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import library, why_not
-from manyhands.parallel.row_rules import MOST, TableSpec
+from manyhands.parallel.row_rules import MOST, OPTIMIZERS, TableSpec
 from manyhands.parallel.served_memory import Memory, Register
 
 __all__ = ["Room", "RowTable", "add_rows", "larger", "most_room", "private_memory", "unique"]
@@ -173,11 +173,12 @@ class RowTable:
                 raise self._too_small(len(ids))
             self._grow(room)
 
-    def digest(self, turn: int) -> int:
-        """Of one in `TURNS` ids, in one number; tables with the same rows have the same."""
+    def digest(self, turn: int | None = None) -> int:
+        """Of one in `TURNS` ids, in one number that is the same for the same rows; by itself, it takes turns."""
+        turn = self.number * 40503 >> 8 if turn is None else turn
         return int(library.rows_digest(self._address, turn % TURNS, TURNS))
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Tensor]:
         """All of it, in the order of ids: copies."""
         number, num_rows, num_candidates = library.rows_count(self._address)
         count = num_rows + num_candidates
@@ -189,8 +190,8 @@ class RowTable:
         rows = self._rows(self._segment)[places[is_row]]
         dim, end = self.spec.dim, self.spec.dim + self.spec.num_states
         return {
-            "number": int(number),
-            "optimizer": type(self.spec.optimizer).__name__,
+            "number": torch.tensor(number),
+            "optimizer": torch.tensor(self.spec.optimizer.number),
             "ids": torch.from_numpy(ids[is_row]),
             "rows": torch.from_numpy(rows[:, :dim].copy()),
             "states": torch.from_numpy(rows[:, dim:end].copy()),
@@ -200,7 +201,7 @@ class RowTable:
             "candidate_updates": torch.from_numpy(updates[~is_row].astype(np.int64)),
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `snapshot` told of."""
         self._check_saved(saved)
         ids, candidates = saved["ids"].numpy(), saved["candidates"].numpy()
@@ -213,7 +214,7 @@ class RowTable:
 
         def fill(segment: Segment) -> None:
             addresses = [column.ctypes.data for column in columns]
-            library.rows_fill(segment.address, saved["number"], *addresses, len(columns[0]))
+            library.rows_fill(segment.address, int(saved["number"]), *addresses, len(columns[0]))
             rows, dim = self._rows(segment)[: len(ids)], self.spec.dim
             rows[:, :dim] = saved["rows"].numpy()
             rows[:, dim : dim + self.spec.num_states] = saved["states"].numpy()
@@ -285,12 +286,14 @@ class RowTable:
             fix=[f"max_bytes={self.spec.max_bytes * -(-2 * count // self._most.rows)}" if self.spec.max_bytes else ""],
         )
 
-    def _check_saved(self, saved: Mapping[str, Any]) -> None:
-        kind, rows, states = str(saved["optimizer"]), saved["rows"], saved["states"]
-        mine = type(self.spec.optimizer).__name__
-        if kind != mine or rows.shape[1:] != (self.spec.dim,) or states.shape[1:] != (self.spec.num_states,):
+    def _check_saved(self, saved: Mapping[str, Tensor]) -> None:
+        kind, rows, states = int(saved["optimizer"]), saved["rows"], saved["states"]
+        expected = (self.spec.optimizer.number, (self.spec.dim,), (self.spec.num_states,))
+        if (kind, rows.shape[1:], states.shape[1:]) != expected:
+            names = {one.number: one.__name__ for one in OPTIMIZERS}
             raise CheckpointMismatch(
-                f"The saved rows have dimension {rows.shape[1]} and {kind}'s states; this is {self._about}, {mine}.",
+                f"The saved rows have dimension {rows.shape[1]} and the states of {names.get(kind)}; this is "
+                f"{self._about}, {names[expected[0]]}.",
                 fix=["the layer that they were saved from"],
             )
         if len(rows) > self._most.rows or len(saved["candidates"]) > self._most.candidates:

@@ -165,6 +165,7 @@ class Run:
             check_every=spec.train.check_every,
             audit_seed=spec.run.seed if spec.train.audit else None,
             exact=spec.train.exact,
+            seed=spec.run.seed,
             sharing=None if joining else worker.sharing,
             network=lambda: worker.network,
             tell=worker.warn,

@@ -112,7 +112,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
     known: dict[str, dict[str, Any]] = {}
 
     def tell(asked: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in asked.items() if name == "clip"} | {
+        asked = {name: value for name, value in asked.items() if name in ("clip", "rows")} | {
             "steps": asked["steps"],
             "slow_s": 0,
         }

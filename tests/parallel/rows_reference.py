@@ -80,4 +80,4 @@ class DictTable:
 def listing(table: RowTable) -> tuple[Any, ...]:
     saved = table.snapshot()
     names = ("ids", "updates", "candidates", "sightings", "candidate_updates")
-    return (saved["number"], *(saved[name].tolist() for name in names))
+    return (int(saved["number"]), *(saved[name].tolist() for name in names))
