@@ -1,4 +1,4 @@
-"""Every example in the README, the guide and the page on exchange runs as it stands, in a directory of its own."""
+"""Every example in the README, the guide and the pages on exchange and embeddings runs, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/guide.md", "docs/exchange.md")
+PAGES = ("README.md", "docs/guide.md", "docs/exchange.md", "docs/embeddings.md")
 
 
 def blocks(page: str) -> list[str]:
