@@ -18,7 +18,7 @@ from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
-from manyhands.runtime.steps import END_FIT
+from manyhands.runtime.wishes import END_FIT
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.averaged import Averaged, Averaging
 from manyhands.strategies.base import Engine

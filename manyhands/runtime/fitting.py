@@ -18,8 +18,9 @@ from manyhands.events import EpochDone
 from manyhands.parallel.divergence import CopiesDiffer, WrongGradient
 from manyhands.runtime.hooks import EarlyStop
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.steps import END_FIT, LEAVE, REGROUP, SAVE, Steps
+from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
 
 __all__ = ["Fit", "FitSettings"]

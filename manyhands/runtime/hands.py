@@ -27,8 +27,9 @@ from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.serving import serve
-from manyhands.runtime.steps import LEAVE, REGROUP, SAVE, Steps
+from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import LEAVE, REGROUP, SAVE
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.strategies.base import LossFn, MetricFn, StepStats
 

@@ -16,13 +16,10 @@ from manyhands.runtime.checking import Checking
 from manyhands.runtime.regroup import Arrival, Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
 
-__all__ = ["END_FIT", "LEAVE", "REGROUP", "SAVE", "Steps"]
-
-# What workers tell each other with every step; the largest wins. Each includes those before it, but for REGROUP, which
-# is asked for again.
-REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4
+__all__ = ["Steps"]
 
 
 class Steps:
