@@ -17,7 +17,7 @@ from meetings import Meeting
 import manyhands as mh
 from manyhands.errors import CallCancelled, UsageError
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 CALLS = 200
 
