@@ -47,6 +47,16 @@ def test_workers_get_ranks_on_this_host_and_the_rest_of_the_line_is_the_scripts(
     assert shown["flags"] == {"run.seed": 5, "launch.workers": 3}
 
 
+def test_a_recipe_is_a_module_of_ours_and_what_follows_is_its_own(plan, refused):
+    shown = plan("-n", "2", "--recipe", "recommender", "--", "--rows", "500", "x")
+    wanted = {"kind": "module", "target": "manyhands.recipes.recommender", "args": ["--rows", "500", "x"]}
+    assert (shown["ranks"], shown["command"]) == ([0, 1], wanted)
+    assert plan("--recipe", "digits")["command"]["args"] == []
+    error = refused("--recipe", "digit")
+    assert (error.what, error.fix[0], error.exit_code) == ("There is no recipe 'digit'.", "--recipe digits", 2)
+    assert (refused().what, refused().exit_code) == ("Neither SCRIPT nor --recipe was given.", 2)
+
+
 def test_two_dashes_end_our_flags(plan):
     assert plan("-n", "2", "--", "train.py", "--help")["command"]["args"] == ["--help"]
 
