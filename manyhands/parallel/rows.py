@@ -104,7 +104,8 @@ class RowTable:
         """`num_rows`: how many there is room for at first, for those who know."""
         if why_not():
             raise EnvironmentProblem(
-                f"Embeddings by id need the C extension: {why_not()}.", fix=["pip install with gcc"]
+                f"Embeddings by id are computed in C, and {why_not()}.",
+                fix=["a C compiler, and manyhands installed again", "torch.nn.Embedding"],
             )
         self.spec, self._memory, self._rule = spec, memory, spec.rule()
         self._most = most_room(spec)

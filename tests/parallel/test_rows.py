@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rows_reference import DictTable, listing
 from torch import nn
 
-from manyhands.errors import CheckpointMismatch, DataError, SpecError
+from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parallel.row_rules import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, TableSpec
 from manyhands.parallel.rows import TURNS, Room, RowTable, add_rows, larger, most_room, unique
@@ -202,6 +202,12 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
         RowTable(spec(optimizer=Adagrad())).restore(table.snapshot())
     with pytest.raises(SpecError, match="less than one row"):
         RowTable(spec(max_bytes=100))
+
+
+def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.parallel.rows.why_not", lambda: "the C extension is not built (no gcc)")
+    with pytest.raises(EnvironmentProblem, match="computed in C, and the C extension is not built"):
+        RowTable(spec())
 
 
 @pytest.mark.parametrize(

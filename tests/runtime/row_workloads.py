@@ -69,6 +69,25 @@ def train(fit: dict[str, Any] | None = None, table: dict[str, Any] | None = None
     return contents(trainer.model), [row["loss"] for row in history]
 
 
+class Spoil:
+    """Rank 2 has another row than the others, once."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        if step != 5 or self.done or trainer._run.worker.rank != 2:
+            return
+        self.done = True
+        saved = trainer.model.state_dict()["users._extra_state"]
+        saved["rows"][:, 1] += 1e-3
+        trainer.model.users.set_extra_state(saved)
+
+
+def train_with_an_odd_one() -> Any:
+    return train(hooks=[Spoil()])
+
+
 def train_evaluate_and_predict() -> tuple[bool, dict[str, float], np.ndarray[Any, Any]]:
     """Whether evaluation and prediction, with ids that training has not seen, left everything alone."""
     trainer = make_trainer({"admit_after": 2})

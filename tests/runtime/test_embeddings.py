@@ -20,6 +20,7 @@ from row_workloads import (
     save_and_load,
     train,
     train_evaluate_and_predict,
+    train_with_an_odd_one,
     warnings_of_a_run,
     with_lbfgs,
 )
@@ -127,6 +128,12 @@ def test_any_number_of_workers_ends_with_the_same_rows_to_the_bit(ranks: RankPoo
     for workers in (2, 3):
         for found in ranks(workers, train, None, table):
             assert found == alone
+
+
+def test_an_odd_copy_is_healed_and_audited_slices_count_once(ranks: RankPool) -> None:
+    (alone,) = ranks(1, train)
+    assert ranks(3, train_with_an_odd_one, flags={"train.check_every": 1}) == [alone] * 3
+    assert ranks(2, train, flags={"train.audit": True}) == [alone] * 2
 
 
 def test_gloo_clipping_and_a_loop_of_ones_own_agree_too(ranks: RankPool) -> None:
