@@ -7,21 +7,42 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import zmq
 
 from manyhands.comm.transport import Port, open_port
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerTimeout
-from manyhands.parallel.served_messages import Applied, Ask, Filled, FromServer, Number, Open, Opened, Reply
+from manyhands.parallel.served_messages import (
+    Applied,
+    Ask,
+    Filled,
+    FromServer,
+    Lookup,
+    Number,
+    Open,
+    Opened,
+    Reply,
+    RowGradients,
+    Rows,
+)
 
-__all__ = ["Link"]
+__all__ = ["Link", "Push"]
 
 SAY_AGAIN_S = 0.25
 # A server that dies is started again within seconds; one that cannot be ends the run, which its agent sees to.
 PATIENCE_S = 600.0
+
+
+class Push(NamedTuple):
+    """A gradient, as servers are told of it."""
+
+    filled: Filled
+    pieces: Sequence[Sequence[RowGradients]] = ()
+    """For each server, gradients of rows that are its own; empty where there are none."""
 
 
 class Link:
@@ -37,6 +58,8 @@ class Link:
         self._opened: set[int] = set()
         self._reply: Reply | None = None
         self._applied: dict[int, set[int]] = {}
+        self._asked: set[int] = set()
+        self._rows: dict[int, bytes] = {}
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
 
@@ -56,7 +79,7 @@ class Link:
         self._reach(message.servers)
         self._number, self._applied = message.number, {}
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Filled]]) -> Reply:
+    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Push]]) -> Reply:
         """Ask the first server for work. `make(ticket)` is called each time that it is said.
 
         No answer counts but that to the last ticket: what an ask does not name, this worker does not have.
@@ -66,8 +89,8 @@ class Link:
         def say() -> None:
             nonlocal ticket
             if ticket:
-                for filled in unanswered():
-                    self.tell(filled)
+                for push in unanswered():
+                    self.tell(push)
             ticket = next(self._tickets)
             self._ports[0].send(make(ticket))
 
@@ -78,18 +101,38 @@ class Link:
         assert self._reply is not None
         return self._reply
 
-    def tell(self, filled: Filled) -> None:
-        for port in self._ports:
-            port.send(filled)
+    def tell(self, push: Push) -> None:
+        """Tell every server of a gradient."""
+        for server, port in enumerate(self._ports):
+            pieces = push.pieces[server] if push.pieces else ()
+            for piece in pieces:
+                port.send(piece)
+            port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
 
-    def await_applied(self, filled: Filled) -> None:
+    def new_ticket(self) -> int:
+        """A number that this worker has not used."""
+        return next(self._tickets)
+
+    def look_up(self, asked: Sequence[tuple[int, Lookup]]) -> list[bytes]:
+        """Rows from servers, in the order of the questions."""
+        self._asked, self._rows = {question.ticket for _, question in asked}, {}
+
+        def say() -> None:
+            for server, question in asked:
+                if question.ticket not in self._rows:
+                    self._ports[server].send(question)
+
+        self._await(lambda: len(self._rows) == len(asked), say, "look up rows")
+        return [self._rows[question.ticket] for _, question in asked]
+
+    def await_applied(self, push: Push) -> None:
         """Returns when every server has applied the step."""
-        step, everyone, first = filled.held.step, len(self._ports), True
+        step, everyone, first = push.filled.held.step, len(self._ports), True
 
         def say() -> None:
             nonlocal first
             if not first:
-                self.tell(filled)
+                self.tell(push)
             first = False
 
         self._await(lambda: len(self._applied.get(step, ())) == everyone, say, f"apply step {step}")
@@ -134,5 +177,7 @@ class Link:
                         self._opened.add(message.server)
                     case Reply():
                         self._reply = message
+                    case Rows() if message.ticket in self._asked:
+                        self._rows[message.ticket] = message.rows
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)

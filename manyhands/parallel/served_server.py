@@ -25,15 +25,19 @@ from manyhands.parallel.served_messages import (
     Done,
     Filled,
     FromWorker,
+    Lookup,
     Number,
     Open,
     Opened,
     Reply,
+    RowGradients,
     Stand,
 )
 from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_tables import Tables, parts_of
 from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
 
 __all__ = ["MAX_TOLD", "PartServer", "Saved", "open_memory"]
@@ -90,7 +94,12 @@ class PartServer:
         clip_norm: float | None,
         place: Mapping[str, int],
         foreign: ForeignState,
+        seed: int = 0,
     ) -> None:
+        """`seed` is the run's, which rows of embeddings begin with."""
+        sparse = Sparse(model)
+        sparse.set_seed(seed)
+        self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
         self._register = course_register(memory, number)
@@ -125,6 +134,11 @@ class PartServer:
         match message:
             case Filled():
                 return course.fill(sender, message)
+            case RowGradients():
+                course.tables.keep(message)
+            case Lookup():
+                rows = course.tables.look_up(message)
+                return [(sender, rows)] if rows is not None else []
             case Ask() if self.is_first:
                 course.asks[message.worker] = sender, message
             case Stand() if self.is_first:
@@ -188,7 +202,10 @@ class PartServer:
         self._restore_schedule(saved)
         part = self._make_part(served, opened)
         part.resume(saved.version, saved.counts, saved.more)
-        self._course = _Course(self._number, self._model, self._scheduler, opened, saved, served, part, self._foreign)
+        tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
+        self._course = _Course(
+            self._number, self._model, self._scheduler, opened, saved, served, part, tables, self._foreign
+        )
         served.set_version(self._number, saved.version)
         if self._living is not None:
             self._course.hear_living(self._living)
@@ -226,12 +243,15 @@ class _Course:
         saved: Saved,
         served: ServedMemory,
         part: ServedPart,
+        tables: Tables,
         foreign: ForeignState,
     ) -> None:
-        self.opened, self.part = opened, part
+        self.opened, self.part, self.tables = opened, part, tables
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
+        self._intent = served.intent(number)
+        self.shard.first = self._begun(saved)
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
@@ -285,7 +305,8 @@ class _Course:
             self.book.filled(held)
         if self.shard.is_applied(held.step):
             return [(sender, self._applied(held.step))]
-        if held.row < self.opened.rows and self._served.filling(held.row) == held.filling:
+        is_there = held.row < self.opened.rows and self._served.filling(held.row) == held.filling
+        if is_there and self.tables.has(held.filling, message.pieces):
             self._senders[held.step] = sender
             self.shard.fill(
                 Contribution(
@@ -379,6 +400,8 @@ class _Course:
         norm = self.part.update(version, Gradient(tuple(one.row for one in due), present, factor))
         if not self._are_intact(due):  # somebody else was given the row while it was read
             return []
+        if self.tables:
+            self._apply_rows(step, version + 1, due, factor)
         if self._number == 0:
             self._buffers.update(version, due)
             loss = sum(one.total for one in due) / weight
@@ -392,6 +415,20 @@ class _Course:
         self._served.set_version(self._number, version + 1)
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
+
+    def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
+        """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
+        if not self.shard.in_order:
+            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
+        self.tables.apply(number, [one.filling for one in due], factor)
+        self.tables.drop([one.filling for one in due])
+
+    def _begun(self, saved: Saved) -> int | None:
+        """The step that a server before this one had begun to apply to rows, and did not commit."""
+        if not self._intent.value:
+            return None
+        course, number, step = msgspec.msgpack.decode(self._intent.value, type=tuple[Number, int, int])
+        return step if (course, number) == (self.opened.number, saved.version + 1) else None
 
     def _commit(self) -> None:
         saved = Saved(

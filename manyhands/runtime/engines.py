@@ -68,6 +68,8 @@ def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, join
         choice,
         Link(lambda server: f"{seat.servers}{server}", f"worker {seat.incarnation}".encode()),
         worker.session.shared_memory,
+        seed=spec.run.seed,
+        clip_norm=spec.train.clip_norm,
         num_servers=lambda: worker.session.servers_wanted,
         worker=seat.incarnation,
         most_workers=worker.most_workers,

@@ -55,6 +55,7 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
         clip_norm=spec.train.clip_norm,
         place=getattr(worker.strategy, "place", None) or {},
         foreign=foreign_state(model),
+        seed=spec.run.seed,
     )
     _Serving(session, server).run()
     worker.close()

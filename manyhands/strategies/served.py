@@ -28,12 +28,14 @@ from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision
-from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_link import Link, Push
+from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Attendance, Memory, ServedMemory, course_register, layout_name
 from manyhands.parallel.served_messages import Ask, Filled, Number, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_server import Saved, open_memory
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
+from manyhands.parallel.sparse import Contribution, merge
 from manyhands.parallel.updates import runs_fused
 from manyhands.strategies.base import LossFn, PieceLike, StepLike
 from manyhands.strategies.choices import ParameterServer
@@ -62,6 +64,8 @@ class Served(Computing):
         link: Link,
         memory: Memory,
         *,
+        seed: int,
+        clip_norm: float | None,
         num_servers: Callable[[], int],
         worker: int,
         most_workers: int,
@@ -73,7 +77,8 @@ class Served(Computing):
         self._axis, self._choice, self._link, self._memory = axis, choice, link, memory
         self._num_servers, self._worker, self._most_workers = num_servers, worker, most_workers
         self._foreign, self._wait_for_chief = foreign, wait_for_chief
-        self._held: dict[int, Filled] = {}
+        self._seed, self._clip_norm = seed, clip_norm
+        self._held: dict[int, Push] = {}
         """By filling: gradients that are pushed, and not known to be applied by all servers."""
         self._opened: Open | None = None
         self._served: ServedMemory | None = None
@@ -91,6 +96,13 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
+        self._rows = ServedRows(model, self._seed, self._link, self._memory)
+        if self._rows and self._clip_norm is not None:
+            raise SpecError(
+                "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
+                where="clip_norm",
+                fix=["no clip_norm", 'strategy="mirrored"'],
+            )
         self._filler: RowFiller | None = None
         if joining:
             self._are_states_new = False
@@ -119,6 +131,7 @@ class Served(Computing):
         """Have the optimizer's states, as the servers left them, in this process's optimizer. Between courses."""
         if self._are_states_new or self._served is None:
             return
+        self._rows.tells = True
         counts, more = self._told_states()
         places = range(len(self._served.params))
         whole = not runs_fused(self._optimizer)
@@ -182,6 +195,7 @@ class Served(Computing):
         self._opened, self._told = opened, opened.version
         self._held, self._are_states_new, self._is_gathered = {}, False, False
         self._optimizer.state.clear()  # servers have them from now on
+        self._rows.enter(number, opened.servers)
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
 
@@ -212,6 +226,7 @@ class Served(Computing):
         with torch.no_grad():
             _copy(served.weights(version).views, served.params)
             _copy(served.buffers(version), changing_state(self._model, served.params))
+        self._rows.install(version)
         counts, more = self._put_states(served, version)
         return msgspec.structs.replace(opened, counts=counts, more=more)
 
@@ -279,7 +294,7 @@ class Served(Computing):
         self.phases.mark("update")
         reply = self._link.ask(lambda ticket: self._question(ticket, wish()), self._held.values)
         if not self.is_async:
-            self._held = {key: one for key, one in self._held.items() if one.held.step > reply.version}
+            self._held = {key: one for key, one in self._held.items() if one.filled.held.step > reply.version}
         self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
         self._book = reply.book
@@ -304,7 +319,7 @@ class Served(Computing):
             met=self._met,
             told=self._told,
             wish=wish,
-            holding=[one.held for one in self._held.values()],
+            holding=[one.filled.held for one in self._held.values()],
         )
 
     def compute(self, step: StepLike, work: Held, version: int) -> None:
@@ -318,29 +333,30 @@ class Served(Computing):
         self._buffers.begin(len(pieces), 2)
         results = [self._slice(piece, step) for piece in pieces]
         absent = filler.finish()
-        served.write_statistics(work.row, [statistics for _, _, statistics in results])
+        served.write_statistics(work.row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
             worker=self._worker,
             held=work,
             based_on=based_on,
-            total=sum(total for total, _, _ in results),
-            weight=sum(weight for _, weight, _ in results),
+            total=sum(total for total, _, _, _ in results),
+            weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
             changes=self._buffers.first_changes() if work.place == 0 else b"",
         )
+        rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(filled)
+        self._push(Push(filled, self._rows.messages(work.filling, rows) if rows else ()))
         self.phases.mark("reduce")
 
-    def _push(self, filled: Filled) -> None:
-        self._link.tell(filled)
+    def _push(self, push: Push) -> None:
+        self._link.tell(push)
         if self.is_async:
-            self._link.await_applied(filled)
+            self._link.await_applied(push)
         else:
-            self._held[filled.held.filling] = filled
+            self._held[push.filled.held.filling] = push
 
-    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor]:
+    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor, list[Contribution]]:
         assert self._loss_fn is not None and self._filler is not None
         place = piece.index
         self._buffers.enter(place)
@@ -359,7 +375,7 @@ class Served(Computing):
         finally:
             self._buffers.put_back()
         self.phases.mark("backward")
-        return total, weight, statistics
+        return total, weight, statistics, self._rows.sparse.take()
 
     @property
     def _course_now(self) -> Open:
