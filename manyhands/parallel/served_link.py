@@ -103,11 +103,14 @@ class Link:
 
     def tell(self, push: Push) -> None:
         """Tell every server of a gradient."""
-        for server, port in enumerate(self._ports):
-            pieces = push.pieces[server] if push.pieces else ()
-            for piece in pieces:
-                port.send(piece)
-            port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
+        for server in range(len(self._ports)):
+            self.tell_one(server, push)
+
+    def tell_one(self, server: int, push: Push) -> None:
+        port, pieces = self._ports[server], push.pieces[server] if push.pieces else ()
+        for piece in pieces:
+            port.send(piece)
+        port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
 
     def new_ticket(self) -> int:
         """A number that this worker has not used."""

@@ -304,6 +304,7 @@ class _Course:
         if self.book is not None:
             self.book.filled(held)
         if self.shard.is_applied(held.step):
+            self.tables.drop([held.filling])
             return [(sender, self._applied(held.step))]
         is_there = held.row < self.opened.rows and self._served.filling(held.row) == held.filling
         if is_there and self.tables.has(held.filling, message.pieces):
