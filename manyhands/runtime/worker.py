@@ -35,7 +35,7 @@ from manyhands.runtime.solo import Solo, watch_ending
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
-from manyhands.spec.run import RunSpec
+from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
 from manyhands.strategies.choices import LocalSGD, Mirrored, MultiWorker, ParameterServer, Single
 
@@ -255,7 +255,8 @@ class Worker:
             return machine
         backend = "NCCL" if self.device.type == "cuda" else "Gloo"
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
-        exchange = f", gradients exchanged as {reducer}" if reducer != "exact" else ""
+        what = "weights" if self.strategy.name in AVERAGING else "gradients"
+        exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
         return f"{machine}, workers talk {way}{exchange}"
 
     @property
