@@ -30,7 +30,7 @@ from bench.sides import MH, plain_environment, trainer
 from bench.table import OURS
 from bench.workloads import WORKLOADS
 from manyhands.control.client import query
-from manyhands.control.messages import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, Status
 from manyhands.errors import UsageError
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
