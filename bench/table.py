@@ -21,6 +21,7 @@ BENCHES = {
     "hosts": "Two hosts on a link of 1 Gbit/s, against DistributedDataParallel on Gloo",
     "accuracy": "Two hosts: what lossy sums cost in accuracy on handwritten digits",
     "memory": "Host memory: mirrored against DistributedDataParallel",
+    "served": "Parameter servers: two workers, a step is one batch of each",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
@@ -71,6 +72,8 @@ _TINY = "all-reduce 1 KB"
 _LARGE = "4 workers, 100 M, AdamW"
 _KILL = "kill -9 to next step"
 _STALL = "stall at a join"
+_ASYNC = "step, MLP of 10 M, async"
+_SERVER_KILL = "kill -9 of a server to the next applied push"
 
 ROWS = (
     Row("overhead-cnn", "overhead", "cnn", "step, CNN", "by hand", Target("time", 1.02, noise_counts=True)),
@@ -96,6 +99,18 @@ ROWS = (
     Row("hosts-two-int8", "hosts", "two-each", f"{_MLP}, the same, int8", "DDP", _faster(2.2), ours="int8"),
     Row("accuracy-bf16", "accuracy", "digits", "accuracy, bf16", "exact", Target("points", 0.5), "bf16", "%"),
     Row("accuracy-int8", "accuracy", "digits", "accuracy, int8", "exact", Target("points", 0.5), "int8", "%"),
+    Row("served-loops", "served", "loops", _ASYNC, "two loops by hand", _faster(0.75)),
+    Row("served-tensorflow", "served", "tensorflow", _ASYNC, "TensorFlow", _faster(1.7)),
+    Row("served-ray", "served", "ray", _ASYNC, "Ray as documented", _faster(1.7)),
+    Row("served-ray-lean", "served", "ray-lean", _ASYNC, "Ray without copies", _faster(1)),
+    Row("served-tensorflow-16", "served", "tensorflow-16", _ASYNC, "TensorFlow", _faster(3)),
+    Row("served-ray-16", "served", "ray-16", _ASYNC, "Ray as documented", _faster(3)),
+    Row("served-ray-lean-16", "served", "ray-lean-16", _ASYNC, "Ray without copies", _faster(1)),
+    Row("served-one-slow", "served", "one-slow", "step, one of 2 workers 5x slower, async", "sync", _faster(1.8)),
+    Row("served-often-slow", "served", "often-slow", "step, 4 workers 5x slow in 20 %, ssp", "sync", _faster(1.35)),
+    Row("push-pull", "served", "push-pull", "push and pull 100 MB", "two copies", Target("time", 4)),
+    Row("served-kill", "served", "kills", _SERVER_KILL, "-", Target("median", 3), unit="s"),
+    Row("served-kill-p95", "served", "kills", f"{_SERVER_KILL}, 95 of 100", "-", Target("p95", 3), unit="s"),
     Row("recovery-kill", "recovery", "kills", f"{_KILL}, median", "torchrun", Target("median", 0.3), unit="s"),
     Row("recovery-kill-p95", "recovery", "kills", f"{_KILL}, 95 of 100", "torchrun", Target("p95", 1.0), unit="s"),
     Row("recovery-join", "recovery", "kills", "stall when a worker joins", "-", Target("median", 0.1), _STALL, "s"),
