@@ -32,7 +32,7 @@ def make_model(workload: str) -> nn.Module:
             return _mlp(784, 512, 512, 10)
         case "mlp-1m":
             return _mlp(784, 768, 512, 10)
-        case "mlp-10m":
+        case "mlp-10m" | "mlp-10m-16":
             return _mlp(784, 2048, 2048, 2048, 10)
         case "mlp-100m":
             return _mlp(784, 5600, 5600, 5600, 5600, 10)
@@ -45,16 +45,16 @@ def make_model(workload: str) -> nn.Module:
     raise ValueError(workload)
 
 
-def make_data(workload: str) -> tuple[Tensor, Tensor]:
+def make_data(workload: str, num_rows: int = NUM_ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     if workload == "text":
         return text()[0]
     if workload == "transformer":
-        tokens = torch.randint(0, VOCABULARY, (NUM_ROWS, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     row = {"cnn": (1, 28, 28), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
-    x = torch.randn(NUM_ROWS, *row, generator=generator)
-    return x, torch.randint(0, 10, (NUM_ROWS,), generator=generator)
+    x = torch.randn(num_rows, *row, generator=generator)
+    return x, torch.randint(0, 10, (num_rows,), generator=generator)
 
 
 def text() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
