@@ -59,6 +59,8 @@ class RunStarted(_Event, frozen=True):
     machine: str = ""
     """Settings of the process that change speed and not results: memory format, allocator, device."""
     exact: bool = False
+    mode: str = ""
+    """Of parameter servers: "sync", "ssp" or "async"; "ssp" without staleness is "sync"."""
     depends_on_slices: str = ""
     """What in the model makes results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
     origins: dict[str, str] = {}
@@ -112,6 +114,8 @@ class StepDone(_Event, frozen=True):
     """The one that committed it."""
     staleness: int | None = None
     """Under parameter servers: how many updates its gradients had not seen, at most."""
+    batch: int | None = None
+    """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
 
 
 class StalenessSeen(_Event, frozen=True):

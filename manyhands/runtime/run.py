@@ -209,6 +209,7 @@ class Run:
                 call=call,
                 machine=worker.machine(),
                 exact=self.spec.train.exact,
+                mode=_mode(worker.strategy),
                 depends_on_slices=randomness_in(self.parts.model),
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
@@ -342,3 +343,10 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
             where="elastic",
             fix=['reducer="exact" or "bf16"', "a run without elastic="],
         )
+
+
+def _mode(strategy: object) -> str:
+    """What the mode of parameter servers comes to."""
+    if not isinstance(strategy, ParameterServer):
+        return ""
+    return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -128,9 +128,10 @@ class Training:
                 eta_s=(total_steps - step.number) * self._step_s if total_steps is not None else None,
                 total_steps=total_steps,
                 took_s=took_s,
-                start=(step.epoch, step.start),
+                start=stats.start or (step.epoch, step.start),
                 generation=self.worker.group.generation,
                 staleness=stats.staleness,
+                batch=stats.batch,
             )
         )
         self.meter.add(stats)

@@ -80,6 +80,9 @@ class StepStats:
     """Of the step before, by rank: seconds at work in each phase, and of waiting for others. Empty: not known."""
     staleness: int | None = None
     """Under parameter servers: how many updates its gradients had not seen, at most."""
+    batch: int | None = None
+    """Under asynchronous parameter servers: the step whose rows it took, and where they begin; else its own."""
+    start: tuple[int, int] | None = None
     bytes_sent: int = 0
     lr: float | None = None
     samples_per_s: float = 0.0
