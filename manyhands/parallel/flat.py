@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.comm.segments import Segment
 
-__all__ = ["Flat", "Section", "Stretch", "lay_out"]
+__all__ = ["LINE", "Flat", "Section", "Stretch", "lay_out"]
 
 LINE = 64
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from manyhands.comm.transport import Port, open_port
+from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerTimeout
 from manyhands.parallel.served_messages import (
@@ -29,15 +29,18 @@ from manyhands.parallel.served_messages import (
     RowGradients,
     Rows,
 )
+from manyhands.parallel.served_talks import Talk
 
-__all__ = ["Link", "Push"]
+__all__ = ["Link", "Pushed"]
 
 SAY_AGAIN_S = 0.25
+# Frames that are slow to arrive are not sent again and again.
+SAY_AGAIN_AT_MOST_S = 2.0
 # A server that dies is started again within seconds; one that cannot be ends the run, which its agent sees to.
 PATIENCE_S = 600.0
 
 
-class Push(NamedTuple):
+class Pushed(NamedTuple):
     """A gradient, as servers are told of it."""
 
     filled: Filled
@@ -46,10 +49,9 @@ class Push(NamedTuple):
 
 
 class Link:
-    """`endpoint(n)` is where server n listens."""
-
-    def __init__(self, endpoint: Callable[[int], str], identity: bytes) -> None:
-        self._endpoint, self._identity = endpoint, identity
+    def __init__(self, endpoint: Callable[[int], str], identity: bytes, curve: Curve | None = None) -> None:
+        """`endpoint(n)` is where server n listens, and `curve` has the keys for those that are on other hosts."""
+        self._endpoint, self._identity, self._curve = endpoint, identity, curve
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
         self._ports: list[Port[FromServer]] = []
@@ -60,12 +62,13 @@ class Link:
         self._applied: dict[int, set[int]] = {}
         self._asked: set[int] = set()
         self._rows: dict[int, bytes] = {}
+        self._talks: Sequence[Talk] = ()
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
 
     def open(self, message: Open) -> None:
         """Have every server begin this course; returns when each has said so."""
-        self._reach(message.servers)
+        self.reach(message.servers)
         self._number, self._opened, self._applied = message.number, set(), {}
 
         def say() -> None:
@@ -76,10 +79,33 @@ class Link:
 
     def follow(self, message: Open) -> None:
         """Another worker has had it opened."""
-        self._reach(message.servers)
+        self.reach(message.servers)
         self._number, self._applied = message.number, {}
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Push]]) -> Reply:
+    def ticket(self) -> int:
+        """A number that this worker has not used."""
+        return next(self._tickets)
+
+    def carry(self, talks: Sequence[Talk], what: str) -> None:
+        """Have each of these come to its end."""
+        began = heard = time.monotonic()
+        self._talks, patience_s = talks, SAY_AGAIN_S
+        while going := [talk for talk in talks if not talk.is_done]:
+            for talk in going:
+                for message in talk.due():
+                    self._ports[talk.server].send(message)
+            if self._hear(patience_s):
+                heard, patience_s = time.monotonic(), max(SAY_AGAIN_S, patience_s / 2)
+            elif (silent_s := time.monotonic() - heard) > PATIENCE_S:
+                raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
+            elif silent_s >= patience_s:
+                patience_s = min(2 * patience_s, SAY_AGAIN_AT_MOST_S)
+                for talk in going:
+                    talk.again()
+        self._talks = ()
+        self.waiting.seconds += time.monotonic() - began
+
+    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
         """Ask the first server for work. `make(ticket)` is called each time that it is said.
 
         No answer counts but that to the last ticket: what an ask does not name, this worker does not have.
@@ -101,20 +127,16 @@ class Link:
         assert self._reply is not None
         return self._reply
 
-    def tell(self, push: Push) -> None:
+    def tell(self, push: Pushed) -> None:
         """Tell every server of a gradient."""
         for server in range(len(self._ports)):
             self.tell_one(server, push)
 
-    def tell_one(self, server: int, push: Push) -> None:
+    def tell_one(self, server: int, push: Pushed) -> None:
         port, pieces = self._ports[server], push.pieces[server] if push.pieces else ()
         for piece in pieces:
             port.send(piece)
         port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
-
-    def new_ticket(self) -> int:
-        """A number that this worker has not used."""
-        return next(self._tickets)
 
     def look_up(self, asked: Sequence[tuple[int, Lookup]]) -> list[bytes]:
         """Rows from servers, in the order of the questions."""
@@ -128,7 +150,7 @@ class Link:
         self._await(lambda: len(self._rows) == len(asked), say, "look up rows")
         return [self._rows[question.ticket] for _, question in asked]
 
-    def await_applied(self, push: Push) -> None:
+    def await_applied(self, push: Pushed) -> None:
         """Returns when every server has applied the step."""
         step, everyone, first = push.filled.held.step, len(self._ports), True
 
@@ -146,14 +168,16 @@ class Link:
             port.close()
         self._context.destroy(linger=0)
 
-    def _reach(self, num_servers: int) -> None:
+    def reach(self, num_servers: int) -> None:
         """Have a line to each of so many."""
         while len(self._ports) > num_servers:
             port = self._ports.pop()
             self._poller.unregister(port.socket)
             port.close()
         for server in range(len(self._ports), num_servers):
-            port = open_port(self._context, zmq.DEALER, self._endpoint(server), FromServer, identity=self._identity)
+            at = self._endpoint(server)
+            curve = self._curve if at.startswith("tcp:") else None
+            port = open_port(self._context, zmq.DEALER, at, FromServer, identity=self._identity, curve=curve)
             self._poller.register(port.socket, zmq.POLLIN)
             self._ports.append(port)
 
@@ -169,10 +193,14 @@ class Link:
                 raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
         self.waiting.seconds += time.monotonic() - began
 
-    def _hear(self, timeout_s: float) -> None:
+    def _hear(self, timeout_s: float) -> bool:
+        """Whether anything came that a talk had waited for."""
         self._poller.poll(max(0, round(timeout_s * 1000)))
-        for port in self._ports:
+        answered = False
+        for server, port in enumerate(self._ports):
             for _, message in port.receive():
+                for talk in (one for one in self._talks if one.server == server):
+                    answered |= talk.hear(message)
                 match message:
                     case _ if message.number != self._number:
                         continue
@@ -184,3 +212,4 @@ class Link:
                         self._rows[message.ticket] = message.rows
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)
+        return answered

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
@@ -27,7 +28,8 @@ MOST_BYTES = 2**18
 class ServedRows:
     """The rows of a model's embeddings, for one worker. It is a `RowSource`."""
 
-    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory) -> None:
+    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None) -> None:
+        """Without `memory`, which servers share, this worker neither saves rows nor brings any to a course."""
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)
         self._link, self._memory, self._local = link, memory, LocalRows()
@@ -65,7 +67,7 @@ class ServedRows:
 
     def _question(self, table: str, ids: Tensor) -> Lookup:
         assert self._number is not None
-        return Lookup(number=self._number, ticket=self._link.new_ticket(), table=table, ids=to_bytes(ids))
+        return Lookup(number=self._number, ticket=self._link.ticket(), table=table, ids=to_bytes(ids))
 
     def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
         raise AssertionError("servers apply what they are sent with a lease")
@@ -86,7 +88,7 @@ class ServedRows:
 
     def install(self, version: int) -> None:
         """By the chief, before a course: servers find the rows in memory."""
-        if self and self.is_new:
+        if self and self.is_new and any(len(table) for table in self._local.tables.values()):
             tables = self._everything()
             for name in self._specs:
                 tables.restore(name, version, self._local.state(name))
@@ -122,6 +124,11 @@ class ServedRows:
         return [(server, some) for server, some in mine if len(some)]
 
     def _everything(self) -> Tables:
+        if self._memory is None:
+            raise CheckpointSaveFailed(
+                "Rows of embeddings are in the memory of the servers' host, and the chief is on another.",
+                fix=["a worker on the host that the run was started on"],
+            )
         return Tables(list(self._specs.values()), self._memory, range(PARTS))
 
 

@@ -156,11 +156,16 @@ class ServedMemory:
 
     def buffers(self, version: int) -> list[Tensor]:
         """What version n of the weights has for buffers."""
-        name = f"buffers {version % self.copies} of {self.copies}"
+        name, segment = self._buffers_name(version), self.buffers_segment(version)
         if name not in self._regions:
-            segment = self.segment(name, _pages(self._flat_buffers.num_bytes))
             self._regions[name] = Kept(segment, self._flat_buffers.views(self._buffers, segment))
         return self._regions[name].views
+
+    def buffers_segment(self, version: int) -> Segment:
+        return self.segment(self._buffers_name(version), _pages(self._flat_buffers.num_bytes))
+
+    def _buffers_name(self, version: int) -> str:
+        return f"buffers {version % self.copies} of {self.copies}"
 
     def write_statistics(self, row: int, slices: Sequence[Tensor]) -> None:
         """What each slice of this row's gradient made of the batch statistics, in order."""
@@ -175,9 +180,14 @@ class ServedMemory:
         region = self._statistics(row)
         return list(region[1 : 1 + int(region[0, 0])].clone())
 
+    def statistics(self, row: int) -> Segment | None:
+        """Where they lie; None where the model keeps none."""
+        numel = (1 + self._slices_per_row) * self._statistics_numel
+        return self.segment(f"statistics {row}", _pages(8 * numel)) if numel else None
+
     def _statistics(self, row: int) -> Tensor:
-        shape = (1 + self._slices_per_row, self._statistics_numel)
-        segment = self.segment(f"statistics {row}", _pages(8 * shape[0] * shape[1]))
+        shape, segment = (1 + self._slices_per_row, self._statistics_numel), self.statistics(row)
+        assert segment is not None
         return torch.frombuffer(segment.buffer, dtype=torch.float64, count=shape[0] * shape[1]).view(shape)
 
     def segment(self, name: str, num_bytes: int) -> Segment:

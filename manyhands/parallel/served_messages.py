@@ -1,13 +1,14 @@
 """Every message between workers and parameter servers. Each can be sent again: a repeated one is harmless.
 
-What is large stays in shared memory, where gradients and weights are; messages say where. Unknown fields and types are
-refused by the decoder. `number` is that of the course which a message belongs to; it grows, and servers ignore those of
-an earlier one.
+On one host what is large stays in shared memory, where gradients and weights are; messages say where. Between hosts it
+travels in frames (`served_frames.py`): `Piece` and `Bring` to a server, `Part` from it, each with a checksum. Unknown
+fields and types are refused by the decoder. `number` is that of the course which a message belongs to; it grows, and
+servers ignore those of an earlier one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,18 +17,24 @@ from manyhands.parallel.leases import Course, Held
 __all__ = [
     "Applied",
     "Ask",
+    "Bring",
     "Done",
     "Filled",
     "FromServer",
     "FromWorker",
+    "Got",
     "Lookup",
     "Number",
+    "Of",
     "Open",
     "Opened",
+    "Part",
+    "Piece",
     "Reply",
     "RowGradients",
     "Rows",
     "Stand",
+    "Want",
 ]
 
 Number = tuple[int, int, int]
@@ -36,6 +43,10 @@ Number = tuple[int, int, int]
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
     number: Number
+
+
+Of = Literal["weights", "states", "standing", "course"]
+"""Weights with the buffers, the optimizer's states, what a server has committed, or the course that it was told of."""
 
 
 class Open(_Message, frozen=True, kw_only=True):
@@ -67,6 +78,12 @@ class Open(_Message, frozen=True, kw_only=True):
     scheduler: dict[str, Any] | None
     scheduled: bool
     """The scheduler takes a step with every update."""
+    states: list[str] = []
+    """States as long as the parameters, by name."""
+    away: list[int] = []
+    """Workers that do not share the servers' memory."""
+    brings: list[Of] = []
+    """What is not in place yet, and comes in frames before the course begins."""
 
 
 class Opened(_Message, frozen=True, kw_only=True):
@@ -155,6 +172,58 @@ class RowGradients(_Message, frozen=True, kw_only=True):
     gradients: bytes
 
 
+class Piece(_Message, frozen=True, kw_only=True):
+    """Some of a gradient, to a server of another host, for the row that the lease names."""
+
+    worker: int
+    held: Held
+    offset: int
+    crc: int
+    data: bytes
+
+
+class Bring(_Message, frozen=True, kw_only=True):
+    """Some of what a course begins with, from a chief on another host."""
+
+    offset: int
+    crc: int
+    data: bytes
+
+
+class Got(_Message, frozen=True, kw_only=True):
+    """To a Piece, with its filling, or to an Open that brings something and to a Bring, with filling 0."""
+
+    server: int
+    filling: int
+    received: int
+    """All bytes to this one are there, or are not wanted any more."""
+
+
+class Want(_Message, frozen=True, kw_only=True):
+    """A worker without the servers' memory asks for some of it."""
+
+    ticket: int
+    of: Of
+    version: int | None
+    """None: the newest."""
+    offset: int
+
+
+class Part(_Message, frozen=True, kw_only=True):
+    """To a Want: a frame."""
+
+    server: int
+    ticket: int
+    version: int
+    is_there: bool
+    """False: this version is not there, or not any more."""
+    offset: int
+    num_bytes: int
+    """Of all frames together."""
+    crc: int
+    data: bytes
+
+
 class Applied(_Message, frozen=True, kw_only=True):
     """To whoever sent a gradient of a step that is applied: a server has it."""
 
@@ -171,6 +240,6 @@ class Stand(_Message, frozen=True, kw_only=True):
     has: list[tuple[int, int]]
 
 
-FromWorker = Open | Ask | Filled | Lookup | RowGradients | Stand
+FromWorker = Open | Ask | Filled | Lookup | RowGradients | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Reply | Applied | Rows
+FromServer = Opened | Reply | Applied | Rows | Got | Part

@@ -7,6 +7,7 @@ of leases, the buffers, and the journal of updates. Start reading at `PartServer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,30 +18,36 @@ from torch.optim import Optimizer
 
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
-from manyhands.parallel.placing import divide, pinned
+from manyhands.parallel.placing import Chunk, divide, pinned
+from manyhands.parallel.served_hatch import Hatch, Intake
 from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
 from manyhands.parallel.served_messages import (
     Applied,
     Ask,
+    Bring,
     Done,
     Filled,
     FromWorker,
     Lookup,
     Number,
+    Of,
     Open,
     Opened,
+    Piece,
     Reply,
     RowGradients,
     Stand,
+    Want,
 )
 from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_streams import Streams
 from manyhands.parallel.served_tables import Tables, parts_of
 from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
 
-__all__ = ["MAX_TOLD", "PartServer", "Saved", "open_memory"]
+__all__ = ["MAX_TOLD", "PartServer", "Saved", "more_of", "open_memory"]
 
 MAX_TOLD = 200
 """Updates that one reply tells of."""
@@ -62,6 +69,12 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def version(self) -> int:
         return self.low + len(self.seen)
+
+
+def more_of(committed: bytes, opened: Open) -> bytes:
+    """What lies beside the states in memory, as a server left them in this course, or else as it began."""
+    saved = msgspec.msgpack.decode(committed, type=Saved) if committed else None
+    return saved.more if saved is not None and saved.number == opened.number else opened.more
 
 
 def open_memory(model: nn.Module, memory: Memory, opened: Open, foreign: ForeignState) -> ServedMemory:
@@ -104,6 +117,9 @@ class PartServer:
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
         self._register = course_register(memory, number)
         self._course: _Course | None = None
+        self._intake: Intake | None = None
+        self.refused: Counter[str] = Counter()
+        """Messages that changed nothing, because they were "broken", "late" or "repeated"."""
         self._living: frozenset[int] | None = None
         if told := self._register.value:
             self._begin(msgspec.msgpack.decode(told, type=Open))
@@ -126,10 +142,18 @@ class PartServer:
         return self._course.shard.low if self._course is not None else 0
 
     def take(self, sender: bytes, message: FromWorker) -> Outbox:
-        if isinstance(message, Open):
-            return self._open(sender, message)
+        """Whatever it says, it does no harm: what does not fit is counted."""
+        match message:
+            case Open():
+                return self._open(sender, message)
+            case Bring():
+                return self._take_in(sender, message)
         course = self._course
+        if isinstance(message, Want) and message.of in ("course", "standing") and course is not None:
+            part = course.hatch.give_bytes(message, self._told(course, message.of))
+            return [(sender, part)] if part is not None else []
         if course is None or message.number != course.opened.number:
+            self.refused["late"] += 1
             return []
         match message:
             case Filled():
@@ -139,11 +163,19 @@ class PartServer:
             case Lookup():
                 rows = course.tables.look_up(message)
                 return [(sender, rows)] if rows is not None else []
+            case Piece():
+                return course.take(sender, message)
+            case Want():
+                return course.give(sender, message)
             case Ask() if self.is_first:
                 course.asks[message.worker] = sender, message
             case Stand() if self.is_first:
                 course.stands(message)
         return []
+
+    def _told(self, course: _Course, of: Of) -> bytes:
+        """What this server was told to do, or what it has committed last."""
+        return self._register.value if of == "course" else course.committed
 
     def work(self) -> Outbox:
         """Apply one update that is due, if there is one, and answer who can be answered."""
@@ -178,10 +210,29 @@ class PartServer:
         before = self._course
         if before is not None and message.number < before.opened.number:
             return []
-        if before is None or message.number > before.opened.number:
-            self._register.write(msgspec.msgpack.encode(message))
-            self._begin(message)
-        return [(sender, Opened(number=message.number, server=self._number))]
+        if before is not None and message.number == before.opened.number:
+            return [(sender, Opened(number=message.number, server=self._number))]
+        if message.brings:
+            if self._intake is None or self._intake.opened.number != message.number:
+                served = open_memory(self._model, self._memory, message, self._foreign)
+                self._intake = Intake(self._number, message, self._streams(served, message), self.refused)
+            if not self._intake.is_done:
+                return [(sender, self._intake.got())]
+        return self._begin_new(sender, message)
+
+    def _take_in(self, sender: bytes, message: Bring) -> Outbox:
+        intake = self._intake
+        if intake is None or intake.opened.number != message.number:
+            self.refused["late"] += 1
+            return []
+        intake.take(message)
+        return self._begin_new(sender, intake.opened) if intake.is_done else [(sender, intake.got())]
+
+    def _begin_new(self, sender: bytes, opened: Open) -> Outbox:
+        self._intake = None
+        self._register.write(msgspec.msgpack.encode(opened))
+        self._begin(opened)
+        return [(sender, Opened(number=opened.number, server=self._number))]
 
     def _begin(self, opened: Open) -> None:
         if self._course is not None:
@@ -202,9 +253,11 @@ class PartServer:
         self._restore_schedule(saved)
         part = self._make_part(served, opened)
         part.resume(saved.version, saved.counts, saved.more)
+        clips = self._clip_norm is not None
+        hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
         tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
         self._course = _Course(
-            self._number, self._model, self._scheduler, opened, saved, served, part, tables, self._foreign
+            self._number, self._model, self._scheduler, opened, saved, served, part, hatch, tables, self._foreign
         )
         served.set_version(self._number, saved.version)
         if self._living is not None:
@@ -216,11 +269,17 @@ class PartServer:
         load_settings(self._optimizer, saved.groups)
 
     def _make_part(self, served: ServedMemory, opened: Open) -> ServedPart:
-        fused = runs_fused(self._optimizer)
+        kind = FusedPart if runs_fused(self._optimizer) else WholePart
+        return kind(served, self._optimizer, self._chunks(served, opened), self._clip_norm)
+
+    def _streams(self, served: ServedMemory, opened: Open) -> Streams:
+        clips = self._clip_norm is not None
+        return Streams(served, self._chunks(served, opened), self._number, opened.states, clips=clips)
+
+    def _chunks(self, served: ServedMemory, opened: Open) -> list[Chunk]:
         pins = pinned(opened.trained, self._place, opened.servers)
-        chunks = divide([param.numel() for param in served.params], opened.servers, pins, whole=not fused)
-        kind = FusedPart if fused else WholePart
-        return kind(served, self._optimizer, chunks[self._number], self._clip_norm)
+        numels = [param.numel() for param in served.params]
+        return divide(numels, opened.servers, pins, whole=not runs_fused(self._optimizer))[self._number]
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -243,10 +302,12 @@ class _Course:
         saved: Saved,
         served: ServedMemory,
         part: ServedPart,
+        hatch: Hatch,
         tables: Tables,
         foreign: ForeignState,
     ) -> None:
-        self.opened, self.part, self.tables = opened, part, tables
+        self.opened, self.part, self.hatch, self.tables = opened, part, hatch, tables
+        self._away = frozenset(opened.away)
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
@@ -306,24 +367,38 @@ class _Course:
         if self.shard.is_applied(held.step):
             self.tables.drop([held.filling])
             return [(sender, self._applied(held.step))]
-        is_there = held.row < self.opened.rows and self._served.filling(held.row) == held.filling
-        if is_there and self.tables.has(held.filling, message.pieces):
+        contribution = Contribution(
+            step=held.step,
+            place=held.place,
+            row=held.row,
+            filling=held.filling,
+            worker=message.worker,
+            based_on=message.based_on,
+            total=message.total,
+            weight=message.weight,
+            absent=tuple(message.absent),
+            changes=message.changes,
+        )
+        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        is_whole = self.tables.has(held.filling, message.pieces)
+        if known and held.filling > 0 and is_whole and self._is_there(contribution):
             self._senders[held.step] = sender
-            self.shard.fill(
-                Contribution(
-                    step=held.step,
-                    place=held.place,
-                    row=held.row,
-                    filling=held.filling,
-                    worker=message.worker,
-                    based_on=message.based_on,
-                    total=message.total,
-                    weight=message.weight,
-                    absent=tuple(message.absent),
-                    changes=message.changes,
-                )
-            )
+            self.shard.fill(contribution)
         return []
+
+    def take(self, sender: bytes, message: Piece) -> Outbox:
+        if self.shard.is_applied(message.held.step):
+            return [(sender, self.hatch.enough(message.held))]
+        got = self.hatch.take(message)
+        return [(sender, got)] if got is not None else []
+
+    def give(self, sender: bytes, message: Want) -> Outbox:
+        part = self.hatch.give(message, self.shard.num_applied, lambda: more_of(self.committed, self.opened))
+        return [(sender, part)] if part is not None else []
+
+    @property
+    def committed(self) -> bytes:
+        return self._register.value
 
     def stands(self, message: Stand) -> None:
         if 0 < message.server < self.opened.servers:
@@ -386,10 +461,18 @@ class _Course:
         return self._apply(due) if self._are_intact(due) else []
 
     def _are_intact(self, due: Sequence[Contribution]) -> bool:
-        gone = [one for one in due if self._served.filling(one.row) != one.filling]
+        gone = [one for one in due if not self._is_there(one)]
         for one in gone:
             self.shard.drop(one)
         return not gone
+
+    def _is_there(self, one: Contribution) -> bool:
+        if one.worker in self._away:
+            return self.hatch.has(one.row, one.filling)
+        return self._served.filling(one.row) == one.filling
+
+    def _row(self, one: Contribution) -> int:
+        return self.hatch.row(one.row) if one.worker in self._away else one.row
 
     def _apply(self, due: Sequence[Contribution]) -> Outbox:
         step, version = due[0].step, self.shard.num_applied
@@ -398,13 +481,13 @@ class _Course:
         factor = rows / weight / (1 + staleness if self.opened.damping else 1)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        norm = self.part.update(version, Gradient(tuple(one.row for one in due), present, factor))
+        norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
         if not self._are_intact(due):  # somebody else was given the row while it was read
             return []
         if self.tables:
             self._apply_rows(step, version + 1, due, factor)
         if self._number == 0:
-            self._buffers.update(version, due)
+            self._buffers.update(version, due, [self._row(one) for one in due])
             loss = sum(one.total for one in due) / weight
             done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
@@ -463,13 +546,13 @@ class _Buffers:
         self._copy(self._live, served.buffers(version))
         self._replay = StepBuffers(model, foreign)
 
-    def update(self, version: int, due: Sequence[Contribution]) -> None:
+    def update(self, version: int, due: Sequence[Contribution], rows: Sequence[int]) -> None:
         """Make the buffers of the version after this one; done again, it makes the same."""
         if not self._live:
             return
         self._copy(self._live, self._served.buffers(version))
         self._replay.refresh()
-        slices = [one for contribution in due for one in self._served.read_statistics(contribution.row)]
+        slices = [one for row in rows for one in self._served.read_statistics(row)]
         self._replay.begin(len(slices), 2)
         self._replay.commit(slices, apart=self._apart)
         for one in due:

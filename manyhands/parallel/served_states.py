@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.comm.segments import Segment
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.fused import counts_steps, names_by_group
 from manyhands.parallel.served_memory import ServedMemory
 
-__all__ = ["load_settings", "load_states", "merge_states", "plain_schedule", "settings_of", "store_states"]
+__all__ = [
+    "load_settings",
+    "load_states",
+    "merge_states",
+    "plain_schedule",
+    "settings_of",
+    "store_states",
+    "stored_tensors",
+]
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -80,6 +89,12 @@ def load_states(
             state[memory.params[entry.place]][entry.name] = value.clone() if copy and entry.kind == "tensor" else value
 
 
+def stored_tensors(memory: ServedMemory, version: int, more: bytes, places: Sequence[int]) -> list[Segment]:
+    """Where those states lie that have regions of their own, of the parameters at `places`."""
+    entries = msgspec.msgpack.decode(more, type=list[_Entry]) if more else []
+    return [_segment(memory, version, entry) for entry in entries if entry.kind == "tensor" and entry.place in places]
+
+
 def merge_states(told: Sequence[tuple[list[int], bytes]]) -> tuple[list[int], bytes]:
     """What several servers said of their parts, as one."""
     counts = [max(of_parameter) for of_parameter in zip(*(counts for counts, _ in told), strict=True)]
@@ -98,8 +113,9 @@ def _state_names(optimizer: Optimizer, memory: ServedMemory) -> dict[int, list[s
 
 def _store(memory: ServedMemory, version: int, place: int, name: str, value: Any) -> _Entry:
     if isinstance(value, Tensor) and value.numel() > 1:
-        _copy(_region(memory, version, place, name, value.dtype, value.shape), value)
-        return _Entry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
+        entry = _Entry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
+        _copy(_tensor(memory, version, entry), value)
+        return entry
     if isinstance(value, Tensor):
         return _Entry(place, name, "number", str(value.dtype).removeprefix("torch."), list(value.shape), value.item())
     if isinstance(value, int | float | bool | str | None):
@@ -113,19 +129,21 @@ def _store(memory: ServedMemory, version: int, place: int, name: str, value: Any
 def _load(memory: ServedMemory, version: int, entry: _Entry) -> Any:
     if entry.kind == "plain":
         return entry.value
-    dtype = getattr(torch, entry.dtype)
     if entry.kind == "number":
-        return torch.full(entry.shape, entry.value, dtype=dtype)
-    return _region(memory, version, entry.place, entry.name, dtype, entry.shape)
+        return torch.full(entry.shape, entry.value, dtype=getattr(torch, entry.dtype))
+    return _tensor(memory, version, entry)
 
 
-def _region(
-    memory: ServedMemory, version: int, place: int, name: str, dtype: torch.dtype, shape: Sequence[int]
-) -> Tensor:
+def _tensor(memory: ServedMemory, version: int, entry: _Entry) -> Tensor:
+    segment, shape = _segment(memory, version, entry), tuple(entry.shape)
     numel = torch.Size(shape).numel()
-    num_bytes = -(-numel * dtype.itemsize // 4096) * 4096
-    segment = memory.segment(f"state {name} of {place} {num_bytes} {version % 2}", num_bytes)
-    return torch.frombuffer(segment.buffer, dtype=dtype, count=numel).view(tuple(shape))
+    return torch.frombuffer(segment.buffer, dtype=getattr(torch, entry.dtype), count=numel).view(shape)
+
+
+def _segment(memory: ServedMemory, version: int, entry: _Entry) -> Segment:
+    num_bytes = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
+    num_bytes = -(-num_bytes // 4096) * 4096
+    return memory.segment(f"state {entry.name} of {entry.place} {num_bytes} {version % 2}", num_bytes)
 
 
 def _copy(target: Tensor, value: Tensor) -> None:

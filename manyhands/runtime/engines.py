@@ -12,10 +12,13 @@ from torch import nn
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16
+from manyhands.control.session import Session
 from manyhands.parallel.outer import OuterStep
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_remote import Remote
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.wishes import END_FIT
@@ -24,7 +27,7 @@ from manyhands.strategies.averaged import Averaged, Averaging
 from manyhands.strategies.base import Engine
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.replicated import Replicated
-from manyhands.strategies.served import Served
+from manyhands.strategies.served import Reach, Served
 
 __all__ = ["AnyEngine", "make_engine"]
 
@@ -61,13 +64,16 @@ def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
 def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Served:
     spec, seat, choice = worker.resolved.spec, worker.session.seat, worker.strategy
     assert isinstance(choice, ParameterServer)
+    session = worker.session
+    assert isinstance(session, Session), "parameter servers need an agent"
+    link = Link(session.server_endpoint, f"worker {seat.incarnation}".encode(), session.curve)
     return Served(
         Axis(0, 1) if joining else worker.axis,
         parts.loss,
         Precision(spec.train.precision, worker.device),
         choice,
-        Link(lambda server: f"{seat.servers}{server}", f"worker {seat.incarnation}".encode()),
-        worker.session.shared_memory,
+        link,
+        _reach(session, link, clips=spec.train.clip_norm is not None),
         seed=spec.run.seed,
         clip_norm=spec.train.clip_norm,
         num_servers=lambda: worker.session.servers_wanted,
@@ -76,6 +82,13 @@ def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, join
         foreign=foreign_state(model),
         wait_for_chief=worker.wait_for_chief,
     )
+
+
+def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
+    """Servers of this host share memory with its workers; others are reached by their addresses."""
+    if session.server_endpoint(0).startswith("tcp:"):
+        return Remote(link, session.seat.incarnation, clips=clips)
+    return Local(link, session.shared_memory)
 
 
 def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Averaged:

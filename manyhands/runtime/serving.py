@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from manyhands.comm.transport import Port, open_port
+from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.parallel.served_memory import Attendance
 from manyhands.parallel.served_messages import FromServer, FromWorker
@@ -27,6 +28,8 @@ from manyhands.runtime.worker import Worker
 __all__ = ["serve"]
 
 TICK_S = 0.2
+# So that updates do not wait for all the frames of gradients that are under way.
+TAKE_AT_ONCE = 50
 
 
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
@@ -57,7 +60,7 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
         foreign=foreign_state(model),
         seed=spec.run.seed,
     )
-    _Serving(session, server).run()
+    _Serving(session, server, worker.warn).run()
     worker.close()
     raise SystemExit(0)
 
@@ -65,20 +68,22 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
 class _Serving:
     """The loop around a `PartServer`."""
 
-    def __init__(self, session: Session, server: PartServer) -> None:
-        self._session, self._server, seat = session, server, session.seat
+    def __init__(self, session: Session, server: PartServer, tell: Callable[[str], None]) -> None:
+        self._session, self._server, self._tell, seat = session, server, tell, session.seat
         self._context: zmq.Context[Any] = zmq.Context()
-        at = f"{seat.servers}{seat.server}"
-        self._port: Port[FromWorker] = open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True)
+        at = session.server_endpoint(seat.server)
+        self._ports: list[Port[FromWorker]] = [open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True)]
+        self._door = self._listen()
         self._first: Port[FromServer] | None = None
         if seat.server > 0:
-            identity = f"server {seat.server}".encode()
-            self._first = open_port(self._context, zmq.DEALER, f"{seat.servers}0", FromServer, identity=identity)
+            first, identity = session.server_endpoint(0), f"server {seat.server}".encode()
+            self._first = open_port(self._context, zmq.DEALER, first, FromServer, identity=identity)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         session.on_change = self._nudge
         self._poller = zmq.Poller()
-        self._poller.register(self._port.socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        at_the_door = self._door.sockets if self._door is not None else []
+        for one in (self._wake, *(port.socket for port in self._ports), *at_the_door):
+            self._poller.register(one, zmq.POLLIN)
         self._told_at, self._told_step = 0.0, -1
         self._number, self._attendance = seat.server, Attendance(session.shared_memory)
 
@@ -90,22 +95,43 @@ class _Serving:
                 os.eventfd_read(self._wake)
             if self._session.living is not None:
                 self._server.hear_living(self._session.living)
-            for sender, message in self._port.receive():
-                self._send(self._server.take(sender, message))
+            self._mind_the_door()
+            for number, port in enumerate(self._ports):
+                for sender, message in port.receive(TAKE_AT_ONCE):
+                    self._send(self._server.take(bytes([number]) + sender, message))
             self._send(self._server.work())
             self._tell_standing()
         self._attendance.mark(self._number, up=False)
         self._session.on_change = None
+        if broken := self._server.refused["broken"] + sum(port.garbage for port in self._ports):
+            self._tell(f"Server {self._number} was sent {broken} broken messages, and has ignored them.")
+        if self._door is not None:
+            self._door.close()
         self._context.destroy(linger=0)
         os.close(self._wake)
+
+    def _listen(self) -> DoorKeeper | None:
+        """Where workers of other hosts come, if there are any; whoever has no key does not get in."""
+        at, session = self._session.seat.listen, self._session
+        if not at:
+            return None
+        door = DoorKeeper(self._context, session.clients)
+        self._ports.append(open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True, curve=session.curve))
+        door.watch(self._ports[-1])
+        return door
+
+    def _mind_the_door(self) -> None:
+        for refused in self._door.attend() if self._door is not None else ():
+            self._tell(f"Server {self._number} {refused}")
 
     def _is_released(self) -> bool:
         """Fewer servers are wanted, and the others have what this one had."""
         return self._session.servers_wanted <= self._number and self._server.is_released()
 
     def _send(self, outbox: list[tuple[bytes, Any]]) -> None:
+        """To whom, and through which port it had come, the receiver says."""
         for receiver, message in outbox:
-            self._port.send(message, to=receiver)
+            self._ports[receiver[0]].send(message, to=receiver[1:])
 
     def _tell_standing(self) -> None:
         """To the first server, at every step and tick; to the agent, that this one gets somewhere."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -28,12 +28,12 @@ from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision
-from manyhands.parallel.served_link import Link, Push
+from manyhands.parallel.served_link import Link, Pushed
 from manyhands.parallel.served_lookup import ServedRows
-from manyhands.parallel.served_memory import Attendance, Memory, ServedMemory, course_register, layout_name
-from manyhands.parallel.served_messages import Ask, Filled, Number, Open, Reply
+from manyhands.parallel.served_memory import Memory, ServedMemory, layout_name
+from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
-from manyhands.parallel.served_server import Saved, open_memory
+from manyhands.parallel.served_server import Saved, more_of
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
 from manyhands.parallel.sparse import Contribution, merge
 from manyhands.parallel.updates import runs_fused
@@ -41,10 +41,51 @@ from manyhands.strategies.base import LossFn, PieceLike, StepLike
 from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.computing import Computing
 
-__all__ = ["Served"]
+__all__ = ["Reach", "Served"]
 
 # In async a worker copies a version while servers go on: it has to be there until they have made two more.
 ASYNC_COPIES = 3
+
+
+class Reach(Protocol):
+    """How a worker reaches the memory that servers keep: `Local` shares it with them, `Remote` sends frames."""
+
+    is_away: bool
+
+    @property
+    def memory(self) -> Memory | None:
+        """That of the servers' host, where this worker shares it."""
+
+    def enter(
+        self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
+    ) -> ServedMemory:
+        """What this worker sees of a course's memory; `parts` says what each server has of it."""
+
+    def brings(self, *, states: bool) -> list[Of]: ...
+
+    def open(self, opened: Open) -> None:
+        """By the chief: have all servers begin this course with what it has put into the memory."""
+
+    def last_course(self) -> Open: ...
+
+    def standings(self, opened: Open) -> list[bytes]: ...
+
+    def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None: ...
+
+    def look(self, version: int) -> bool:
+        """Have these weights and buffers in the memory; False: they are gone, and so is what they were wanted for."""
+
+    def pull(self) -> tuple[list[Tensor], list[int]]: ...
+
+    def row(self, held: Held) -> int:
+        """Where in the memory this gradient goes."""
+
+    def send(self, held: Held) -> None:
+        """Have the gradient where servers find it."""
+
+    def are_up(self, servers: int) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class Served(Computing):
@@ -62,7 +103,7 @@ class Served(Computing):
         precision: Precision,
         choice: ParameterServer,
         link: Link,
-        memory: Memory,
+        reach: Reach,
         *,
         seed: int,
         clip_norm: float | None,
@@ -74,15 +115,14 @@ class Served(Computing):
     ) -> None:
         """`num_servers` says how many there should be. `worker` is this process's number, which no other ever has."""
         super().__init__(loss_fn, precision)
-        self._axis, self._choice, self._link, self._memory = axis, choice, link, memory
+        self._axis, self._choice, self._link, self._reach = axis, choice, link, reach
         self._num_servers, self._worker, self._most_workers = num_servers, worker, most_workers
         self._foreign, self._wait_for_chief = foreign, wait_for_chief
         self._seed, self._clip_norm = seed, clip_norm
-        self._held: dict[int, Push] = {}
+        self._held: dict[int, Pushed] = {}
         """By filling: gradients that are pushed, and not known to be applied by all servers."""
         self._opened: Open | None = None
         self._served: ServedMemory | None = None
-        self._own: list[Tensor] | None = None
         self._are_states_new = True
         """Those of the optimizer, in this process, are what a course begins with; else those in memory are."""
         self._is_gathered = False
@@ -96,7 +136,7 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
-        self._rows = ServedRows(model, self._seed, self._link, self._memory)
+        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory)
         if self._rows and self._clip_norm is not None:
             raise SpecError(
                 "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
@@ -132,7 +172,10 @@ class Served(Computing):
         if self._are_states_new or self._served is None:
             return
         self._rows.tells = True
-        counts, more = self._told_states()
+        opened = self._opened or self._reach.last_course()
+        standings = self._reach.standings(opened)
+        counts, more = _merged(opened, standings)
+        self._reach.fetch_states(opened, self._version, [more_of(one, opened) for one in standings])
         places = range(len(self._served.params))
         whole = not runs_fused(self._optimizer)
         load_states(self._served, self._optimizer, self._version, counts, more, places, whole=whole)
@@ -156,7 +199,7 @@ class Served(Computing):
 
     def close(self) -> None:
         self._close_filler()
-        self._link.close()
+        self._reach.close()
         self._axis.close()
 
     has_residuals = True
@@ -183,11 +226,13 @@ class Served(Computing):
     def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
         """Have servers begin with the chief's state, after step `course.first - 1`. By all workers, together."""
         is_chief = self._axis.rank == 0
-        workers = [int(one) for one in self._axis.all_gather_bytes("workers", str(self._worker).encode())]
+        me = msgspec.msgpack.encode((self._worker, self._reach.is_away))
+        found = [msgspec.msgpack.decode(one) for one in self._axis.all_gather_bytes("workers", me)]
+        workers: dict[int, bool] = dict(found)
         told = msgspec.msgpack.encode(self._install(number, course, workers, scheduler, scheduled)) if is_chief else b""
         opened = msgspec.msgpack.decode(self._axis.all_gather_bytes("course", told)[0], type=Open)
         if is_chief:
-            self._link.open(opened)
+            self._reach.open(opened)
         self._wait_for_chief(f"course {number}")
         if not is_chief:
             self._enter_memory(opened)
@@ -199,8 +244,10 @@ class Served(Computing):
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
 
-    def _install(self, number: Number, course: Course, workers: list[int], scheduler: Any, scheduled: bool) -> Open:
-        """Put what the chief has to where the servers find it."""
+    def _install(
+        self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
+    ) -> Open:
+        """Put what the chief has into the memory. `workers`: who takes part, and whether it is away from the memory."""
         version, trained = course.first - 1, self._trained()
         names = [name for name, param in self._model.named_parameters() if param.requires_grad]
         opened = Open(
@@ -211,7 +258,8 @@ class Served(Computing):
             trained=names,
             copies=ASYNC_COPIES if self.ahead is None else 2 * (1 + self.ahead),
             rows=self._num_rows(course),
-            workers=workers,
+            workers=list(workers),
+            away=[worker for worker, is_away in workers.items() if is_away],
             servers=self._num_servers(),
             ahead=self.ahead,
             backups=self._choice.backup_workers,
@@ -221,6 +269,8 @@ class Served(Computing):
             more=b"",
             scheduler=plain_schedule(scheduler),
             scheduled=scheduled and scheduler is not None,
+            states=state_names(self._optimizer) if runs_fused(self._optimizer) else [],
+            brings=self._reach.brings(states=self._are_states_new),
         )
         served = self._enter_memory(opened)
         with torch.no_grad():
@@ -238,14 +288,8 @@ class Served(Computing):
 
     def _told_states(self) -> tuple[list[int], bytes]:
         """What servers have committed beside states that lie in memory."""
-        assert self._served is not None
-        opened = self._opened or msgspec.msgpack.decode(course_register(self._memory, 0).value, type=Open)
-        found = [self._served.standing(server).value for server in range(opened.servers)]
-        saved = [msgspec.msgpack.decode(one, type=Saved) for one in found if one]
-        of_course = [one for one in saved if one.number == opened.number]
-        if not of_course:  # no step of it was taken
-            return opened.counts, opened.more
-        return merge_states([(one.counts, one.more) for one in of_course])
+        opened = self._opened or self._reach.last_course()
+        return _merged(opened, self._reach.standings(opened))
 
     def _num_rows(self, course: Course) -> int:
         if course.whole:
@@ -254,15 +298,10 @@ class Served(Computing):
         return min(course.slices * ((self.ahead or 0) + 1), course.slices + steps_ahead)
 
     def _enter_memory(self, opened: Open) -> ServedMemory:
-        served = self._served
-        if served is None or (served.layout, served.copies, served.num_rows) != (
-            opened.layout,
-            opened.copies,
-            opened.rows,
-        ):
-            self._served = served = open_memory(self._model, self._memory, opened, self._foreign)
-            if self._axis.rank == 0:
-                served.allot_all(state_names(self._optimizer) if runs_fused(self._optimizer) else [])
+        before = self._served
+        self._served = served = self._reach.enter(self._model, opened, self._divided(opened), self._foreign)
+        if served is not before and self._axis.rank == 0:
+            served.allot_all(opened.states)
         if self._filler is None:
             self._filler = RowFiller(self._trained())
         return served
@@ -285,7 +324,7 @@ class Served(Computing):
     def wants_other_servers(self) -> bool:
         """Whether there should be more or fewer servers, and all that there should be are up."""
         wanted = self._num_servers()
-        return wanted != self._course_now.servers and Attendance(self._memory).has_all(wanted)
+        return wanted != self._course_now.servers and self._reach.are_up(wanted)
 
     # ---- between two meetings ----
 
@@ -323,17 +362,19 @@ class Served(Computing):
         )
 
     def compute(self, step: StepLike, work: Held, version: int) -> None:
-        """Compute what was leased, and push it."""
+        """Compute what was leased, and push it; unless somebody else has done so, and the weights are gone."""
         served, filler = self._memory_now()
-        based_on = self._pull() if self.is_async else self._look(version)
-        served.begin_filling(work.row, work.filling)
+        based_on, row = self._pull() if self.is_async else self._look(version), self._reach.row(work)
+        if based_on is None:
+            return
+        served.begin_filling(row, work.filling)
         pieces = [step.slice(v) for v in (range(step.num_slices) if self._course_now.course.whole else [work.place])]
         self.phases.mark("load")
-        filler.begin(served.row(work.row).views, len(pieces))
+        filler.begin(served.row(row).views, len(pieces))
         self._buffers.begin(len(pieces), 2)
         results = [self._slice(piece, step) for piece in pieces]
         absent = filler.finish()
-        served.write_statistics(work.row, [statistics for _, _, statistics, _ in results])
+        served.write_statistics(row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
             worker=self._worker,
@@ -346,10 +387,11 @@ class Served(Computing):
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(Push(filled, self._rows.messages(work.filling, rows) if rows else ()))
+        self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
         self.phases.mark("reduce")
 
-    def _push(self, push: Push) -> None:
+    def _push(self, push: Pushed) -> None:
+        self._reach.send(push.filled.held)
         self._link.tell(push)
         if self.is_async:
             self._link.await_applied(push)
@@ -388,9 +430,11 @@ class Served(Computing):
 
     # ---- weights ----
 
-    def _look(self, version: int) -> int:
-        """At a version in shared memory, which stays as it is for as long as this worker needs it."""
+    def _look(self, version: int) -> int | None:
+        """At a version in memory; None if it is not there any more."""
         served, _ = self._memory_now()
+        if not self._reach.look(version):
+            return None
         for param, view in zip(served.params, served.weights(version).views, strict=True):
             param.data = view
         self._take_buffers(version)
@@ -406,35 +450,27 @@ class Served(Computing):
             self._buffers.refresh()
 
     def _pull(self) -> int:
-        """Copy the newest weights of every server: the oldest version among them."""
+        """Have the newest weights of every server: the oldest version among them."""
         served, _ = self._memory_now()
-        if self._own is None or len(self._own) != len(served.params):
-            self._own = [torch.empty_like(param) for param in served.params]
-        with torch.no_grad():
-            versions = [self._pull_part(served, server, chunks) for server, chunks in enumerate(self._divided(served))]
-        for param, own in zip(served.params, self._own, strict=True):
+        weights, versions = self._reach.pull()
+        for param, own in zip(served.params, weights, strict=True):
             param.data = own
         self._take_buffers(versions[0])
         return min(versions)
 
-    def _pull_part(self, served: ServedMemory, server: int, chunks: Sequence[Chunk]) -> int:
-        assert self._own is not None
-        while True:
-            version = served.version(server)
-            views = served.weights(version).views
-            for place, start, stop in chunks:
-                if stop - start == views[place].numel():
-                    self._own[place].copy_(views[place])
-                else:
-                    _flat(self._own[place])[start:stop] = _flat(views[place])[start:stop]
-            if served.version(server) <= version + served.copies - 2:  # nobody wrote there meanwhile
-                return version
-
-    def _divided(self, served: ServedMemory) -> list[list[Chunk]]:
-        numels = [param.numel() for param in served.params]
-        opened = self._course_now
+    def _divided(self, opened: Open) -> list[list[Chunk]]:
+        numels = [param.numel() for param in self._trained()]
         pins = pinned(opened.trained, self._choice.place or {}, opened.servers)
         return divide(numels, opened.servers, pins, whole=not runs_fused(self._optimizer))
+
+
+def _merged(opened: Open, standings: Sequence[bytes]) -> tuple[list[int], bytes]:
+    """What servers have said of states, or the chief when no step of the course was taken."""
+    saved = [msgspec.msgpack.decode(one, type=Saved) for one in standings if one]
+    of_course = [one for one in saved if one.number == opened.number]
+    if not of_course:
+        return opened.counts, opened.more
+    return merge_states([(one.counts, one.more) for one in of_course])
 
 
 class _Held:
@@ -457,10 +493,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _check(precision: Precision, optimizer: Optimizer, model: nn.Module) -> None:

@@ -1,0 +1,100 @@
+"""How a worker reaches weights and rows of servers on its own host: they are in memory that it shares with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.leases import Held
+from manyhands.parallel.placing import Chunk
+from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_memory import Attendance, Memory, ServedMemory, course_register
+from manyhands.parallel.served_messages import Of, Open
+from manyhands.parallel.served_server import open_memory
+
+__all__ = ["Local"]
+
+
+class Local:
+    is_away = False
+
+    def __init__(self, link: Link, memory: Memory) -> None:
+        self._link, self.memory = link, memory
+        self._served: ServedMemory | None = None
+        self._own: list[Tensor] | None = None
+
+    def enter(
+        self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
+    ) -> ServedMemory:
+        served, self._parts = self._served, parts
+        wanted = (opened.layout, opened.copies, opened.rows)
+        if served is None or (served.layout, served.copies, served.num_rows) != wanted:
+            self._served = served = open_memory(model, self.memory, opened, foreign)
+        return served
+
+    def brings(self, *, states: bool) -> list[Of]:
+        """Nothing: what this worker writes, servers find."""
+        return []
+
+    def open(self, opened: Open) -> None:
+        self._link.open(opened)
+
+    def last_course(self) -> Open:
+        return msgspec.msgpack.decode(course_register(self.memory, 0).value, type=Open)
+
+    def standings(self, opened: Open) -> list[bytes]:
+        return [self._memory_now.standing(server).value for server in range(opened.servers)]
+
+    def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None:
+        """They are here."""
+
+    def look(self, version: int) -> bool:
+        """It is here, and stays as it is for as long as this worker needs it."""
+        return True
+
+    def pull(self) -> tuple[list[Tensor], list[int]]:
+        """Copies, which stay as they are, of the newest weights, and each server's version of them."""
+        served = self._memory_now
+        if self._own is None or len(self._own) != len(served.params):
+            self._own = [torch.empty_like(param) for param in served.params]
+        with torch.no_grad():
+            versions = [self._pull_part(self._own, server, chunks) for server, chunks in enumerate(self._parts)]
+        return self._own, versions
+
+    def _pull_part(self, own: Sequence[Tensor], server: int, chunks: Sequence[Chunk]) -> int:
+        served = self._memory_now
+        while True:
+            version = served.version(server)
+            views = served.weights(version).views
+            for place, start, stop in chunks:
+                if stop - start == views[place].numel():
+                    own[place].copy_(views[place])
+                else:
+                    _flat(own[place])[start:stop] = _flat(views[place])[start:stop]
+            if served.version(server) <= version + served.copies - 2:  # nobody wrote there meanwhile
+                return version
+
+    def row(self, held: Held) -> int:
+        return held.row
+
+    def send(self, held: Held) -> None:
+        """It is there."""
+
+    def are_up(self, servers: int) -> bool:
+        return Attendance(self.memory).has_all(servers)
+
+    def close(self) -> None:
+        self._link.close()
+
+    @property
+    def _memory_now(self) -> ServedMemory:
+        assert self._served is not None, "enter comes first"
+        return self._served
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))

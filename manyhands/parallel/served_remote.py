@@ -1,0 +1,137 @@
+"""How a worker reaches servers on another host: it has memory of its own, and frames bring it up to date.
+
+Of the weights it has one version, of gradients one row: before it computes it fetches what it was granted, and before
+it tells servers of a gradient it has sent each of them its chunks. What goes over the wire is in `served_messages`, and
+how it gets there in `served_frames`; the other end is `served_hatch`. Start reading at `Remote.look` and `Remote.send`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor, nn
+
+from manyhands.comm.segments import HostMemory, Segment
+from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.leases import Held
+from manyhands.parallel.placing import Chunk
+from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_memory import ServedMemory
+from manyhands.parallel.served_messages import Number, Of, Open
+from manyhands.parallel.served_server import open_memory
+from manyhands.parallel.served_streams import Streams
+from manyhands.parallel.served_talks import Fetch, Opening, Push
+
+__all__ = ["Remote"]
+
+
+class Remote:
+    is_away = True
+    memory = None
+
+    def __init__(self, link: Link, worker: int, *, clips: bool) -> None:
+        """`clips`: servers need the norm of whole gradients, and each is sent all of it."""
+        self._link, self._worker, self._clips = link, worker, clips
+        self._own = HostMemory()
+        self._served: ServedMemory | None = None
+        self._number: Number = (0, 0, 0)
+        self._at: int | None = None
+        """The version that is here."""
+
+    def _memory(self, name: str, num_bytes: int) -> Segment:
+        return Segment(self._own.fd, num_bytes, self._own.allot(f"{name} {num_bytes}", num_bytes))
+
+    def enter(
+        self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
+    ) -> ServedMemory:
+        """Memory for one version of the weights and one gradient."""
+        here = msgspec.structs.replace(opened, copies=1, rows=1)
+        self._served = served = open_memory(model, self._memory, here, foreign)
+        self._streams = [
+            Streams(served, chunks, server, opened.states, clips=self._clips) for server, chunks in enumerate(parts)
+        ]
+        self._number, self._at = opened.number, None
+        return served
+
+    def brings(self, *, states: bool) -> list[Of]:
+        """What servers do not find in place when this worker has a course opened."""
+        return ["weights", "states"] if states else ["weights"]
+
+    def open(self, opened: Open) -> None:
+        """Have every server begin this course with what is here."""
+        self._number = opened.number
+        self._link.follow(opened)
+        streams = [streams.brought(opened.brings, opened.version, opened.more) for streams in self._streams]
+        self._link.carry([Opening(server, opened, one) for server, one in enumerate(streams)], "begin a course")
+
+    def last_course(self) -> Open:
+        """What the first server was last told to do."""
+        self._link.reach(1)
+        fetch = self._fetch(0, "course", None)
+        self._link.carry([fetch], "say which course it is in")
+        return msgspec.msgpack.decode(fetch.value, type=Open)
+
+    def standings(self, opened: Open) -> list[bytes]:
+        """What each server committed last."""
+        self._number = opened.number
+        self._link.reach(opened.servers)
+        fetches = [self._fetch(server, "standing", None) for server in range(opened.servers)]
+        self._link.carry(fetches, "say what they have committed")
+        return [fetch.value for fetch in fetches]
+
+    def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None:
+        """Have the optimizer's states here. `mores`: what each server has said of its own."""
+        streams = [one.states(version, more) for one, more in zip(self._streams, mores, strict=True)]
+        fetches = [self._fetch(server, "states", version, one.write) for server, one in enumerate(streams)]
+        self._link.carry(fetches, "give their states")
+
+    def look(self, version: int) -> bool:
+        """Have this version here; False: some server does not have it any more."""
+        if self._at == version:
+            return True
+        self._at = None
+        fetches = self._fetch_weights(version)
+        if any(fetch.is_gone for fetch in fetches):
+            return False
+        self._at = version
+        return True
+
+    def pull(self) -> tuple[list[Tensor], list[int]]:
+        """The newest weights, and the oldest version of each server's that is among them."""
+        self._at = None
+        fetches = self._fetch_weights(None)
+        return self._memory_now.weights(0).views, [fetch.oldest for fetch in fetches]
+
+    def row(self, held: Held) -> int:
+        return 0
+
+    def send(self, held: Held) -> None:
+        """Have this gradient where servers find it; returns when each has all of its chunks."""
+        streams = [streams.row(0) for streams in self._streams]
+        pushes = [Push(server, self._number, self._worker, held, one) for server, one in enumerate(streams)]
+        self._link.carry(pushes, f"take the gradient of step {held.step}")
+
+    def are_up(self, servers: int) -> bool:
+        """Not known from here: another number of servers waits for the next meeting."""
+        return False
+
+    def close(self) -> None:
+        self._link.close()
+        self._own.close()
+
+    def _fetch_weights(self, version: int | None) -> list[Fetch]:
+        streams = [streams.weights(0) for streams in self._streams]
+        fetches = [self._fetch(server, "weights", version, one.write) for server, one in enumerate(streams)]
+        self._link.carry(fetches, "give their weights")
+        return fetches
+
+    def _fetch(
+        self, server: int, of: Of, version: int | None, write: Callable[[int, bytes], None] | None = None
+    ) -> Fetch:
+        return Fetch(server, self._number, self._link.ticket(), of, version, write)
+
+    @property
+    def _memory_now(self) -> ServedMemory:
+        assert self._served is not None, "enter comes first"
+        return self._served
