@@ -188,8 +188,10 @@ class Run:
     def _default_slices(self) -> int:
         """Where one worker computes a whole batch, it has nobody to share it with."""
         worker = self.worker
-        alone = isinstance(worker.strategy, ParameterServer) and worker.strategy.mode == "async"
-        return self.spec.train.accumulate * (1 if alone else worker.most_workers)
+        choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
+        if choice is not None and choice.aggregate is not None:
+            return choice.aggregate
+        return self.spec.train.accumulate * (1 if choice and choice.mode == "async" else worker.most_workers)
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices

@@ -14,7 +14,6 @@ from manyhands.errors import SpecError
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
 MODES = ("sync", "async", "ssp")
-DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,19 +59,19 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     servers: int | None = None
     """How many. Default: 2."""
     mode: str = "async"
-    """async: a gradient is applied when it arrives. sync: once a step, as `Mirrored` does. ssp: on arrival, and no
-    worker is more than `staleness` steps ahead of the slowest living one."""
+    """async: each worker takes a batch at a time, and its gradient is applied when it arrives. sync: the slices of a
+    batch are shared out and applied together, as `Mirrored` does. ssp: the same, but a slice of step t may be computed
+    with weights that lack the last `staleness` steps before it."""
     staleness: int = 3
+    """Of ssp; 0 is sync."""
     backup_workers: int = 0
-    """sync: a step closes without the slowest so many."""
+    """sync and ssp: so many slices that somebody is slow with are given to idle workers, too; the first one counts."""
     aggregate: int | None = None
-    """sync: how many batches make one update. Default: as many as there are workers."""
-    damping: Any = None
-    """async and ssp: how much less a stale gradient counts. Default: no less."""
-    place: Any = None
-    """Which server has which tensor, where that is not left to us."""
-    durability: str = "upstream"
-    """What a server's death may cost: "upstream", "wal", "replica" or "snapshot"."""
+    """sync and ssp: how many gradients make one update; the same as `slices`, whatever the number of workers."""
+    damping: bool = False
+    """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
+    place: dict[str, int] | None = None
+    """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -83,11 +82,16 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES, "mh.ParameterServer")
-        _one_of("durability", self.durability, DURABILITIES, "mh.ParameterServer")
         _at_least("servers", self.servers, 1)
         _at_least("staleness", self.staleness, 0)
         _at_least("backup_workers", self.backup_workers, 0)
         _at_least("aggregate", self.aggregate, 1)
+        if self.aggregate is not None and self.mode == "async":
+            what = "aggregate says how many gradients make one update, but async applies each by itself"
+            raise _wrong(what, 'mode="sync"', 'mode="ssp"', where="mh.ParameterServer")
+        if self.damping and self.mode == "sync":
+            what = "damping is for stale gradients, and sync has none"
+            raise _wrong(what, "damping=False", 'mode="async"', where="mh.ParameterServer")
 
 
 class LocalSGD(_Settings, frozen=True, kw_only=True):

@@ -263,7 +263,7 @@ class Served(Computing):
             servers=self._num_servers(),
             ahead=self.ahead,
             backups=self._choice.backup_workers,
-            damping=bool(self._choice.damping),
+            damping=self._choice.damping,
             groups=settings_of(self._optimizer),
             counts=[],
             more=b"",

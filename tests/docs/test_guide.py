@@ -17,6 +17,7 @@ PAGES = (
     "docs/averaging.md",
     "docs/dispatch.md",
     "docs/embeddings.md",
+    "docs/parameter-servers.md",
 )
 
 
