@@ -63,7 +63,7 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -n 0 -m gpu -rs
 
 # Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
-BENCH_PEERS := accelerate lightning tensorflow
+BENCH_PEERS := accelerate lightning ray tensorflow
 PEERS_INSTALLED := $(BENCH_PEERS:%=.bench-venvs/%/installed)
 
 .bench-venvs/%/installed: bench/peers/%.txt

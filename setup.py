@@ -4,8 +4,26 @@ from setuptools import Extension, setup
 
 native = Extension(
     "manyhands.native._native",
-    [f"manyhands/native/{name}.c" for name in ("codec", "digest", "module", "plane", "sum", "update")],
-    depends=["manyhands/native/core.h", "manyhands/native/vector_ops.h"],
+    [
+        f"manyhands/native/{name}.c"
+        for name in (
+            *(
+                "codec",
+                "digest",
+                "ids",
+                "module",
+                "plane",
+                "row_rules",
+                "rows",
+                "rows_module",
+                "sum",
+                "sweep",
+                "update",
+            ),
+        )
+    ],
+    depends=[f"manyhands/native/{name}.h" for name in ("core", "row_table", "rows", "vector_ops")],
+    libraries=["m"],
     # Nothing is fused but what says so: every CPU gives the same bits. Nobody reads errno after a square root.
     extra_compile_args=[
         *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"),

@@ -14,7 +14,20 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import accuracy, collectives, ddp, hosts, memory, others, overhead, picture, recovery, report
+from bench import (
+    accuracy,
+    averaging,
+    collectives,
+    ddp,
+    hosts,
+    memory,
+    others,
+    overhead,
+    picture,
+    recovery,
+    report,
+    served,
+)
 from bench.child import ScriptFailed
 from bench.compare import Measured, Size, judge
 from bench.machine import describe, machine
@@ -37,7 +50,9 @@ MEASURES = {
     "peers": Bench(others.measure, others.why_not),
     "hosts": Bench(hosts.measure, hosts.why_not),
     "accuracy": Bench(accuracy.measure, accuracy.why_not, launches=1),
+    "averaging": Bench(averaging.measure, averaging.why_not, launches=1),
     "memory": Bench(memory.measure, memory.why_not, launches=1),
+    "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
 }
 

@@ -13,11 +13,11 @@ from bench.child import ROOT, ScriptFailed
 from bench.compare import Measured, Size
 from bench.hosts import REDUCER, Hosts, run_on, two_hosts, why_not
 
-__all__ = ["measure", "why_not"]
+__all__ = ["measure", "run_to_end", "why_not"]
 
 REDUCERS: dict[str, Sequence[str]] = {"exact": (), "bf16": (REDUCER, "bf16"), "int8": (REDUCER, "int8")}
 NUM_SEEDS, EPOCHS = 5, 15
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 
 
 def measure(_workload: str, size: Size) -> Measured:
@@ -32,14 +32,14 @@ def _accuracy(hosts: Hosts, options: Sequence[str], seed: int) -> float:
     script = ("-m", "manyhands.recipes.digits", "--epochs", str(EPOCHS))
     with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
         options = (*options, "--strategy", "multi_worker", "--seed", str(seed))
-        output = _run(run_on(hosts, folder, options, script))
+        output = run_to_end(run_on(hosts, folder, options, script))
     right = re.search(r"([\d.]+)% right", output)
     if right is None:
         raise ScriptFailed(output)
     return float(right.group(1)) / 100.0
 
 
-def _run(processes: Sequence[Process]) -> str:
+def run_to_end(processes: Sequence[Process]) -> str:
     """What the first process wrote; all of them end with it, or after `TIMEOUT_S`."""
     started: list[subprocess.Popen[str]] = []
     deadline = time.monotonic() + TIMEOUT_S

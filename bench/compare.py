@@ -21,7 +21,7 @@ from bench.table import Row, verdict
 __all__ = ["Launch", "Measured", "Size", "divide", "judge"]
 
 RESAMPLES = 2000
-SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0}
+SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0, "nats": 1.0}
 
 Launch = Mapping[str, Sequence[float]]
 """Per side, what each block gave: seconds per step, bytes, or a share."""

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces of this machine, joined by a link that is held to 1 Gbit/s. Needs root and iproute2."""
+"""Two hosts: network namespaces of this machine, joined by a link that is held to a rate. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.compare import Measured, Size, divide
 from bench.sides import MH, plain_environment
 from bench.workloads import WORKLOADS
 
-__all__ = ["ADDRESSES", "REDUCER", "Hosts", "measure", "run_on", "two_hosts", "why_not"]
+__all__ = ["ADDRESSES", "REDUCER", "Hosts", "ddp_on", "measure", "run_on", "two_hosts", "why_not"]
 
 ADDRESSES = ("10.231.8.1", "10.231.8.2")
 RATE = "1gbit"
@@ -47,7 +47,7 @@ def measure(workload: str, size: Size) -> Measured:
     workers, model = 2 * each, WORKLOADS[MODEL]
     with two_hosts() as hosts:
         sides = [_trainer(hosts, reducer, each) for reducer in reducers]
-        sides += [_ddp(hosts, name, port, each) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
+        sides += [ddp_on(hosts, MODEL, name, port, each) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
         found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
     told = found[-1][1]
     settings = {"model": model.model, "batch": workers * model.batch, "workers": workers, "threads": 1, "link": RATE}
@@ -55,7 +55,7 @@ def measure(workload: str, size: Size) -> Measured:
 
 
 @contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(rate: str = RATE) -> Iterator[Hosts]:
     names = (f"mhb{os.getpid()}a", f"mhb{os.getpid()}b")
     links = (f"mhb{os.getpid() % 1000000}va", f"mhb{os.getpid() % 1000000}vb")
     try:
@@ -68,7 +68,7 @@ def two_hosts() -> Iterator[Hosts]:
             _do("ip", "-n", name, "link", "set", link, "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
             # Each end holds back what it sends; 256 KB pass at once, so that the kernel's large packets stay whole.
-            limit = ("rate", RATE, "burst", "256kb", "latency", "50ms")
+            limit = ("rate", rate, "burst", "256kb", "latency", "50ms")
             _do("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit)
         prefixes = [["ip", "netns", "exec", name] for name in names]
         yield Hosts((prefixes[0], prefixes[1]), links)
@@ -100,8 +100,8 @@ def _trainer(hosts: Hosts, reducer: str, each: int) -> Side:
     return Side(reducer, 2 * each, lambda folder: run_on(hosts, folder, (REDUCER, reducer), script, each))
 
 
-def _ddp(hosts: Hosts, name: str, port: int, each: int) -> Side:
-    command = (MH[0], "-m", "bench.torch_side", "ddp", MODEL)
+def ddp_on(hosts: Hosts, workload: str, name: str, port: int, each: int = 1) -> Side:
+    command = (MH[0], "-m", "bench.torch_side", "ddp", workload)
     meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(2 * each)}
     processes = []
     for rank in range(2 * each):

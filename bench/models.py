@@ -1,12 +1,15 @@
 """The models of the benchmarks, made-up data for them, and the loop that a careful person writes by hand.
 
-Data is random and small enough to stay in memory: speed does not depend on its values.
+Data is random and small enough to stay in memory: speed does not depend on its values. Where what is learned counts,
+it is text that every Python comes with.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +17,11 @@ from torch.nn import functional
 
 from bench.workloads import WORKLOADS
 
-__all__ = ["HandLoop", "loss", "make_data", "make_model", "optimizer_of"]
+__all__ = ["HandLoop", "loss", "make_data", "make_model", "optimizer_of", "text"]
 
 NUM_ROWS = 4096
 SEQUENCE, VOCABULARY, WIDTH = 128, 1024, 384
+TEXT_BYTES, HELD_OUT = 4_000_000, 256
 
 
 def make_model(workload: str) -> nn.Module:
@@ -28,7 +32,7 @@ def make_model(workload: str) -> nn.Module:
             return _mlp(784, 512, 512, 10)
         case "mlp-1m":
             return _mlp(784, 768, 512, 10)
-        case "mlp-10m":
+        case "mlp-10m" | "mlp-10m-16":
             return _mlp(784, 2048, 2048, 2048, 10)
         case "mlp-100m":
             return _mlp(784, 5600, 5600, 5600, 5600, 10)
@@ -36,22 +40,37 @@ def make_model(workload: str) -> nn.Module:
             return _many_small()
         case "2000-tensors":
             return Bottlenecks(1000)
-        case "transformer":
+        case "transformer" | "text":
             return Transformer(num_layers=5)
     raise ValueError(workload)
 
 
-def make_data(workload: str) -> tuple[Tensor, Tensor]:
+def make_data(workload: str, num_rows: int = NUM_ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
+    if workload == "text":
+        return text()[0]
     if workload == "transformer":
-        tokens = torch.randint(0, VOCABULARY, (NUM_ROWS, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     row = {"cnn": (1, 28, 28), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
-    x = torch.randn(NUM_ROWS, *row, generator=generator)
-    return x, torch.randint(0, 10, (NUM_ROWS,), generator=generator)
+    x = torch.randn(num_rows, *row, generator=generator)
+    return x, torch.randint(0, 10, (num_rows,), generator=generator)
+
+
+def text() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Python's own library in rows of `SEQUENCE` bytes, with the next byte of each: to train on, and held out."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    read = bytearray(b"".join(file.read_bytes() for file in files)[:TEXT_BYTES])
+    rows = torch.frombuffer(read, dtype=torch.uint8)[: len(read) // (SEQUENCE + 1) * (SEQUENCE + 1)].long()
+    rows = rows.view(-1, SEQUENCE + 1)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return (x[HELD_OUT:], y[HELD_OUT:]), (x[:HELD_OUT], y[:HELD_OUT])
 
 
 def optimizer_of(workload: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    if workload == "text":
+        return lambda params: torch.optim.AdamW(params, lr=3e-4)
     if WORKLOADS[workload].optimizer == "AdamW":
         return lambda params: torch.optim.AdamW(params, lr=1e-4)
     return lambda params: torch.optim.SGD(params, lr=0.001, momentum=0.9)

@@ -30,7 +30,7 @@ from bench.sides import MH, plain_environment, trainer
 from bench.table import OURS
 from bench.workloads import WORKLOADS
 from manyhands.control.client import query
-from manyhands.control.messages import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, Status
 from manyhands.errors import UsageError
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
@@ -114,15 +114,13 @@ class Struck:
             steps = {commit.step for commit in self.commits() if commit.generation == newest}
             return status if len(members) == WORKERS and len(steps) >= SETTLED_STEPS else None
 
-        return self._until(all_in, READY_S, "group of four workers")
+        return self.until(all_in, READY_S, "group of four workers")
 
     def strike(self, kind: str, victim: MemberStatus, status: Status) -> float:
         """Send it and wait; seconds until the first commit of a later generation."""
         began = time.monotonic()
         os.kill(victim.pid, SIGNALS[kind])
-        later = self._until(
-            lambda: first_in_later(self.commits(), _generation(status)), RECOVER_S, f"step after {kind}"
-        )
+        later = self.until(lambda: first_in_later(self.commits(), _generation(status)), RECOVER_S, f"step after {kind}")
         return later.at_s - began
 
     def _status(self) -> Status | None:
@@ -131,7 +129,7 @@ class Struck:
         except (UsageError, OSError):
             return None
 
-    def _until(self, found: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    def until(self, found: Callable[[], Any], timeout_s: float, what: str) -> Any:
         deadline = time.monotonic() + timeout_s
         while (value := found()) is None:
             if self.process.poll() is not None:
@@ -241,10 +239,10 @@ def _torchrun(count: int) -> list[float]:
             run, draw = Struck(process, folder), random.Random(0)
             try:
                 for number in range(count):
-                    run._until(lambda n=number: _has_steps(run.commits(), (n,)), READY_S, "steps")
+                    run.until(lambda n=number: _has_steps(run.commits(), (n,)), READY_S, "steps")
                     began = time.monotonic()
                     os.kill(draw.choice(_ranks(process.pid)), signal.SIGKILL)
-                    later = run._until(
+                    later = run.until(
                         lambda n=number: first_in_later(run.commits(), (n,)),
                         RECOVER_S,
                         "step after kill",

@@ -15,7 +15,13 @@ BEGIN = "<!-- results: begin (written by `python -m bench --write`; changes by h
 END = "<!-- results: end -->"
 
 _HEADINGS = ("what", "against", "ours", "peer", "peer again", "result", "A/A", "target", "met")
-_WORDS = {"speed": "times as fast", "time": "times its time", "memory": "times its memory", "points": "points lost"}
+_WORDS = {
+    "speed": "times as fast",
+    "time": "times its time",
+    "memory": "times its memory",
+    "loss": "times its loss",
+    "points": "points lost",
+}
 _ALONE = {"median": "s", "p95": "s", "share": "%"}
 
 

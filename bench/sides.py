@@ -17,7 +17,19 @@ from bench.child import ROOT
 from bench.table import OURS
 from manyhands.runtime.launch import ALLOCATOR
 
-__all__ = ["MH", "library", "library_python", "plain_environment", "ranks", "torch_side", "trainer"]
+__all__ = [
+    "MH",
+    "copying",
+    "library",
+    "library_python",
+    "library_servers",
+    "plain_environment",
+    "pushing",
+    "ranks",
+    "served",
+    "torch_side",
+    "trainer",
+]
 
 MH = (sys.executable, "-m", "manyhands.cli.main")
 VENVS = ROOT / ".bench-venvs"
@@ -43,9 +55,37 @@ def trainer(
     return Side(name, workers, processes)
 
 
-def torch_side(name: str, kind: str, workload: str, workers: int, *, allocator: bool = True) -> Side:
+def served(workload: str, mode: str, workers: int, *, name: str = OURS, servers: int = 1, pace: str = "steady") -> Side:
+    """The same with parameter servers; `mode` and `pace`: see `served_side`."""
+
+    def processes(folder: str) -> list[Process]:
+        run = ("run", "-n", str(workers), "--servers", str(servers), "--threads", "1", "--ui", "none")
+        script = ("-m", "bench.served_side", workload, mode, pace)
+        return [Process([*MH, *run, "--run-dir", f"{folder}/run", *script], plain_environment(allocator=False))]
+
+    return Side(name, workers, processes)
+
+
+def pushing() -> Side:
+    """One worker that only pushes to a server and pulls from it; see `push_side`."""
+
+    def processes(folder: str) -> list[Process]:
+        run = ("run", "-n", "1", "--servers", "1", "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
+        return [Process([*MH, *run, "-m", "bench.push_side", "served"], plain_environment(allocator=False))]
+
+    return Side(OURS, 1, processes)
+
+
+def copying(name: str) -> Side:
+    command = (sys.executable, "-m", "bench.push_side", "copies")
+    return Side(name, 1, lambda _: [Process(command, {**plain_environment(), "RANK": "0"})])
+
+
+def torch_side(
+    name: str, kind: str, workload: str, workers: int, *, allocator: bool = True, rows: int | None = None
+) -> Side:
     """`kind` is "ddp" or "alone", see `torch_side`."""
-    command = (sys.executable, "-m", "bench.torch_side", kind, workload)
+    command = (sys.executable, "-m", "bench.torch_side", kind, workload, *(() if rows is None else (str(rows),)))
     environment = plain_environment(allocator=allocator)
     return Side(name, workers, lambda _: ranks(command, environment, workers))
 
@@ -60,6 +100,12 @@ def library(name: str, peer: str, workload: str, workers: int) -> Side:
         return ranks(command, plain_environment(), workers)
 
     return Side(name, workers, processes)
+
+
+def library_servers(name: str, peer: str, script: Sequence[str]) -> Side:
+    """`peer` with a parameter server: its script starts that and workers itself, and takes turns for all of them."""
+    command = (str(library_python(peer)), "-m", *script)
+    return Side(name, 1, lambda _: [Process(command, {**plain_environment(), "RANK": "0"})])
 
 
 def library_python(peer: str) -> Path:

@@ -27,7 +27,7 @@ from bench.recovery import RECOVER_S, WORKERS, Struck, striking
 from bench.sides import MH, plain_environment
 from manyhands.chaos.play import compare_weights
 from manyhands.control.client import query, request_stop
-from manyhands.control.messages import MemberStatus
+from manyhands.control.questions import MemberStatus
 from manyhands.runtime.ledger import audit_run
 
 SCRIPT = "bench.recovery_script"

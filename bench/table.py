@@ -20,18 +20,20 @@ BENCHES = {
     "peers": "Two workers: mirrored against others in processes of their own",
     "hosts": "Two hosts on a link of 1 Gbit/s, against DistributedDataParallel on Gloo",
     "accuracy": "Two hosts: what lossy sums cost in accuracy on handwritten digits",
+    "averaging": "Two hosts on a link of 100 Mbit/s: DiLoCo, H=32, against DistributedDataParallel on Gloo",
     "memory": "Host memory: mirrored against DistributedDataParallel",
+    "served": "Parameter servers: two workers, a step is one batch of each",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
 
 class Target(NamedTuple):
-    """`speed` is peer / ours, `time` and `memory` are ours / peer, `points` what ours loses in percent.
+    """`speed` is peer / ours, `time`, `memory` and `loss` are ours / peer, `points` what ours loses in percent.
 
     `median`, `p95` and `share` are of ours alone; a peer's numbers stand beside them.
     """
 
-    of: Literal["speed", "time", "memory", "points", "median", "p95", "share"]
+    of: Literal["speed", "time", "memory", "loss", "points", "median", "p95", "share"]
     limit: float
     noise_counts: bool = False
     """The A/A ratio's distance from 1 widens the limit: for targets so near to 1 that they are no larger than it."""
@@ -54,7 +56,7 @@ class Row(NamedTuple):
     peer: str
     target: Target
     ours: str = OURS
-    unit: Literal["s", "ms", "us", "MB", "%"] = "ms"
+    unit: Literal["s", "ms", "us", "MB", "%", "nats"] = "ms"
 
     @property
     def twin(self) -> str | None:
@@ -69,8 +71,11 @@ def _faster(times: float, *, noise_counts: bool = False) -> Target:
 _MLP = "step, MLP of 10 M"
 _TINY = "all-reduce 1 KB"
 _LARGE = "4 workers, 100 M, AdamW"
+_TEXT, _LOSS = "step, language model of 10 M", Target("loss", 1.02)
 _KILL = "kill -9 to next step"
 _STALL = "stall at a join"
+_ASYNC = "step, MLP of 10 M, async"
+_SERVER_KILL = "kill -9 of a server to the next applied push"
 
 ROWS = (
     Row("overhead-cnn", "overhead", "cnn", "step, CNN", "by hand", Target("time", 1.02, noise_counts=True)),
@@ -96,6 +101,21 @@ ROWS = (
     Row("hosts-two-int8", "hosts", "two-each", f"{_MLP}, the same, int8", "DDP", _faster(2.2), ours="int8"),
     Row("accuracy-bf16", "accuracy", "digits", "accuracy, bf16", "exact", Target("points", 0.5), "bf16", "%"),
     Row("accuracy-int8", "accuracy", "digits", "accuracy, int8", "exact", Target("points", 0.5), "int8", "%"),
+    Row("diloco-link", "averaging", "link", _TEXT, "DDP", _faster(8), ours="DiLoCo"),
+    Row("diloco-bf16", "averaging", "link", f"{_TEXT}, bf16", "DDP", _faster(8), ours="DiLoCo, bf16"),
+    Row("diloco-loss", "averaging", "loss", "held-out loss after as many steps", "DDP", _LOSS, "DiLoCo", "nats"),
+    Row("served-loops", "served", "loops", _ASYNC, "two loops by hand", _faster(0.75)),
+    Row("served-tensorflow", "served", "tensorflow", _ASYNC, "TensorFlow", _faster(1.7)),
+    Row("served-ray", "served", "ray", _ASYNC, "Ray as documented", _faster(1.7)),
+    Row("served-ray-lean", "served", "ray-lean", _ASYNC, "Ray without copies", _faster(1)),
+    Row("served-tensorflow-16", "served", "tensorflow-16", _ASYNC, "TensorFlow", _faster(3)),
+    Row("served-ray-16", "served", "ray-16", _ASYNC, "Ray as documented", _faster(3)),
+    Row("served-ray-lean-16", "served", "ray-lean-16", _ASYNC, "Ray without copies", _faster(1)),
+    Row("served-one-slow", "served", "one-slow", "step, one of 2 workers 5x slower, async", "sync", _faster(1.8)),
+    Row("served-often-slow", "served", "often-slow", "step, 4 workers 5x slow in 20 %, ssp", "sync", _faster(1.35)),
+    Row("push-pull", "served", "push-pull", "push and pull 100 MB", "two copies", Target("time", 4)),
+    Row("served-kill", "served", "kills", _SERVER_KILL, "-", Target("median", 3), unit="s"),
+    Row("served-kill-p95", "served", "kills", f"{_SERVER_KILL}, 95 of 100", "-", Target("p95", 3), unit="s"),
     Row("recovery-kill", "recovery", "kills", f"{_KILL}, median", "torchrun", Target("median", 0.3), unit="s"),
     Row("recovery-kill-p95", "recovery", "kills", f"{_KILL}, 95 of 100", "torchrun", Target("p95", 1.0), unit="s"),
     Row("recovery-join", "recovery", "kills", "stall when a worker joins", "-", Target("median", 0.1), _STALL, "s"),

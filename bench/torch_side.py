@@ -1,6 +1,6 @@
 """DistributedDataParallel, or loops by hand that exchange nothing, where sides take turns: one process per rank.
 
-`python -m bench.torch_side ddp|alone WORKLOAD` with torchrun's variables. Settings of DDP: see `wrapped`.
+`python -m bench.torch_side ddp|alone WORKLOAD [ROWS]` with torchrun's variables. Settings of DDP: see `wrapped`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["hand_loop", "wrapped"]
 
 
 def main() -> None:
-    kind, workload = sys.argv[1:]
+    kind, workload, *rows = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ["RANK"]))  # DDP gives every rank rank 0's weights; the order of data is to differ
     if kind == "ddp":
         dist.init_process_group("gloo")
     model = make_model(workload)
-    loop = hand_loop(workload, wrapped(model) if kind == "ddp" else model, make_data(workload))
+    loop = hand_loop(workload, wrapped(model) if kind == "ddp" else model, make_data(workload, *map(int, rows)))
     turns = Turns(threads=torch.get_num_threads(), versions={"torch": torch.__version__})
     take_turns(turns, loop.run)
     if kind == "ddp":

@@ -53,10 +53,13 @@ def take_turns(turns: Turns, run: Callable[[int], None]) -> None:
 
 
 class TurnHook:
-    """For the trainer, which runs steps by itself: a hook that holds it until its turn, and ends `fit` at the end."""
+    """For the trainer, which runs steps by itself: a hook that holds it until its turn, and ends `fit` at the end.
 
-    def __init__(self, connect: Callable[[], Turns]) -> None:
-        self._connect = connect
+    Where every update is one worker's, a step of the others, in which each worker takes its batch, is several updates.
+    """
+
+    def __init__(self, connect: Callable[[], Turns], updates_per_step: int = 1) -> None:
+        self._connect, self._each = connect, updates_per_step
         self._turns: Turns | None = None
         self._step, self._steps, self._started = 0, 0, 0.0
 
@@ -65,9 +68,9 @@ class TurnHook:
             self._turns = self._connect()
             return self._wait(trainer)
         self._step += 1
-        if self._step == SETTLING_STEPS:
+        if self._step == self._each * SETTLING_STEPS:
             self._started = perf_counter()
-        if self._step == SETTLING_STEPS + self._steps:
+        if self._step == self._each * (SETTLING_STEPS + self._steps):
             self._turns.done((perf_counter() - self._started) / self._steps)
             self._wait(trainer)
 

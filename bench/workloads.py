@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["SERVED_ROWS", "WORKLOADS", "Workload"]
+
+SERVED_ROWS = 60_000
+"""Of the data where there are parameter servers, as many as MNIST has: at an epoch's end all workers meet."""
 
 
 class Workload(NamedTuple):
@@ -20,9 +23,11 @@ _ALL = (
     Workload("mlp", "784-512-512-10; 0.7 M parameters", 128),
     Workload("mlp-1m", "784-768-512-10; 1.0 M parameters", 32),
     Workload("mlp-10m", "784-2048-2048-2048-10; 10 M parameters", 128),
+    Workload("mlp-10m-16", "784-2048-2048-2048-10; 10 M parameters", 16),
     Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64),
     Workload("2000-tensors", "1,000 x (64 to 4..64 and back); 2,000 tensors of 1 to 16 KB", 16),
     Workload("transformer", "5 layers of width 384, sequence 128; 9.7 M parameters", 2, "AdamW"),
+    Workload("text", "the same, on bytes of Python's own library", 2, "AdamW"),
     Workload("mlp-100m", "784-5600-5600-5600-5600-10; 98.5 M parameters", 8, "AdamW"),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}

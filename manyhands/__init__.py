@@ -13,7 +13,10 @@ from manyhands.errors import ManyhandsError
 
 if TYPE_CHECKING:
     from manyhands import optim as optim
+    from manyhands import rows as rows
     from manyhands.data.source import InputContext as InputContext
+    from manyhands.embedding import Embedding as Embedding
+    from manyhands.embedding import EmbeddingBag as EmbeddingBag
     from manyhands.runtime.call import launch as launch
     from manyhands.runtime.cluster import Cluster as Cluster
     from manyhands.runtime.dispatch_worker import Worker as Worker
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
+    from manyhands.strategies.choices import LocalSGD as LocalSGD
     from manyhands.strategies.choices import Mirrored as Mirrored
     from manyhands.strategies.choices import MultiWorker as MultiWorker
     from manyhands.strategies.choices import ParameterServer as ParameterServer
@@ -42,9 +46,12 @@ _HOME = {
     "ClusterSpec": "spec.cluster",
     "Coordinator": "runtime.dispatching",
     "EarlyStop": "runtime.hooks",
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding",
     "Hands": "runtime.hands",
     "History": "runtime.trainer",
     "InputContext": "data.source",
+    "LocalSGD": "strategies.choices",
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
@@ -65,9 +72,12 @@ __all__ = [
     "ClusterSpec",
     "Coordinator",
     "EarlyStop",
+    "Embedding",
+    "EmbeddingBag",
     "Hands",
     "History",
     "InputContext",
+    "LocalSGD",
     "ManyhandsError",
     "Mirrored",
     "MultiWorker",
@@ -82,13 +92,14 @@ __all__ = [
     "join",
     "launch",
     "optim",
+    "rows",
     "step",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("manyhands.optim")
+    if name in ("optim", "rows"):
+        return importlib.import_module(f"manyhands.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)

@@ -22,6 +22,7 @@ __all__ = [
     "Logged",
     "ResourcesUsed",
     "Resumed",
+    "RoundRestarted",
     "RunEnded",
     "RunStarted",
     "ServerLost",
@@ -58,6 +59,8 @@ class RunStarted(_Event, frozen=True):
     machine: str = ""
     """Settings of the process that change speed and not results: memory format, allocator, device."""
     exact: bool = False
+    mode: str = ""
+    """Of parameter servers: "sync", "ssp" or "async"; "ssp" without staleness is "sync"."""
     depends_on_slices: str = ""
     """What in the model makes results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
     origins: dict[str, str] = {}
@@ -111,6 +114,8 @@ class StepDone(_Event, frozen=True):
     """The one that committed it."""
     staleness: int | None = None
     """Under parameter servers: how many updates its gradients had not seen, at most."""
+    batch: int | None = None
+    """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
 
 
 class StalenessSeen(_Event, frozen=True):
@@ -205,6 +210,16 @@ class Resumed(_Event, frozen=True):
     """Newer checkpoints that did not verify, with the reason."""
 
 
+class RoundRestarted(_Event, frozen=True):
+    """Workers that train weights of their own lost one, and went back to where all agreed last: no checkpoint, and
+    nobody's process."""
+
+    step: int
+    """The last that stands; those after it are taken again, by whoever is there."""
+    steps: int
+    """How many those are, as the chief knows."""
+
+
 class WorkerLost(_Event, frozen=True):
     rank: int
     host: str
@@ -274,6 +289,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Resumed
+    | RoundRestarted
     | WorkerLost
     | ServerLost
     | CopiesDiverged

@@ -1,12 +1,11 @@
-"""FTRL against the formulas, written once more, a number at a time; and as an optimizer like any other."""
+"""FTRL against the formulas, and as an optimizer like any other."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 import torch
+from ftrl_formulas import FORMULAS, weight_after
 from torch import nn
 
 import manyhands as mh
@@ -22,34 +21,6 @@ SETTINGS = {
 }
 
 
-def by_paper(w: float, gradients: list[float], lr: float, l1=0.0, l2=0.0, beta=1.0, power=0.5, n=0.0, s=0.0) -> float:
-    """Algorithm 1 of the paper, with the weight as a function of z and n."""
-    z = -(w * ((beta + n**power) / lr + l2) + math.copysign(l1, w) * (w != 0))
-    for g in gradients:
-        w = 0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + n**power) / lr + l2)
-        sigma = ((n + g * g) ** power - n**power) / lr
-        z += g + 2 * s * w - sigma * w
-        n += g * g
-    return 0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + n**power) / lr + l2)
-
-
-def by_keras(w: float, gradients: list[float], lr: float, l1=0.0, l2=0.0, beta=0.0, power=0.5, n=0.1, s=0.0) -> float:
-    """What Keras computes, in its own order and with its own adjusted l2."""
-    linear, adjusted = 0.0, l2 + beta / (2 * lr)
-    for g in gradients:
-        with_shrinkage = g + 2 * s * w
-        new_n = n + g * g
-        linear += with_shrinkage - (new_n**power - n**power) / lr * w
-        quadratic = new_n**power / lr + 2 * adjusted
-        w = (min(max(linear, -l1), l1) - linear) / quadratic
-        n = new_n
-    return w
-
-
-FORMULAS = {"paper": by_paper, "tensorflow": by_keras}
-NAMES = {"lr_power": "power", "initial_accumulator": "n", "l2_shrinkage": "s"}
-
-
 @pytest.mark.parametrize("convention", FORMULAS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_weights_follow_the_formula(convention, settings) -> None:
@@ -62,8 +33,7 @@ def test_weights_follow_the_formula(convention, settings) -> None:
     for row in gradients:
         param.grad = torch.tensor(row)
         optimizer.step()
-    known = {NAMES.get(name, name): -value if name == "lr_power" else value for name, value in settings.items()}
-    expected = [FORMULAS[convention](w, list(g), 0.3, **known) for w, g in zip(start, gradients.T, strict=True)]
+    expected = [weight_after(convention, w, list(g), 0.3, settings) for w, g in zip(start, gradients.T, strict=True)]
     np.testing.assert_allclose(param.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
     if settings.get("l1", 0) >= 0.5:
         assert 0 < np.count_nonzero(param.detach().numpy() == 0) < 40, "L1 gives exact zeros, and not only zeros"

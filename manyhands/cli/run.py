@@ -16,6 +16,7 @@ from manyhands.cli.json_display import display_for
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import UsageError
+from manyhands.recipes import RECIPES
 from manyhands.runtime.launch import describe, launch_command, make_request, place, script_command
 from manyhands.spec.load import environment, flag_name, resolve, torchrun_defaults
 from manyhands.spec.placement import IGNORED_FLAGS, TORCHRUN_FLAGS
@@ -51,18 +52,20 @@ def torchrun_options(command: Command) -> Command:
 @click.option("--config", "config_file", metavar="FILE", help="A TOML file of settings; see `mh config show`.")
 @settings_options
 @click.option("-m", "--module", is_flag=True, default=None, help="SCRIPT is a module, as in `python -m`.")
+@click.option("--recipe", metavar="NAME", help=f"A training of ours instead of SCRIPT: {' or '.join(RECIPES)}.")
 @click.option("--join-file", metavar="PATH", help="Where the join file for other hosts is written.")
 @click.option("--dry-run", is_flag=True, help="Print hosts, ranks, environment and command, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
 @click.option("--no-python", is_flag=True, default=None, help="torchrun: SCRIPT is a program; it has to be Python.")
 @torchrun_options
-@click.argument("script")
+@click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    script: str,
+    script: str | None,
     arguments: tuple[str, ...],
     config_file: str | None,
     module: bool | None,
+    recipe: str | None,
     no_python: bool | None,
     join_file: str | None,
     dry_run: bool,
@@ -71,8 +74,8 @@ def run(
 ) -> int:
     """Train: start workers for SCRIPT, or with -m for a module; whatever follows it is the script's own.
 
-    The script's output is that of its chief; the others' goes to the logs in the run directory. Further hosts join
-    with `mh agent`, or run the same command with torchrun's flags.
+    With --recipe, what follows `--` is the recipe's. The script's output is that of its chief; the others' goes to the
+    logs in the run directory. Further hosts join with `mh agent`, or run the same command with torchrun's flags.
     """
     environ = environment()
     defaults = torchrun_defaults(environ)
@@ -80,6 +83,10 @@ def run(
     module, no_python = (
         _is_set(given, defaults.get(name)) for given, name in ((module, "module"), (no_python, "no_python"))
     )
+    if recipe is not None:
+        script, arguments, module, no_python = *_recipe(recipe, script, arguments), True, False
+    if script is None:
+        raise UsageError("Neither SCRIPT nor --recipe was given.", fix=["mh run train.py", "mh run --recipe digits"])
     command = _program(script, arguments) if no_python else script_command(script, arguments, is_module=module)
     settings = take_settings(options)
     if "max_restarts" in defaults:
@@ -101,6 +108,13 @@ def run(
         _print_plan(describe(request, placement, environ), as_json)
         return 0
     return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
+
+
+def _recipe(name: str, script: str | None, arguments: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The recipe's module, and its own arguments: all that is not ours."""
+    if name not in RECIPES:
+        raise UsageError(f"There is no recipe {name!r}.", where="--recipe", fix=[f"--recipe {one}" for one in RECIPES])
+    return f"manyhands.recipes.{name}", (*([script] if script is not None else []), *arguments)
 
 
 def _torchrun_flags(options: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:

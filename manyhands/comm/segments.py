@@ -26,9 +26,9 @@ __all__ = ["HostMemory", "Segment"]
 class Segment:
     """A region of shared memory in this process. Fresh memory is all zero."""
 
-    def __init__(self, fd: int, num_bytes: int, offset: int = 0) -> None:
+    def __init__(self, fd: int, num_bytes: int, offset: int = 0, *, flags: int = mmap.MAP_SHARED) -> None:
         self.num_bytes = num_bytes
-        self.buffer = mmap.mmap(fd, num_bytes, offset=offset)
+        self.buffer = mmap.mmap(fd, num_bytes, flags=flags, offset=offset)
         self._first = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(self._first)
 

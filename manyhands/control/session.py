@@ -1,8 +1,9 @@
-"""A worker's line to its agent: joining the run, its store, where it stands, its group, and the wish that it stop.
+"""A worker's or server's line to its agent: joining the run, its store, where it stands, its group, whether to stop.
 
 One background thread owns the socket; calls hand it messages through a queue and wait for a reply with a deadline.
 `report`, `committed` and `publish` never block. The thread also sends a heartbeat, whatever happens, and in an elastic
-run hears of newer generations: `newest` tells, `enter` goes over. Start reading at `Session.join`.
+run hears of newer generations: `newest` tells, `enter` goes over. A server, which is in no generation, hears who lives.
+Start reading at `Session.join`.
 """
 
 from __future__ import annotations

@@ -89,11 +89,6 @@ class Ledger:
         """Servers have fallen so far behind that calls should wait."""
         return any(len(behind.commits) >= MOST_BEHIND for behind in self._servers.values())
 
-    @property
-    def settled(self) -> bool:
-        """Servers have acknowledged all that there is."""
-        return not any(behind.commits for behind in self._servers.values())
-
     def add_server(self, server: int) -> None:
         self._servers[server] = _Behind()
 

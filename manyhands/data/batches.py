@@ -77,6 +77,11 @@ class Step:
         return [v for v in mine if self.bounds[v][0] < self.bounds[v][1]]
 
     @property
+    def last(self) -> bool:
+        """Whether no step follows it at once: its epoch ends with it, or the steps that were asked for do."""
+        return self.last_of_epoch or self.number == self._batches.total_steps
+
+    @property
     def after(self) -> Position:
         """Where a run that has done this step goes on."""
         seed = self._batches.schedule.position.seed

@@ -1,7 +1,7 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
  * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
- * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed. Start reading
- * at mh_all_reduce. */
+ * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed. Rows
+ * of embeddings have a header of their own, rows.h. Start reading at mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "core.h"
+#include "rows.h"
 
 #define PLANE "manyhands.plane"
 
@@ -292,24 +293,29 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_constants(PyObject *module) {
+extern PyMethodDef mh_row_methods[]; /* rows_module.c */
+
+static int add_rest(PyObject *module) {
+    if (PyModule_AddFunctions(module, mh_row_methods)) return -1;
     static const struct {
         const char *name;
         int value;
     } constants[] = {{"ADD", MH_ADD}, {"ABORTED", MH_ABORTED}, {"BAD_ARGUMENT", MH_BAD_ARGUMENT},
                      {"NO_MEMORY", MH_NO_MEMORY}, {"MISSING", MH_MISSING}, {"F32", MH_F32}, {"F64", MH_F64},
                      {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64},
-                     {"SGD", MH_SGD}, {"ADAM", MH_ADAM}, {"ADAGRAD", MH_ADAGRAD}, {"RMSPROP", MH_RMSPROP}};
+                     {"SGD", MH_SGD}, {"ADAM", MH_ADAM}, {"ADAGRAD", MH_ADAGRAD}, {"RMSPROP", MH_RMSPROP},
+                     {"ROWS_NO_ROOM", MH_ROWS_NO_ROOM}, {"ROWS_TWICE", MH_ROWS_TWICE},
+                     {"ROWS_OLD_NUMBER", MH_ROWS_OLD_NUMBER}};
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value)) return -1;
     }
     return 0;
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_constants}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_rest}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", "Collectives in shared memory, and updates of weights.", 0, methods, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_native", "Collectives in shared memory, updates of weights, rows of embeddings.", 0, methods, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -8,23 +8,44 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import zmq
 
 from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerTimeout
-from manyhands.parallel.served_messages import Applied, Ask, Filled, FromServer, Number, Open, Opened, Reply
+from manyhands.parallel.served_messages import (
+    Applied,
+    Ask,
+    Filled,
+    FromServer,
+    Lookup,
+    Number,
+    Open,
+    Opened,
+    Reply,
+    RowGradients,
+    Rows,
+)
 from manyhands.parallel.served_talks import Talk
 
-__all__ = ["Link"]
+__all__ = ["Link", "Pushed"]
 
 SAY_AGAIN_S = 0.25
 # Frames that are slow to arrive are not sent again and again.
 SAY_AGAIN_AT_MOST_S = 2.0
 # A server that dies is started again within seconds; one that cannot be ends the run, which its agent sees to.
 PATIENCE_S = 600.0
+
+
+class Pushed(NamedTuple):
+    """A gradient, as servers are told of it."""
+
+    filled: Filled
+    pieces: Sequence[Sequence[RowGradients]] = ()
+    """For each server, gradients of rows that are its own; empty where there are none."""
 
 
 class Link:
@@ -39,6 +60,8 @@ class Link:
         self._opened: set[int] = set()
         self._reply: Reply | None = None
         self._applied: dict[int, set[int]] = {}
+        self._asked: set[int] = set()
+        self._rows: dict[int, bytes] = {}
         self._talks: Sequence[Talk] = ()
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
@@ -82,7 +105,7 @@ class Link:
         self._talks = ()
         self.waiting.seconds += time.monotonic() - began
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Filled]]) -> Reply:
+    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
         """Ask the first server for work. `make(ticket)` is called each time that it is said.
 
         No answer counts but that to the last ticket: what an ask does not name, this worker does not have.
@@ -92,8 +115,8 @@ class Link:
         def say() -> None:
             nonlocal ticket
             if ticket:
-                for filled in unanswered():
-                    self.tell(filled)
+                for push in unanswered():
+                    self.tell(push)
             ticket = next(self._tickets)
             self._ports[0].send(make(ticket))
 
@@ -104,18 +127,37 @@ class Link:
         assert self._reply is not None
         return self._reply
 
-    def tell(self, filled: Filled) -> None:
-        for port in self._ports:
-            port.send(filled)
+    def tell(self, push: Pushed) -> None:
+        """Tell every server of a gradient."""
+        for server in range(len(self._ports)):
+            self.tell_one(server, push)
 
-    def await_applied(self, filled: Filled) -> None:
+    def tell_one(self, server: int, push: Pushed) -> None:
+        port, pieces = self._ports[server], push.pieces[server] if push.pieces else ()
+        for piece in pieces:
+            port.send(piece)
+        port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
+
+    def look_up(self, asked: Sequence[tuple[int, Lookup]]) -> list[bytes]:
+        """Rows from servers, in the order of the questions."""
+        self._asked, self._rows = {question.ticket for _, question in asked}, {}
+
+        def say() -> None:
+            for server, question in asked:
+                if question.ticket not in self._rows:
+                    self._ports[server].send(question)
+
+        self._await(lambda: len(self._rows) == len(asked), say, "look up rows")
+        return [self._rows[question.ticket] for _, question in asked]
+
+    def await_applied(self, push: Pushed) -> None:
         """Returns when every server has applied the step."""
-        step, everyone, first = filled.held.step, len(self._ports), True
+        step, everyone, first = push.filled.held.step, len(self._ports), True
 
         def say() -> None:
             nonlocal first
             if not first:
-                self.tell(filled)
+                self.tell(push)
             first = False
 
         self._await(lambda: len(self._applied.get(step, ())) == everyone, say, f"apply step {step}")
@@ -166,6 +208,8 @@ class Link:
                         self._opened.add(message.server)
                     case Reply():
                         self._reply = message
+                    case Rows() if message.ticket in self._asked:
+                        self._rows[message.ticket] = message.rows
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)
         return answered

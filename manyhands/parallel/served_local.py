@@ -23,7 +23,7 @@ class Local:
     is_away = False
 
     def __init__(self, link: Link, memory: Memory) -> None:
-        self._link, self._memory = link, memory
+        self._link, self.memory = link, memory
         self._served: ServedMemory | None = None
         self._own: list[Tensor] | None = None
 
@@ -33,7 +33,7 @@ class Local:
         served, self._parts = self._served, parts
         wanted = (opened.layout, opened.copies, opened.rows)
         if served is None or (served.layout, served.copies, served.num_rows) != wanted:
-            self._served = served = open_memory(model, self._memory, opened, foreign)
+            self._served = served = open_memory(model, self.memory, opened, foreign)
         return served
 
     def brings(self, *, states: bool) -> list[Of]:
@@ -44,7 +44,7 @@ class Local:
         self._link.open(opened)
 
     def last_course(self) -> Open:
-        return msgspec.msgpack.decode(course_register(self._memory, 0).value, type=Open)
+        return msgspec.msgpack.decode(course_register(self.memory, 0).value, type=Open)
 
     def standings(self, opened: Open) -> list[bytes]:
         return [self._memory_now.standing(server).value for server in range(opened.servers)]
@@ -85,7 +85,7 @@ class Local:
         """It is there."""
 
     def are_up(self, servers: int) -> bool:
-        return Attendance(self._memory).has_all(servers)
+        return Attendance(self.memory).has_all(servers)
 
     def close(self) -> None:
         self._link.close()

@@ -212,6 +212,10 @@ class ServedMemory:
         """What a server has applied, and what else its successor needs; committed with every update."""
         return Register(self.segment(f"standing of server {server}", REGISTER_BYTES))
 
+    def intent(self, server: int) -> Register:
+        """The update of rows that a server has begun."""
+        return Register(self.segment(f"intent of server {server}", _PAGE))
+
     def minutes(self) -> Register:
         """What the next book of leases must know."""
         return Register(self.segment("minutes", _PAGE))

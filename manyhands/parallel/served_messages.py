@@ -23,6 +23,7 @@ __all__ = [
     "FromServer",
     "FromWorker",
     "Got",
+    "Lookup",
     "Number",
     "Of",
     "Open",
@@ -30,6 +31,8 @@ __all__ = [
     "Part",
     "Piece",
     "Reply",
+    "RowGradients",
+    "Rows",
     "Stand",
     "Want",
 ]
@@ -139,8 +142,34 @@ class Filled(_Message, frozen=True, kw_only=True):
     weight: float
     absent: list[int] = []
     """Parameters without a gradient in it."""
+    pieces: int = 0
+    """How many messages with gradients of rows this server was sent beside it."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
+
+
+class Lookup(_Message, frozen=True, kw_only=True):
+    """A worker wants rows of a table; ids are different, and this server's."""
+
+    ticket: int
+    table: str
+    ids: bytes
+
+
+class Rows(_Message, frozen=True, kw_only=True):
+    ticket: int
+    rows: bytes
+    """In the order of the ids, each as long as the table's dimension."""
+
+
+class RowGradients(_Message, frozen=True, kw_only=True):
+    """Some of what a leased slice has for a table's rows that are this server's."""
+
+    filling: int
+    order: int
+    table: str
+    ids: bytes
+    gradients: bytes
 
 
 class Piece(_Message, frozen=True, kw_only=True):
@@ -211,6 +240,6 @@ class Stand(_Message, frozen=True, kw_only=True):
     has: list[tuple[int, int]]
 
 
-FromWorker = Open | Ask | Filled | Stand | Piece | Bring | Want
+FromWorker = Open | Ask | Filled | Lookup | RowGradients | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Reply | Applied | Got | Part
+FromServer = Opened | Reply | Applied | Rows | Got | Part

@@ -28,6 +28,7 @@ __all__ = ["Remote"]
 
 class Remote:
     is_away = True
+    memory = None
 
     def __init__(self, link: Link, worker: int, *, clips: bool) -> None:
         """`clips`: servers need the norm of whole gradients, and each is sent all of it."""

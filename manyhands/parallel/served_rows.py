@@ -64,7 +64,8 @@ class RowFiller:
         rest = [i for i in range(len(self._params)) if i not in self._put]
         dense = [i for i in rest if grads[i] is not None]
         with torch.no_grad():
-            torch._foreach_copy_([self._views[i] for i in dense], [grads[i] for i in dense])  # type: ignore[misc]
+            if dense:  # torch refuses an empty list
+                torch._foreach_copy_([self._views[i] for i in dense], [grads[i] for i in dense])  # type: ignore[misc]
             absent = [i for i in rest if grads[i] is None]
             for i in absent:
                 self._views[i].zero_()

@@ -28,19 +28,23 @@ from manyhands.parallel.served_messages import (
     Done,
     Filled,
     FromWorker,
+    Lookup,
     Number,
     Of,
     Open,
     Opened,
     Piece,
     Reply,
+    RowGradients,
     Stand,
     Want,
 )
 from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
 from manyhands.parallel.served_streams import Streams
+from manyhands.parallel.served_tables import Tables, parts_of
 from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
 
 __all__ = ["MAX_TOLD", "PartServer", "Saved", "more_of", "open_memory"]
@@ -103,7 +107,12 @@ class PartServer:
         clip_norm: float | None,
         place: Mapping[str, int],
         foreign: ForeignState,
+        seed: int = 0,
     ) -> None:
+        """`seed` is the run's, which rows of embeddings begin with."""
+        sparse = Sparse(model)
+        sparse.set_seed(seed)
+        self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
         self._register = course_register(memory, number)
@@ -149,6 +158,11 @@ class PartServer:
         match message:
             case Filled():
                 return course.fill(sender, message)
+            case RowGradients():
+                course.tables.keep(message)
+            case Lookup():
+                rows = course.tables.look_up(message)
+                return [(sender, rows)] if rows is not None else []
             case Piece():
                 return course.take(sender, message)
             case Want():
@@ -241,8 +255,9 @@ class PartServer:
         part.resume(saved.version, saved.counts, saved.more)
         clips = self._clip_norm is not None
         hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
+        tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
         self._course = _Course(
-            self._number, self._model, self._scheduler, opened, saved, served, part, hatch, self._foreign
+            self._number, self._model, self._scheduler, opened, saved, served, part, hatch, tables, self._foreign
         )
         served.set_version(self._number, saved.version)
         if self._living is not None:
@@ -288,13 +303,16 @@ class _Course:
         served: ServedMemory,
         part: ServedPart,
         hatch: Hatch,
+        tables: Tables,
         foreign: ForeignState,
     ) -> None:
-        self.opened, self.part, self.hatch = opened, part, hatch
+        self.opened, self.part, self.hatch, self.tables = opened, part, hatch, tables
         self._away = frozenset(opened.away)
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
+        self._intent = served.intent(number)
+        self.shard.first = self._begun(saved)
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
@@ -347,6 +365,7 @@ class _Course:
         if self.book is not None:
             self.book.filled(held)
         if self.shard.is_applied(held.step):
+            self.tables.drop([held.filling])
             return [(sender, self._applied(held.step))]
         contribution = Contribution(
             step=held.step,
@@ -361,7 +380,8 @@ class _Course:
             changes=message.changes,
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
-        if known and held.filling > 0 and self._is_there(contribution):
+        is_whole = self.tables.has(held.filling, message.pieces)
+        if known and held.filling > 0 and is_whole and self._is_there(contribution):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
@@ -464,6 +484,8 @@ class _Course:
         norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
         if not self._are_intact(due):  # somebody else was given the row while it was read
             return []
+        if self.tables:
+            self._apply_rows(step, version + 1, due, factor)
         if self._number == 0:
             self._buffers.update(version, due, [self._row(one) for one in due])
             loss = sum(one.total for one in due) / weight
@@ -477,6 +499,20 @@ class _Course:
         self._served.set_version(self._number, version + 1)
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
+
+    def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
+        """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
+        if not self.shard.in_order:
+            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
+        self.tables.apply(number, [one.filling for one in due], factor)
+        self.tables.drop([one.filling for one in due])
+
+    def _begun(self, saved: Saved) -> int | None:
+        """The step that a server before this one had begun to apply to rows, and did not commit."""
+        if not self._intent.value:
+            return None
+        course, number, step = msgspec.msgpack.decode(self._intent.value, type=tuple[Number, int, int])
+        return step if (course, number) == (self.opened.number, saved.version + 1) else None
 
     def _commit(self) -> None:
         saved = Saved(

@@ -41,7 +41,9 @@ class Shard:
     """All steps to `low` are applied, and those in `seen` beyond it."""
 
     def __init__(self, course: Course, *, in_order: bool, low: int, seen: Collection[int] = ()) -> None:
-        self.course, self._in_order, self.low, self.seen = course, in_order, low, frozenset(seen)
+        self.course, self.in_order, self.low, self.seen = course, in_order, low, frozenset(seen)
+        self.first: int | None = None
+        """A step that must be applied before any other."""
         self._waiting: dict[int, dict[int, Contribution]] = {}
 
     @property
@@ -69,7 +71,8 @@ class Shard:
 
     def due(self) -> list[Contribution] | None:
         """The contributions to the next step to apply, in the order of their slices; None while some are missing."""
-        for step in [self.low + 1] if self._in_order else self._waiting:
+        begun = [self.first] if self.first is not None else None
+        for step in begun or ([self.low + 1] if self.in_order else self._waiting):
             waiting = self._waiting.get(step, {})
             if waiting and len(waiting) == self.course.items(step):
                 return [waiting[place] for place in sorted(waiting)]
@@ -91,6 +94,7 @@ class Shard:
     def applied(self, step: int) -> None:
         """What it made of the weights is committed, and `after` with it."""
         self._waiting.pop(step, None)
+        self.first = None
         self.low, self.seen = self.after(step)
 
     def standing(self) -> Standing:

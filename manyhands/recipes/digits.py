@@ -1,6 +1,6 @@
 """Handwritten digits: a small convolutional network on scikit-learn's 1,797 pictures of 8 x 8.
 
-Run it as `mh run -n 2 -m manyhands.recipes.digits`. A fifth of the pictures is held out. Needs the extra `demo`.
+Run it as `mh run -n 2 --recipe digits`. A fifth of the pictures is held out. Needs the extra `demo`.
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ def shared_memory() -> Finding:
 
 
 def native() -> Finding:
-    """The C extension: without it all works, and slower."""
+    """The C extension: without it all works but embeddings by id, and slower."""
     if why := why_not():
-        text = f"{why}: workers of one host talk over Gloo, and optimizers run as torch has them"
+        text = f"{why}: workers of one host talk over Gloo, optimizers run as torch has them, mh.Embedding cannot run"
         return Finding("native", "warn", text, fix=["a C compiler (apt install gcc), then pip install again"])
     return Finding("native", "ok", "the C extension is built: workers of one host share memory, updates are fused")
 

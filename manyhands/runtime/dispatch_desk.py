@@ -82,8 +82,8 @@ class Desk:
         self._servers: dict[int, tuple[Peer, dict[str, str]]] = {}
         """Those that are there: how they came in, and where they are read."""
         self._addresses: dict[int, dict[str, str]] = {}
-        self._maps: dict[Peer, Map] = {}
-        """What each worker was last told."""
+        self._maps: dict[Peer, tuple[int, int]] = {}
+        """How many servers and variables each worker was last told of."""
         self._tickets = itertools.count(1)
         self._readings: dict[int, _Reading] = {}
 
@@ -263,12 +263,12 @@ class Desk:
 
     def _send_map(self, worker: Peer) -> None:
         """Where variables are, if it does not know yet. Servers keep their address when they are started again."""
-        places = {name: info.server for name, info in self.ledger.catalogue.items()}
-        servers = {number: addresses[worker[0]] for number, addresses in self._addresses.items()}
-        newest = Map(servers=servers, places=places)
+        newest = (len(self._addresses), len(self._kept))
         if self._maps.get(worker) != newest:
             self._maps[worker] = newest
-            self._send(worker, newest, [])
+            places = {name: info.server for name, info in self.ledger.catalogue.items()}
+            servers = {number: addresses[worker[0]] for number, addresses in self._addresses.items()}
+            self._send(worker, Map(servers=servers, places=places), [])
 
     def _send_reading(self, ticket: int, reading: _Reading) -> None:
         peer, _ = self._servers.get(reading.info.server, (None, {}))

@@ -50,7 +50,6 @@ class Pulse:
             if self._cut in dict(poller.poll(round(ALIVE_EVERY_S * 1000))):
                 self.lost = "its connection to the cluster was cut."
         self._port.close()
-        self._cut.close(0)
 
     def _beat(self, now: float) -> None:
         if now - self._said >= ALIVE_EVERY_S:

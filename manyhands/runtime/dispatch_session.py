@@ -100,8 +100,8 @@ class WorkerSession:
             raise
         self.number, self.seed = welcome.number, welcome.seed
         # A connection that was cut may have lost a message: whoever joins again begins anew.
-        cut = self._hub.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._pulse = Pulse(self._context, config.address, curve, self._token, welcome.silent_s, cut)
+        self._cut = self._hub.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._pulse = Pulse(self._context, config.address, curve, self._token, welcome.silent_s, self._cut)
 
     def _welcome(self, address: str) -> Welcome:
         if self._hub.socket.poll(round(JOIN_TIMEOUT_S * 1000)):
@@ -135,7 +135,9 @@ class WorkerSession:
     def close(self) -> None:
         if hasattr(self, "_pulse"):
             self._pulse.close()
+            # In this order: it would wait for ever for whoever reads its last event, and everybody with it.
             self._hub.socket.disable_monitor()
+            self._cut.close(0)
         # What was sent last, such as the result of the last call, still has to leave.
         self._hub.socket.close(1000)
         for _, port in self._servers.values():
@@ -145,7 +147,7 @@ class WorkerSession:
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def _run(self, run: Run, frames: list[bytes]) -> None:
-        names = list(self._map.places)
+        names = self._map.places
         context = Context(run.call, self.number, names, lambda name: self._read(name, run.snapshot, run.marks))
         try:
             with randomness(slice_key(self.seed, run.call, 0, "compute")):

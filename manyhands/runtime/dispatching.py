@@ -101,8 +101,8 @@ class Coordinator:
 
     def done(self) -> bool:
         """Whether every call is done. Raises a failure that is due."""
-        self._hub.raise_due()
         with self._hub.changed:
+            self._hub.raise_due()
             return self._hub.desk.queue.idle
 
     def fetch(self, values: Any) -> Any:

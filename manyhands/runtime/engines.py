@@ -11,22 +11,31 @@ from collections.abc import Callable
 from torch import nn
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.codecs import Bf16
 from manyhands.control.session import Session
+from manyhands.parallel.outer import OuterStep
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
+from manyhands.runtime.wishes import END_FIT
 from manyhands.runtime.worker import Worker
-from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.averaged import Averaged, Averaging
+from manyhands.strategies.base import Engine
+from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import Reach, Served
 
-__all__ = ["Engine", "make_engine"]
+__all__ = ["AnyEngine", "make_engine"]
+
+AnyEngine = Engine | Served
+"""Served workers do not take steps in turns."""
 
 
-def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> Engine:
+def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> AnyEngine:
     """The engine of this worker's strategy. With `joining`, the other workers are training already."""
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
 
@@ -44,6 +53,7 @@ def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
         check_every=spec.train.check_every,
         audit_seed=spec.run.seed if spec.train.audit else None,
         exact=spec.train.exact,
+        seed=spec.run.seed,
         sharing=None if joining else worker.sharing,
         network=lambda: worker.network,
         tell=worker.warn,
@@ -64,6 +74,8 @@ def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, join
         choice,
         link,
         _reach(session, link, clips=spec.train.clip_norm is not None),
+        seed=spec.run.seed,
+        clip_norm=spec.train.clip_norm,
         num_servers=lambda: worker.session.servers_wanted,
         worker=seat.incarnation,
         most_workers=worker.most_workers,
@@ -79,11 +91,59 @@ def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
     return Local(link, session.shared_memory)
 
 
-Engine = Replicated | Served
+def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Averaged:
+    spec, strategy, foreign = worker.resolved.spec, worker.strategy, foreign_state(model)
+    assert isinstance(strategy, LocalSGD)
+    local = Replicated(
+        Axis(0, 1),
+        parts.loss,
+        Precision(spec.train.precision, worker.device),
+        lambda count: [range(count)],
+        clip_norm=spec.train.clip_norm,
+        bucket_bytes=spec.comm.bucket_bytes,
+        tell=worker.warn,
+        foreign=foreign,
+    )
+    return Averaged(
+        local,
+        Axis(0, 1) if joining else worker.axis,
+        lambda: worker.network,
+        lambda count: pacing.division.shares(count),
+        averaging_of(strategy),
+        loss_fn=parts.loss,
+        seed=spec.run.seed,
+        codec=Bf16() if spec.comm.reducer == "bf16" else None,
+        ends_with=END_FIT,
+        statistics=[one for norm in foreign.norms for one in (*norm.averages, norm.calls) if one is not None],
+    )
 
-_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], Engine]] = {
+
+def averaging_of(strategy: LocalSGD) -> Averaging:
+    """What a user's words come to."""
+    return Averaging(
+        Rounds(
+            every=strategy.every,
+            post_local=strategy.post_local,
+            fragments=strategy.fragments,
+            overlap=strategy.overlap,
+        ),
+        OuterStep(
+            kind=strategy.outer,  # type: ignore[arg-type]  # checked where it was written
+            rule=strategy.rule,  # type: ignore[arg-type]
+            trim=strategy.trim,
+            lr=strategy.outer_lr,
+            momentum=strategy.outer_momentum,
+            pull=strategy.pull,
+            own_share=strategy.own_share if strategy.overlap else 0.0,
+        ),
+        in_pairs=strategy.peers == "pairs",
+    )
+
+
+_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]] = {
     "single": _replicated,
     "mirrored": _replicated,
     "multi_worker": _replicated,
     "parameter_server": _served,
+    "local_sgd": _averaged,
 }

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import DataError, TrainingFailed
-from manyhands.strategies.base import MetricFn, PieceLike, PieceResult
-from manyhands.strategies.computing import Computing
+from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
 
 __all__ = ["evaluate", "from_file", "gather_tensors", "predict", "to_file"]
 
@@ -34,7 +33,7 @@ class _Sums(msgspec.Struct):
 
 
 def evaluate(
-    engine: Computing, axis: Axis, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]
+    engine: Evaluator, axis: Axis, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]
 ) -> tuple[dict[str, float], int]:
     """Means over all examples, and how many there were."""
     mine = [_as_sums(result) for result in engine.eval_step(pieces, metrics)]
@@ -56,7 +55,7 @@ def _as_sums(result: PieceResult) -> _Sums:
     return _Sums(result.index, result.rows, result.loss_sum, result.weight, result.metric_sums)
 
 
-def predict(engine: Computing, axis: Axis, call: Callable[[nn.Module, Any], Any], pieces: Iterable[PieceLike]) -> Any:
+def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any], pieces: Iterable[PieceLike]) -> Any:
     """The model's outputs for all examples, in the order of the data, on every worker."""
     tensors: dict[str, Tensor] = {}
     structure = None

@@ -18,8 +18,9 @@ from manyhands.events import EpochDone
 from manyhands.parallel.divergence import CopiesDiffer, WrongGradient
 from manyhands.runtime.hooks import EarlyStop
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.steps import END_FIT, LEAVE, REGROUP, SAVE, Steps
+from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
 
 __all__ = ["Fit", "FitSettings"]
@@ -42,7 +43,7 @@ class Fit:
         self._trainer, self._training, self._steps = trainer, training, steps
         self._regrouping, self._settings = regrouping, settings
         self._worker, self._hooks = training.worker, training.hooks
-        self._announced = 0
+        self._announced = self._told = 0
         self.stop_asked = False
 
     def run(self) -> list[dict[str, float]]:
@@ -80,9 +81,10 @@ class Fit:
                 continue  # its slices are divided anew
             if step.last_of_epoch:
                 self._end_epoch()
+                self._training.keep()
             if stats.stop == LEAVE:
                 self._steps.leave()
-            self._steps.saver.after_step(save=stats.stop == SAVE)
+            self._steps.after_step(save=stats.stop == SAVE)
             if stats.stop == END_FIT:
                 return
             if step.last_of_epoch and self._stopped_early():
@@ -106,7 +108,7 @@ class Fit:
                 arrival = self._steps.recover(lost)
                 if arrival.received:  # others have committed it
                     assert self._training.last_stats is not None
-                    self._hooks.call("after_step", self._trainer, step.number, self._training.last_stats)
+                    self._tell_hooks(step, self._training.last_stats)
                     return self._training.last_stats
                 going_on = arrival.same_step and engine.can_go_on
                 if not going_on:
@@ -133,7 +135,13 @@ class Fit:
         if self._settings.scheduler_every == "step" and not stats.skipped:
             self._advance_schedule({})
         self._steps.done(step, stats)
-        self._hooks.call("after_step", self._trainer, step.number, stats)
+        self._tell_hooks(step, stats)
+
+    def _tell_hooks(self, step: Step, stats: StepStats) -> None:
+        """Once: a step that was taken back, and is taken again, is nothing new to them."""
+        if step.number > self._told:
+            self._told = step.number
+            self._hooks.call("after_step", self._trainer, step.number, stats)
 
     def _end_epoch(self) -> None:
         progress, settings = self._training.progress, self._settings
@@ -147,6 +155,7 @@ class Fit:
         if settings.validate is not None:
             self._worker.report(progress.step, "validating")
             validated = settings.validate()
+            progress = self._training.progress  # another one, if a worker was lost in it
             results |= {f"val_{name}": value for name, value in validated.items()}
             progress.results = {**validated, "train_loss": trained}
         else:

@@ -26,11 +26,12 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
-from manyhands.runtime.serving import serve
-from manyhands.runtime.steps import LEAVE, REGROUP, SAVE, Steps
+from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import LEAVE, REGROUP, SAVE
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.strategies.base import LossFn, MetricFn, StepStats
+from manyhands.strategies.choices import ParameterServer
 
 __all__ = ["Hands", "join"]
 
@@ -110,9 +111,14 @@ class Hands:
                 where="audit",
                 fix=["audit = false", "mh.Trainer"],
             )
+        if isinstance(self._worker.strategy, ParameterServer):
+            raise SpecError(
+                "Parameter servers lease slices to whoever is free, so workers do not take steps together: a loop of "
+                "your own could not tell when.",
+                where="mh.join",
+                fix=["mh.Trainer", 'mh.join(strategy="mirrored")'],
+            )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
-        if self._worker.is_server:
-            serve(self._worker, parts, lambda _: scheduler)
         self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
         self._run.ready(resume=False)
         return model, optimizer
@@ -236,7 +242,10 @@ class Hands:
         return self._known_run.regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("hands", data))
 
     def save(self) -> None:
-        """Start a checkpoint beside the training; the chief writes it. With reducer="int8", after the next step."""
+        """Start a checkpoint beside the training; the chief writes it.
+
+        After the next step, where workers have state of their own: with reducer="int8", and with `LocalSGD`.
+        """
         if self._taken is None:
             raise UsageError("save was called outside the loop over batches().")
         self._taken.saver.save_soon()
@@ -359,7 +368,7 @@ class Hands:
         self._last_step, self._means, self.loss = step, 0, stats.loss
         if stats.stop == LEAVE:
             taken.leave()
-        taken.saver.after_step(save=stats.stop == SAVE)
+        taken.after_step(save=stats.stop == SAVE)
         if stats.stop == REGROUP:
             self._known_run.regrouping.change()
 

@@ -2,7 +2,8 @@
 
 Pure: events in, findings out. A step is known by the chief's `StepDone`. A chief that is killed takes up to a quarter
 of a second of them with it; such steps are counted as unrecorded, and are believed only where the positions of their
-neighbours say exactly which rows they took. Start reading at `audit`.
+neighbours say exactly which rows they took. Asynchronous updates are in no order of rows: theirs are put in the order
+of the batches that they took first. Start reading at `audit`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from manyhands.control.roster import parse_generation
-from manyhands.events import Event, GenerationStarted, Resumed, StepDone
+from manyhands.events import Event, GenerationStarted, Resumed, RoundRestarted, RunEnded, StepDone
 from manyhands.runtime.recorder import read_events
 
 __all__ = ["Ledger", "Rollback", "audit", "audit_run", "generation_key", "read_run_events"]
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Committed steps that were taken back, because the run began again from a checkpoint before them."""
+    """Committed steps that were taken back: the run began again from a checkpoint, or from its last round."""
 
     to_step: int
     steps: int
@@ -64,15 +66,17 @@ def audit(events: Iterable[Event]) -> Ledger:
     ledger = Ledger()
     known = _check_generations(events, ledger)
     commits = _in_order([event for event in events if isinstance(event, StepDone)])
-    resumed = [event.step for event in events if isinstance(event, Resumed)]
+    resumed = [event.step for event in events if isinstance(event, Resumed | RoundRestarted)]
     lineage = _lineage(commits, resumed, ledger)
     for commit in lineage:
         if known and commit.generation and commit.generation not in known:
             ledger.problems.append(f"step {commit.step} was committed in generation {commit.generation}, unannounced")
     if lineage:
         ledger.last_step, ledger.recorded = lineage[-1].step, len(lineage)
-        _check_start(lineage[0], resumed, ledger)
-        _check_samples(lineage, ledger)
+        batches = _by_batch(lineage)
+        _check_start(batches[0], resumed, ledger)
+        _check_samples(batches, ledger)
+        _check_end(batches, events, ledger)
     return ledger
 
 
@@ -116,6 +120,23 @@ def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger
     return lineage
 
 
+def _by_batch(lineage: Sequence[StepDone]) -> list[StepDone]:
+    """As if each had been the step whose rows it took. Only asynchronous updates are others than their rows say."""
+    batches = [commit if commit.batch is None else replace(commit, step=commit.batch) for commit in lineage]
+    return sorted(batches, key=lambda batch: batch.step)
+
+
+def _check_end(batches: Sequence[StepDone], events: Sequence[Event], ledger: Ledger) -> None:
+    """In a run that ended well, n updates took the first n batches. In one that did not, some were under way."""
+    beyond = [batch for batch in batches if batch.step > ledger.last_step]
+    ledger.unrecorded += max(0, ledger.last_step - batches[-1].step)
+    if beyond and any(event.exit_code == 0 for event in events if isinstance(event, RunEnded)):
+        ledger.samples_lost += sum(batch.rows for batch in beyond)
+        ledger.problems.append(
+            f"{ledger.last_step} updates took batch {beyond[-1].step}, so that {len(beyond)} before it were left out"
+        )
+
+
 def _check_start(first: StepDone, resumed: Sequence[int], ledger: Ledger) -> None:
     missing = first.step - 1
     if missing and missing not in resumed:
@@ -131,7 +152,7 @@ def _check_samples(lineage: Sequence[StepDone], ledger: Ledger) -> None:
         if before.start is None or after.start is None:
             continue  # written by a version that did not say
         missing = after.step - before.step - 1
-        if missing:
+        if missing > 0:
             _check_gap(before, after, missing, sizes, ledger)
         elif after.start[0] == before.start[0]:
             _count(before.start[1] + before.rows, after.start[1], after.step, ledger)

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from manyhands.checkpoint.export import save_tensors
-from manyhands.errors import SpecError
+from manyhands.errors import CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
 from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
 from manyhands.strategies.base import LossFn, MetricFn
 
-__all__ = ["Parts", "assemble", "foreign_state", "optimizer_maker", "randomness_in", "save_model"]
+__all__ = ["Parts", "assemble", "foreign_state", "load_weights", "optimizer_maker", "randomness_in", "save_model"]
 
 
 @dataclass
@@ -73,8 +74,39 @@ def save_model(model: nn.Module, path: Path) -> None:
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    save_tensors(path, tensors, "pt" if path.suffix == ".pt" else "safetensors", force=True)
+    save_tensors(path, _flat(model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """What `save_model` has written."""
+    if path.suffix in keras_models.SUFFIXES:
+        keras_models.load_weights(model, path)
+        return
+    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    try:
+        model.load_state_dict(_nested(weights))
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by name; those of a layer's extra state, which rows of embeddings are, below that."""
+    flat: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        parts = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat |= {key: one for key, one in parts.items() if isinstance(one, torch.Tensor)}
+    return flat
+
+
+def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        outer, mark, key = name.partition("_extra_state/")
+        if mark:
+            nested.setdefault(outer + mark[:-1], {})[key] = value
+        else:
+            nested[name] = value
+    return nested
 
 
 def foreign_state(model: nn.Module) -> ForeignState:

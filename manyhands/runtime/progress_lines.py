@@ -20,6 +20,7 @@ from manyhands.events import (
     Logged,
     ResourcesUsed,
     Resumed,
+    RoundRestarted,
     RunEnded,
     RunStarted,
     ServerLost,
@@ -173,6 +174,8 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case Resumed():
             skipped = "".join(f"; skipped {clean(what)}" for what in event.skipped)
             return f"resumed at step {event.step}, epoch {event.epoch}, from {clean(event.path)}{skipped}"
+        case RoundRestarted():
+            return f"a round begins anew after step {event.step}: {_many(event.steps, 'step')} taken back"
         case WorkerLost(collateral=False):
             return f"lost rank {event.rank} on {clean(event.host)} (pid {event.pid}): {clean(event.reason)}"
         case ServerLost():

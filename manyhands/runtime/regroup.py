@@ -8,6 +8,7 @@ all workers do together outside of steps. In a static run nothing here has anyth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from torch import Tensor
 from manyhands.comm.axis import Axis
 from manyhands.control.session import Session
 from manyhands.errors import PeerLost
+from manyhands.events import RoundRestarted
 from manyhands.parallel.holding import Mapped
 from manyhands.runtime.worker import Worker
 from manyhands.spec.seat import Group
@@ -174,14 +176,24 @@ class Regrouping:
 
     def go_over(self, *, done: bool = False, after_loss: bool = True) -> Arrival:
         """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it."""
+        undone = self.training.go_back() if after_loss and self.training is not None else 0
         while True:
             group = self._session.await_group(NEXT_GROUP_S, stranded=after_loss)
             if group.rank < 0:
                 raise Dismissed
             try:
-                return self._arrive(group, done)
+                arrival = self._arrive(group, done)
             except PeerLost:
                 after_loss = True  # another member was lost meanwhile: there will be a newer group
+            else:
+                self._tell_restart(undone, after_loss)
+                return arrival
+
+    def _tell_restart(self, undone: int, after_loss: bool) -> None:
+        """Also where nothing was undone here: a chief that was lost may have recorded a step more."""
+        training = self.training
+        if after_loss and training is not None and training.engine.goes_back and self._has_state:
+            self._worker.emit(RoundRestarted(time_s=time.time(), step=training.progress.step, steps=undone))
 
     def wait_for_admission(self) -> bool:
         """A worker that was started into a running run waits here. False: the run has finished this call without it."""
@@ -252,6 +264,7 @@ class Regrouping:
             assert training is not None
             training.engine.held.attach(standing.mapped)
             take()
+            training.keep()
             self._operation, self.division, self._has_state = 0, "", True
 
 

@@ -188,8 +188,10 @@ class Run:
     def _default_slices(self) -> int:
         """Where one worker computes a whole batch, it has nobody to share it with."""
         worker = self.worker
-        alone = isinstance(worker.strategy, ParameterServer) and worker.strategy.mode == "async"
-        return self.spec.train.accumulate * (1 if alone else worker.most_workers)
+        choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
+        if choice is not None and choice.aggregate is not None:
+            return choice.aggregate
+        return self.spec.train.accumulate * (1 if choice and choice.mode == "async" else worker.most_workers)
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
@@ -209,6 +211,7 @@ class Run:
                 call=call,
                 machine=worker.machine(),
                 exact=self.spec.train.exact,
+                mode=_mode(worker.strategy),
                 depends_on_slices=randomness_in(self.parts.model),
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
@@ -342,3 +345,10 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
             where="elastic",
             fix=['reducer="exact" or "bf16"', "a run without elastic="],
         )
+
+
+def _mode(strategy: object) -> str:
+    """What the mode of parameter servers comes to."""
+    if not isinstance(strategy, ParameterServer):
+        return ""
+    return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

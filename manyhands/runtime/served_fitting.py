@@ -149,4 +149,7 @@ class ServedFit(Fit):
             staleness=done.staleness,
             lr=done.lr,
         )
+        if self._engine.is_async:
+            batch = self._steps.batches.at(done.step)
+            stats.batch, stats.start = batch.number, (batch.epoch, batch.start)
         self._commit(step, stats)

@@ -24,6 +24,7 @@ from manyhands.parallel.served_messages import FromServer, FromWorker
 from manyhands.parallel.served_server import PartServer
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.worker import Worker
+from manyhands.strategies.choices import ParameterServer
 
 __all__ = ["serve"]
 
@@ -34,8 +35,8 @@ TAKE_AT_ONCE = 50
 
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
     """Join the run, and end the process with 0 when the run has no more use for it."""
-    session, spec = worker.session, worker.resolved.spec
-    assert isinstance(session, Session)
+    session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
+    assert isinstance(session, Session) and isinstance(choice, ParameterServer)
     worker.settle_in(
         RunFacts(
             run_dir=spec.run.run_dir,
@@ -56,8 +57,9 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
         scheduler(optimizer) if scheduler is not None else None,
         session.shared_memory,
         clip_norm=spec.train.clip_norm,
-        place=getattr(worker.strategy, "place", None) or {},
+        place=choice.place or {},
         foreign=foreign_state(model),
+        seed=spec.run.seed,
     )
     _Serving(session, server, worker.warn).run()
     worker.close()

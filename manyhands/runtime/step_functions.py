@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
@@ -144,7 +144,7 @@ class Context:
     What it reads is how variables were when the call began; what it changes counts when, and only if, the call is done.
     """
 
-    def __init__(self, call: int, worker: int, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, call: int, worker: int, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self.call, self.worker = call, worker
         self.variables: Mapping[str, Tensor] = Variables(names, read)
         self._changes: dict[str, tuple[str, Tensor]] = {}
@@ -173,8 +173,8 @@ def _copy(value: Any) -> Tensor:
 class Variables(Mapping[str, "Tensor"]):
     """The variables of a snapshot; each is fetched when it is first looked at, and is the caller's own copy."""
 
-    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
-        self._names, self._read = list(names), read
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
         self._found: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -16,13 +16,10 @@ from manyhands.runtime.checking import Checking
 from manyhands.runtime.regroup import Arrival, Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
 
-__all__ = ["END_FIT", "LEAVE", "REGROUP", "SAVE", "Steps"]
-
-# What workers tell each other with every step; the largest wins. Each includes those before it, but for REGROUP, which
-# is asked for again.
-REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4
+__all__ = ["Steps"]
 
 
 class Steps:
@@ -40,6 +37,7 @@ class Steps:
     def begin(self) -> None:
         self._training.start_clock()
         self._training.meter.start()
+        self._training.keep()
         self._garbage.begin()
 
     @property
@@ -68,13 +66,24 @@ class Steps:
             return END_FIT
         if self.saver.is_due(step):
             return SAVE
-        return REGROUP if self._worker.is_chief and self._regrouping.change_is_due else 0
+        if not self._worker.is_chief or not self._training.engine.round_closes_with(step):
+            return 0
+        return REGROUP if self._regrouping.change_is_due else 0
 
     def done(self, step: Step, stats: StepStats) -> None:
         """The step is committed."""
         self._training.step_done(step, stats, self.total_steps)
         self._regrouping.step_done()
+        if self._training.engine.round_closed:
+            self._training.keep()
         self._garbage.release()
+
+    def after_step(self, *, save: bool) -> None:
+        """Start the save that the workers agreed on, and tell of those that have ended."""
+        if save and self._training.engine.has_residuals:  # every worker has a part in it
+            self._regrouping.agreed(lambda: self.saver.after_step(save=True))
+        else:
+            self.saver.after_step(save=save)
 
     def recover(self, lost: PeerLost) -> Arrival:
         """Go over to a group without those who are lost; in a static run there is none."""
@@ -115,6 +124,7 @@ class Steps:
     def end(self) -> None:
         """No more steps, for whatever reason."""
         self._garbage.end()
+        self._training.forget()
         self._training.tell_used(ended=True)
 
     def close(self) -> None:

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from manyhands.data.randomness import seed_all
 from manyhands.data.source import split
-from manyhands.errors import CheckpointMismatch, DataError, SpecError
-from manyhands.runtime import evaluating, keras_models
+from manyhands.errors import DataError, SpecError
+from manyhands.runtime import evaluating
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.models import assemble, load_weights, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
@@ -232,7 +231,7 @@ class Trainer:
         if run.is_call_over():
             return
         if self.is_chief:
-            _load_weights(training.model, Path(path))
+            load_weights(training.model, Path(path))
         training.engine.synchronise()
         run.calls.finish(None)
 
@@ -246,17 +245,6 @@ class Trainer:
         """Have `fit` end after the step under way, on every worker. For hooks."""
         if self._fit is not None:
             self._fit.stop_asked = True
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    if path.suffix in keras_models.SUFFIXES:
-        keras_models.load_weights(model, path)
-        return
-    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
 
 
 def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:

@@ -22,7 +22,7 @@ from manyhands.errors import CheckpointMismatch, ManyhandsError
 from manyhands.events import Divided, StepDone, Straggler
 from manyhands.native import why_not
 from manyhands.parallel.balance import Slow
-from manyhands.runtime.engines import Engine
+from manyhands.runtime.engines import AnyEngine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.pacing import Pacing, Verdict
@@ -30,8 +30,8 @@ from manyhands.runtime.solo import Solo
 from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
 from manyhands.runtime.usage import Meter
 from manyhands.runtime.worker import Worker
-from manyhands.strategies.base import StepStats
-from manyhands.strategies.replicated import Replicated
+from manyhands.strategies.base import Engine, StepStats
+from manyhands.strategies.served import Served
 
 __all__ = ["Progress", "Training"]
 
@@ -73,7 +73,7 @@ class Training:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        engine: Engine,
+        engine: AnyEngine,
         hooks: Hooks,
         slices: int,
         pacing: Pacing,
@@ -85,15 +85,16 @@ class Training:
         self.last_stats: StepStats | None = None
         """Of the last committed step."""
         self._hook_states: list[Any] = []
+        self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._step_s = 0.0
         self.meter = Meter(worker.rank, worker.world_size)
         self.start_clock()
 
     @property
-    def in_step(self) -> Replicated:
+    def in_step(self) -> Engine:
         """The engine, where all workers take each step together."""
-        assert isinstance(self.engine, Replicated)
+        assert not isinstance(self.engine, Served)
         return self.engine
 
     def start_clock(self) -> None:
@@ -127,9 +128,10 @@ class Training:
                 eta_s=(total_steps - step.number) * self._step_s if total_steps is not None else None,
                 total_steps=total_steps,
                 took_s=took_s,
-                start=(step.epoch, step.start),
+                start=stats.start or (step.epoch, step.start),
                 generation=self.worker.group.generation,
                 staleness=stats.staleness,
+                batch=stats.batch,
             )
         )
         self.meter.add(stats)
@@ -236,6 +238,7 @@ class Training:
             "exact": spec.train.exact,
             "precision": spec.train.precision,
             "reducer": spec.comm.reducer,
+            "averaging": self.engine.averaging,
         }
         if spec.train.exact:
             identity["threads"] = self.worker.threads
@@ -262,6 +265,24 @@ class Training:
         restore_rng(rest["rng"])
         self.progress = msgspec.convert(state["progress"], Progress)
 
+    def keep(self) -> None:
+        """Remember this state, where a loss takes workers back to it; in place of what was remembered before."""
+        if self.worker.is_elastic and self.engine.goes_back:
+            tensors, state = self.parts()
+            self._kept = state, {name: value.clone() for name, value in tensors.items()}
+
+    def forget(self) -> None:
+        """There is no going back from here."""
+        self._kept = None
+
+    def go_back(self) -> int:
+        """Become what was remembered, if anything was; how many steps that takes back."""
+        if self._kept is None:
+            return 0
+        before = self.progress.step
+        self.take(*self._kept, with_hooks=False)
+        return before - self.progress.step
+
     def restore_hooks(self) -> None:
         """After the hooks' own `begin`, which usually sets them to their start."""
         self.hooks.restore(self._hook_states)
@@ -281,8 +302,8 @@ class Training:
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
         mine = self.identity()
-        # The first checkpoints say nothing of these: there was one reducer, and who updated was not told.
-        saved = {"reducer": "exact", "fused updates": mine.get("fused updates"), **saved}
+        # The first checkpoints say nothing of these: there was one reducer, nobody averaged, who updated was not told.
+        saved = {"reducer": "exact", "averaging": "none", "fused updates": mine.get("fused updates"), **saved}
         for name, now in mine.items():
             before = saved.get(name)
             if before != now:

@@ -36,6 +36,7 @@ from manyhands.runtime.recorder import parse_line
 from manyhands.runtime.trial_agent import Failed, Order, Wrote
 from manyhands.runtime.tuning import Choice, Gauge, Ground, Measured, Result, Trial
 from manyhands.spec.load import KEYS, TRIAL_VARIABLE, Resolved, environment, resolve
+from manyhands.spec.run import AVERAGING
 
 __all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "ended_by_signals", "tune", "tune_this_script"]
 
@@ -141,6 +142,7 @@ def _ground(asked: Tuning, resolved: Resolved, started: RunStarted, environ: Map
         most_workers=most,
         allow_maths=asked.allow_maths,
         exact=started.exact,
+        averages=started.strategy in AVERAGING,
         slices_given="train.slices" in started.origins,
         depends_on_slices=started.depends_on_slices,
         pinned=frozenset(asked.flags),

@@ -84,6 +84,8 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = False
     slices_given: bool = False
     depends_on_slices: str = ""
+    averages: bool = False
+    """Workers train weights of their own: how many they are is part of the result."""
     pinned: frozenset[str] = frozenset()
     """Settings that were given as flags: they stay as given."""
 
@@ -91,6 +93,10 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     def holds_slices(self) -> bool:
         """Whether V stays what it is: somebody chose it, or results depend on it."""
         return self.slices_given or (not self.allow_maths and bool(self.exact or self.depends_on_slices))
+
+    @property
+    def holds_workers(self) -> bool:
+        return self.averages and not self.allow_maths
 
     @property
     def bits_matter(self) -> bool:
@@ -121,7 +127,7 @@ def _splits(ground: Ground) -> list[Trial]:
     default = ground.default
     most = min(ground.most_workers, ground.slices) if ground.holds_slices else ground.most_workers
     trials = [default]
-    for workers in worker_counts(ground.cores, most):
+    for workers in [default.workers] if ground.holds_workers else worker_counts(ground.cores, most):
         fixed = "threads" in ground.pinned or ground.exact
         held = ground.holds_slices and not ground.slices_given and workers != default.workers
         trial = msgspec.structs.replace(
@@ -347,6 +353,11 @@ def _row(ground: Ground, results: Sequence[Result], result: Result, choice: Choi
 def notes(ground: Ground, results: Sequence[Result], choice: Choice) -> list[str]:
     """What was not tried, why, and what to type to have it tried; and what the choice changes."""
     found = []
+    if ground.holds_workers:
+        found.append(
+            "Other numbers of workers were not tried: each trains weights of its own, so the result depends on them. "
+            "--allow-maths tries them."
+        )
     bounded = ground.holds_slices and ground.slices < min(ground.most_workers, ground.cores)
     if bounded and ground.slices_given:
         found.append(f"More than {ground.slices} workers were not tried: V={ground.slices} is given.")

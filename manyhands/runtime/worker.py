@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,20 @@ from manyhands.runtime.solo import Solo, watch_ending
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
-from manyhands.spec.run import RunSpec
+from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
-from manyhands.strategies.choices import Mirrored, MultiWorker, ParameterServer, Single
+from manyhands.strategies.choices import LocalSGD, Mirrored, MultiWorker, ParameterServer, Single
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 
-StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer
-_STRATEGIES: dict[str, type[Single] | type[Mirrored] | type[MultiWorker] | type[ParameterServer]] = {
+StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer | LocalSGD
+_STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "single": Single,
     "mirrored": Mirrored,
     "multi_worker": MultiWorker,
     "parameter_server": ParameterServer,
+    "local_sgd": LocalSGD,
+    "diloco": partial(LocalSGD, outer="nesterov"),
 }
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
@@ -252,7 +255,8 @@ class Worker:
             return machine
         backend = "NCCL" if self.device.type == "cuda" else "Gloo"
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
-        exchange = f", gradients exchanged as {reducer}" if reducer != "exact" else ""
+        what = "weights" if self.strategy.name in AVERAGING else "gradients"
+        exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
         return f"{machine}, workers talk {way}{exchange}"
 
     @property

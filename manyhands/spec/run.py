@@ -12,7 +12,11 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+
+
+AVERAGING = ("local_sgd", "diloco")
+"""Strategies whose workers train weights of their own."""
 
 
 DEFAULT_SERVERS = 2
@@ -53,7 +57,7 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    strategy: Literal["single", "mirrored", "multi_worker", "parameter_server"] = "mirrored"
+    strategy: Literal["single", "mirrored", "multi_worker", "parameter_server", "local_sgd", "diloco"] = "mirrored"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
@@ -189,4 +193,31 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[comm] reducer is {reducer}, which rounds what workers send each other; exact promises the same bits "
                 "for any number of them.",
                 fix=['reducer = "exact"', "exact = false"],
+            )
+        if self.train.strategy in AVERAGING:
+            self._check_averaging()
+
+    def _check_averaging(self) -> None:
+        """Workers with weights of their own: whatever rests on all having the same is refused."""
+        train, name = self.train, self.train.strategy
+        if train.exact:
+            raise SpecError(
+                f"[train] exact promises the same bits for any number of workers, but with {name} each trains weights "
+                "of its own, and the result depends on how many they are.",
+                fix=["exact = false", 'strategy = "mirrored"'],
+            )
+        if train.balance:
+            raise SpecError(
+                f"[train] balance moves slices between workers, but with {name} it matters who trains on what.",
+                fix=["balance = false"],
+            )
+        if train.audit:
+            raise SpecError(
+                f"[train] audit compares two workers' gradients of one slice, but with {name} their weights differ.",
+                fix=["audit = false"],
+            )
+        if self.comm.reducer == "int8":
+            raise SpecError(
+                f"[comm] reducer is int8, which tells later what it leaves out; {name} averages too seldom for that.",
+                fix=['reducer = "bf16"'],
             )

@@ -2,7 +2,8 @@
 
 `setup(model, optimizer)`, `train_step(step)`, `eval_step(pieces)`, `state()`, `restore(state)`, `close()`. Where ranks
 have state of their own, `gather_state()` brings it to rank 0 before `state()` is asked there. For users who write their
-own loop, `train_step` also comes in parts: `begin_step`, `slice_context`, `backward`, `end_step`.
+own loop, `train_step` also comes in parts: `begin_step`, `slice_context`, `backward`, `end_step`. `Engine` adds what
+runs ask of whoever does a strategy's work when workers come and go, or copies are compared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
+from manyhands.comm.axis import Axis
+from manyhands.parallel.divergence import Hashes
+from manyhands.parallel.holding import Holding
+from manyhands.parallel.phases import Phases
+from manyhands.parallel.shared_gradients import Sharing
+
+__all__ = ["Engine", "Evaluator", "LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
 
 LossFn = Callable[[nn.Module, Any], Any]
 """(model, batch) -> mean over the batch, or (sum, weight)."""
@@ -46,6 +53,8 @@ class StepLike(Protocol):
     def load_s(self) -> float: ...
     @property
     def fetched_together(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
     def mine(self) -> Iterable[PieceLike]: ...
     def slice(self, v: int) -> PieceLike: ...
 
@@ -71,6 +80,9 @@ class StepStats:
     """Of the step before, by rank: seconds at work in each phase, and of waiting for others. Empty: not known."""
     staleness: int | None = None
     """Under parameter servers: how many updates its gradients had not seen, at most."""
+    batch: int | None = None
+    """Under asynchronous parameter servers: the step whose rows it took, and where they begin; else its own."""
+    start: tuple[int, int] | None = None
     bytes_sent: int = 0
     lr: float | None = None
     samples_per_s: float = 0.0
@@ -95,3 +107,61 @@ class Strategy(Protocol):
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
+
+
+class Evaluator(Protocol):
+    """Whoever can be asked for a model's results, however it is trained."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]: ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
+
+
+class Engine(Strategy, Protocol):
+    """Who does a strategy's work, as the runtime sees it."""
+
+    phases: Phases
+    averaging: str
+    """How ranks that train weights of their own bring them together; "none" where all have the same."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def held(self) -> Holding: ...
+    def editing(self) -> AbstractContextManager[nn.Module]: ...
+    def synchronise(self) -> None: ...
+    def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None: ...
+    def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> None: ...
+    def slice_context(self, piece: PieceLike) -> AbstractContextManager[None]: ...
+    def backward(self, piece: PieceLike, result: Any) -> None: ...
+    def end_step(self) -> StepStats: ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
+    def using_loss(self, loss_fn: LossFn) -> AbstractContextManager[None]: ...
+    @property
+    def has_residuals(self) -> bool:
+        """Whether each rank has state of its own, so that `gather_state` needs all of them."""
+
+    # Ranks that come and go.
+    @property
+    def round_closed(self) -> bool:
+        """Whether ranks may come and go here, and a loss later on takes everybody back to here at most."""
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a loss takes all ranks back to where the last round closed; else the step is done again at most."""
+
+    def abandon(self) -> None: ...
+    def regroup(self, axis: Axis, sharing: Sharing | None) -> None: ...
+    @property
+    def can_go_on(self) -> bool: ...
+    def resume_step(self) -> StepStats: ...
+    def lost_slices(self) -> list[int]: ...
+    def round_closes_with(self, step: int) -> bool:
+        """The same, told before that step."""
+
+    # Copies that should be the same.
+    @property
+    def compares_copies(self) -> bool: ...
+    def hashes(self) -> Hashes: ...
+    def compare(self, told: Sequence[Hashes]) -> None: ...

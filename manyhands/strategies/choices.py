@@ -1,4 +1,7 @@
-"""The names a user writes to say how a model is trained: plain settings. Who does the work is in `replicated`."""
+"""The names a user writes to say how a model is trained: plain settings.
+
+Who does the work is in `replicated` and, for `LocalSGD`, in `averaged`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["Mirrored", "MultiWorker", "ParameterServer", "Single"]
+__all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
 MODES = ("sync", "async", "ssp")
-DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,19 +59,19 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     servers: int | None = None
     """How many. Default: 2."""
     mode: str = "async"
-    """async: a gradient is applied when it arrives. sync: once a step, as `Mirrored` does. ssp: on arrival, and no
-    worker is more than `staleness` steps ahead of the slowest living one."""
+    """async: each worker takes a batch at a time, and its gradient is applied when it arrives. sync: the slices of a
+    batch are shared out and applied together, as `Mirrored` does. ssp: the same, but a slice of step t may be computed
+    with weights that lack the last `staleness` steps before it."""
     staleness: int = 3
+    """Of ssp; 0 is sync."""
     backup_workers: int = 0
-    """sync: a step closes without the slowest so many."""
+    """sync and ssp: so many slices that somebody is slow with are given to idle workers, too; the first one counts."""
     aggregate: int | None = None
-    """sync: how many batches make one update. Default: as many as there are workers."""
-    damping: Any = None
-    """async and ssp: how much less a stale gradient counts. Default: no less."""
-    place: Any = None
-    """Which server has which tensor, where that is not left to us."""
-    durability: str = "upstream"
-    """What a server's death may cost: "upstream", "wal", "replica" or "snapshot"."""
+    """sync and ssp: how many gradients make one update; the same as `slices`, whatever the number of workers."""
+    damping: bool = False
+    """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
+    place: dict[str, int] | None = None
+    """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -79,26 +81,114 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     name = "parameter_server"
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, MODES)
-        _one_of("durability", self.durability, DURABILITIES)
+        _one_of("mode", self.mode, MODES, "mh.ParameterServer")
         _at_least("servers", self.servers, 1)
         _at_least("staleness", self.staleness, 0)
         _at_least("backup_workers", self.backup_workers, 0)
         _at_least("aggregate", self.aggregate, 1)
+        if self.aggregate is not None and self.mode == "async":
+            what = "aggregate says how many gradients make one update, but async applies each by itself"
+            raise _wrong(what, 'mode="sync"', 'mode="ssp"', where="mh.ParameterServer")
+        if self.damping and self.mode == "sync":
+            what = "damping is for stale gradients, and sync has none"
+            raise _wrong(what, "damping=False", 'mode="async"', where="mh.ParameterServer")
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SpecError(
-            f"ParameterServer: {name} is {value!r}, but must be one of {', '.join(known)}.",
-            fix=[f'{name}="{right}"' for right in known],
+class LocalSGD(_Settings, frozen=True, kw_only=True):
+    """Every worker trains weights of its own on its slices, and they are averaged after every `every` steps.
+
+    A round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD.
+    """
+
+    every: int = 32
+    """H: steps between two averages."""
+    outer: str = "mean"
+    """How agreed weights move: to the "mean", by a "nesterov" step towards it, or by an "elastic" pull (EASGD)."""
+    rule: str = "mean"
+    """How workers are put together: "mean", "weighted" by the rows each trained on, "median" or "trimmed" mean."""
+    trim: float = 0.2
+    """The fraction that "trimmed" leaves out at each end; at least one worker, of three or more."""
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    """Of "nesterov"."""
+    pull: float = 0.9
+    """Of "elastic": how far the center goes towards the workers' mean; each worker goes pull / workers towards it."""
+    post_local: int = 0
+    """Until this step, average after every one (post-local SGD)."""
+    fragments: int = 1
+    """Average the weights in so many parts, which take turns over the `every` steps (streaming DiLoCo)."""
+    overlap: int = 0
+    """Train on for so many steps while an average is under way."""
+    own_share: float = 0.5
+    """With `overlap`: how much of its own weights a worker keeps when the average arrives."""
+    peers: str = "all"
+    """Average with "all", or in "pairs" that are drawn anew each round."""
+    workers: int | None = None
+    """Workers on each host."""
+    cluster: Any = None
+    reducer: str | None = None
+    """How weights travel: "exact" (the default), or what they moved by in half the bytes ("bf16")."""
+    elastic: tuple[int, int] | None = None
+    """Workers may die, come and go. A loss takes the others back to where the last round ended."""
+    name = "local_sgd"
+
+    def __post_init__(self) -> None:
+        _one_of("outer", self.outer, ("mean", "nesterov", "elastic"))
+        _one_of("rule", self.rule, ("mean", "weighted", "median", "trimmed"))
+        _one_of("peers", self.peers, ("all", "pairs"))
+        for name, least in (("every", 1), ("fragments", 1), ("overlap", 0), ("post_local", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise _wrong(f"{name} is {value!r}, but must be a whole number from {least} on", f"{name}={least}")
+        self._check_numbers()
+        self._check_overlap()
+        if self.peers == "pairs":
+            self._check_pairs()
+
+    def _check_numbers(self) -> None:
+        limits = (
+            ("trim", 0 <= self.trim < 0.5, "from 0 to below 0.5", 0.2),
+            ("outer_lr", self.outer_lr > 0, "above 0", 0.7),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "from 0 to below 1", 0.9),
+            ("pull", 0 < self.pull <= 1, "above 0, and at most 1", 0.9),
+            ("own_share", 0 <= self.own_share < 1, "from 0 to below 1", 0.5),
         )
+        for name, right, words, usual in limits:
+            if not right:
+                raise _wrong(f"{name} is {getattr(self, name)}, but must be {words}", f"{name}={usual}")
+
+    def _check_overlap(self) -> None:
+        if self.fragments > self.every:
+            what = f"fragments is {self.fragments}, but a round has {self.every} steps, and each begins one at most"
+            raise _wrong(what, f"fragments={self.every}", f"every={self.fragments}")
+        if self.overlap > self.every // self.fragments:
+            what = f"overlap is {self.overlap}, but the next of {self.fragments} fragments follows after "
+            raise _wrong(f"{what}{self.every // self.fragments} steps", f"overlap={self.every // self.fragments}")
+        if self.overlap and self.post_local:
+            what = "overlap has averages arrive steps later, but until post_local the next step needs each"
+            raise _wrong(what, "post_local=0", "overlap=0")
+        if self.overlap and self.outer == "elastic":
+            what = "overlap moves workers some steps after the center, but elastic averaging moves both by the same"
+            raise _wrong(what, "overlap=0", 'outer="nesterov"')
+
+    def _check_pairs(self) -> None:
+        for name, usual in (("outer", "mean"), ("rule", "mean"), ("fragments", 1), ("overlap", 0)):
+            if getattr(self, name) != usual:
+                what = f"{name} is {getattr(self, name)!r}, but pairs take the mean of two workers' whole weights"
+                raise _wrong(what, f"{name}={usual!r}", 'peers="all"')
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...], where: str = "mh.LocalSGD") -> None:
+    if value not in known:
+        raise _wrong(f"{name} is {value!r}", *(f'{name}="{one}"' for one in known), where=where)
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (whole and value >= least):
-        raise SpecError(
-            f"ParameterServer: {name} is {value!r}, but must be a whole number from {least} on.",
-            fix=[f"{name}={least}"],
-        )
+        what = f"{name} is {value!r}, but must be a whole number from {least} on"
+        raise _wrong(what, f"{name}={least}", where="mh.ParameterServer")
+
+
+def _wrong(what: str, *fix: str, where: str = "mh.LocalSGD") -> SpecError:
+    return SpecError(f"{what}.", where=where, fix=fix)

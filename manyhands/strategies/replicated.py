@@ -30,6 +30,7 @@ from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
+from manyhands.parallel.sparse_step import SparseStep
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
 
@@ -62,12 +63,14 @@ class Replicated(Computing):
         check_every: int = 0,
         audit_seed: int | None = None,
         exact: bool = False,
+        seed: int = 0,
         foreign: ForeignState | None = None,
         sharing: Sharing | None = None,
         network: Callable[[], Axis] | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`sharing` is given where ranks share memory; `network` is then an axis that does without.
+        """`sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
+        start with what follows from `seed`.
 
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
         With `audit_seed` a slice of every step is computed twice, and must come out the same: to the bit if `exact`.
@@ -78,7 +81,7 @@ class Replicated(Computing):
         self._codec = _CODECS[reducer]() if reducer != "exact" else None
         self._gathered: dict[int, Tensor] = {}
         self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
-        self._check_every, self._redone = check_every, 0
+        self._check_every, self._redone, self._seed = check_every, 0, seed
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
@@ -105,6 +108,10 @@ class Replicated(Computing):
             tell=self._tell,
         )
         self._buffers = StepBuffers(model, self._foreign)
+        self._rows = SparseStep(model, self._seed)
+        if self._rows:
+            _check_rows(optimizer)
+            self._tell("no parameter servers in this strategy: every worker keeps all rows of the embeddings")
         if self.has_residuals and _wants_closure(optimizer):
             raise TrainingFailed(
                 f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
@@ -144,6 +151,7 @@ class Replicated(Computing):
         self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
         self._axis.barrier("weights of rank 0")
         self.held.accept_weights()
+        self._rows.synchronise(self._axis)
         self._buffers = StepBuffers(self._model, self._foreign)
 
     # Ranks that come and go, between steps or in the middle of one.
@@ -162,10 +170,18 @@ class Replicated(Computing):
         if self._held is not None:
             self._held.regroup(axis, sharing)
 
+    round_closed, goes_back, averaging = True, False, "none"
+
+    def round_closes_with(self, step: int) -> bool:
+        return True
+
     @property
     def can_go_on(self) -> bool:
-        """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory."""
-        return self.held.shared is not None and self.held.shared.keeps_rows
+        """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory.
+
+        Gradients of embeddings' rows do not lie there.
+        """
+        return self.held.shared is not None and self.held.shared.keeps_rows and not self._rows
 
     def resume_step(self) -> StepStats:
         """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
@@ -207,7 +223,8 @@ class Replicated(Computing):
         shared = self.held.common
         seeds = {seed.data_ptr() for seed in self._foreign.seeds}
         names = {id(param): name for name, param in self._model.named_parameters()}
-        weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
+        with self._rows.sparse.hidden():
+            weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
         own = [
             (name, one)
             for name, one in [*weights, *states_of(self._optimizer, names)]
@@ -216,7 +233,7 @@ class Replicated(Computing):
         groups = [[v for v in group.values() if isinstance(v, int | float)] for group in self._optimizer.param_groups]
         scale = self._precision.scale.state() if self._precision.scale else None
         of_host = shared.digest_of_part() if isinstance(shared, SharedWeights) and self.held.ranks_per_copy else 0
-        return Hashes(fingerprint(own, [groups, scale]), of_host)
+        return Hashes(fingerprint(own, [groups, scale, *self._rows.sparse.digests()]), of_host)
 
     def compare(self, told: Sequence[Hashes]) -> None:
         """`CopiesDiffer` on every rank, unless these, of all ranks, are the same."""
@@ -257,6 +274,7 @@ class Replicated(Computing):
             self.held.shared.stamp = self._stamp(step.number)
         self.held.gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
+        self._rows.begin()
         if self._audit is not None:
             self._audit.begin(step.number, shares)
         due = self.compares_copies and (step.number - 1) % self._check_every == 0 and not within
@@ -302,6 +320,7 @@ class Replicated(Computing):
             with self._audit.watching(self.held.gradients.params) if audited and self._audit else nullcontext():
                 scaled.backward()  # type: ignore[no-untyped-call]
             self.held.gradients.after_backward(place)
+            self._rows.leave(place)
         finally:
             self._buffers.put_back()
 
@@ -320,6 +339,7 @@ class Replicated(Computing):
                 scaled.backward()  # type: ignore[no-untyped-call]
         finally:
             self._buffers.put_back()
+            self._rows.sparse.drop()
             for param in self.held.gradients.params:
                 param.grad = None
 
@@ -338,6 +358,7 @@ class Replicated(Computing):
         self._scale_gradients(reduced, stats)
         if not stats.skipped:
             self.held.update.apply()
+            self._rows.apply(self._step.number)
         self._take_over(reduced, stats)
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
@@ -420,6 +441,7 @@ class Replicated(Computing):
             self._exchange.post(())
         self.held.gradients.finish()
         heard = self._exchange.finish()
+        self._rows.exchange(self._axis, self._step.number)
         if self._exchange.hashes:
             self.compare([Hashes.of(numbers) for numbers in self._exchange.hashes])
         reports = heard.reports
@@ -439,15 +461,18 @@ class Replicated(Computing):
         scale = self._precision.scale
         factor = self._step.rows / reduced.weight / (scale.value if scale else 1.0)
         self.held.update.scale(factor)
+        self._rows.factor = factor
         if self._clip_norm is None and scale is None:
             return
-        stats.grad_norm = self.held.update.norm()
+        stats.grad_norm = math.hypot(self.held.update.norm(), self._rows.norm())
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
             stats.skipped = True
             return
-        self.held.update.clip(clip_factor(stats.grad_norm, self._clip_norm))
+        clip = clip_factor(stats.grad_norm, self._clip_norm)
+        self.held.update.clip(clip)
+        self._rows.factor *= clip
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
@@ -493,6 +518,14 @@ def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Lay
     owned = [[place[v] for v in share if v in place] for share in shares]
     ranges = [range(places[0], places[-1] + 1) if places else range(0) for places in owned]
     return _Layout(bounds, shares, place, ranges)
+
+
+def _check_rows(optimizer: Optimizer) -> None:
+    if _wants_closure(optimizer):
+        raise TrainingFailed(
+            f"{type(optimizer).__name__} evaluates the loss several times per step; rows of embeddings change once.",
+            fix=["another optimizer", "torch.nn.Embedding"],
+        )
 
 
 def _wants_closure(optimizer: Optimizer) -> bool:

@@ -28,12 +28,14 @@ from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision
-from manyhands.parallel.served_link import Link
-from manyhands.parallel.served_memory import ServedMemory, layout_name
+from manyhands.parallel.served_link import Link, Pushed
+from manyhands.parallel.served_lookup import ServedRows
+from manyhands.parallel.served_memory import Memory, ServedMemory, layout_name
 from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_server import Saved, more_of
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
+from manyhands.parallel.sparse import Contribution, merge
 from manyhands.parallel.updates import runs_fused
 from manyhands.strategies.base import LossFn, PieceLike, StepLike
 from manyhands.strategies.choices import ParameterServer
@@ -49,6 +51,10 @@ class Reach(Protocol):
     """How a worker reaches the memory that servers keep: `Local` shares it with them, `Remote` sends frames."""
 
     is_away: bool
+
+    @property
+    def memory(self) -> Memory | None:
+        """That of the servers' host, where this worker shares it."""
 
     def enter(
         self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
@@ -99,6 +105,8 @@ class Served(Computing):
         link: Link,
         reach: Reach,
         *,
+        seed: int,
+        clip_norm: float | None,
         num_servers: Callable[[], int],
         worker: int,
         most_workers: int,
@@ -110,7 +118,8 @@ class Served(Computing):
         self._axis, self._choice, self._link, self._reach = axis, choice, link, reach
         self._num_servers, self._worker, self._most_workers = num_servers, worker, most_workers
         self._foreign, self._wait_for_chief = foreign, wait_for_chief
-        self._held: dict[int, Filled] = {}
+        self._seed, self._clip_norm = seed, clip_norm
+        self._held: dict[int, Pushed] = {}
         """By filling: gradients that are pushed, and not known to be applied by all servers."""
         self._opened: Open | None = None
         self._served: ServedMemory | None = None
@@ -127,6 +136,13 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
+        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory)
+        if self._rows and self._clip_norm is not None:
+            raise SpecError(
+                "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
+                where="clip_norm",
+                fix=["no clip_norm", 'strategy="mirrored"'],
+            )
         self._filler: RowFiller | None = None
         if joining:
             self._are_states_new = False
@@ -155,6 +171,7 @@ class Served(Computing):
         """Have the optimizer's states, as the servers left them, in this process's optimizer. Between courses."""
         if self._are_states_new or self._served is None:
             return
+        self._rows.tells = True
         opened = self._opened or self._reach.last_course()
         standings = self._reach.standings(opened)
         counts, more = _merged(opened, standings)
@@ -188,6 +205,12 @@ class Served(Computing):
     has_residuals = True
     """A save needs all workers: it happens between courses."""
     compares_copies = False
+    averaging = "none"
+    round_closed, goes_back = True, False
+    """Workers may come and go between courses, and a loss takes nothing back."""
+
+    def round_closes_with(self, step: int) -> bool:
+        return True
 
     # ---- courses ----
 
@@ -217,6 +240,7 @@ class Served(Computing):
         self._opened, self._told = opened, opened.version
         self._held, self._are_states_new, self._is_gathered = {}, False, False
         self._optimizer.state.clear()  # servers have them from now on
+        self._rows.enter(number, opened.servers)
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
 
@@ -239,7 +263,7 @@ class Served(Computing):
             servers=self._num_servers(),
             ahead=self.ahead,
             backups=self._choice.backup_workers,
-            damping=bool(self._choice.damping),
+            damping=self._choice.damping,
             groups=settings_of(self._optimizer),
             counts=[],
             more=b"",
@@ -252,6 +276,7 @@ class Served(Computing):
         with torch.no_grad():
             _copy(served.weights(version).views, served.params)
             _copy(served.buffers(version), changing_state(self._model, served.params))
+        self._rows.install(version)
         counts, more = self._put_states(served, version)
         return msgspec.structs.replace(opened, counts=counts, more=more)
 
@@ -308,7 +333,7 @@ class Served(Computing):
         self.phases.mark("update")
         reply = self._link.ask(lambda ticket: self._question(ticket, wish()), self._held.values)
         if not self.is_async:
-            self._held = {key: one for key, one in self._held.items() if one.held.step > reply.version}
+            self._held = {key: one for key, one in self._held.items() if one.filled.held.step > reply.version}
         self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
         self._book = reply.book
@@ -333,7 +358,7 @@ class Served(Computing):
             met=self._met,
             told=self._told,
             wish=wish,
-            holding=[one.held for one in self._held.values()],
+            holding=[one.filled.held for one in self._held.values()],
         )
 
     def compute(self, step: StepLike, work: Held, version: int) -> None:
@@ -349,30 +374,31 @@ class Served(Computing):
         self._buffers.begin(len(pieces), 2)
         results = [self._slice(piece, step) for piece in pieces]
         absent = filler.finish()
-        served.write_statistics(row, [statistics for _, _, statistics in results])
+        served.write_statistics(row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
             worker=self._worker,
             held=work,
             based_on=based_on,
-            total=sum(total for total, _, _ in results),
-            weight=sum(weight for _, weight, _ in results),
+            total=sum(total for total, _, _, _ in results),
+            weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
             changes=self._buffers.first_changes() if work.place == 0 else b"",
         )
+        rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(filled)
+        self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
         self.phases.mark("reduce")
 
-    def _push(self, filled: Filled) -> None:
-        self._reach.send(filled.held)
-        self._link.tell(filled)
+    def _push(self, push: Pushed) -> None:
+        self._reach.send(push.filled.held)
+        self._link.tell(push)
         if self.is_async:
-            self._link.await_applied(filled)
+            self._link.await_applied(push)
         else:
-            self._held[filled.held.filling] = filled
+            self._held[push.filled.held.filling] = push
 
-    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor]:
+    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor, list[Contribution]]:
         assert self._loss_fn is not None and self._filler is not None
         place = piece.index
         self._buffers.enter(place)
@@ -391,7 +417,7 @@ class Served(Computing):
         finally:
             self._buffers.put_back()
         self.phases.mark("backward")
-        return total, weight, statistics
+        return total, weight, statistics, self._rows.sparse.take()
 
     @property
     def _course_now(self) -> Open:

@@ -51,12 +51,12 @@ def process(code: str, after: Path | None = None) -> Process:
 def test_processes_that_wait_for_each_other_in_vain_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never = tmp_path / "join"
     with pytest.raises(ScriptFailed, match="exit code 3\nwhy"):
-        accuracy._run([process("print('why'); exit(3)"), process("", after=never)])
+        accuracy.run_to_end([process("print('why'); exit(3)"), process("", after=never)])
     monkeypatch.setattr(accuracy, "TIMEOUT_S", 0.5)
     with pytest.raises(ScriptFailed, match=r"join was not there after 0\.5 s"):
-        accuracy._run([process("import time; time.sleep(60)"), process("", after=never)])
+        accuracy.run_to_end([process("import time; time.sleep(60)"), process("", after=never)])
     with pytest.raises(ScriptFailed, match=r"no end after 0\.5 s"):
-        accuracy._run([process("import time; time.sleep(60)")])
+        accuracy.run_to_end([process("import time; time.sleep(60)")])
 
 
 def test_results_replace_what_stands_between_the_marks(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from bench.commits import Commit, commits_between, first_in_later, read_commits, stall, step_times
 from bench.compare import Measured, judge
 from bench.report import outcome, table, wish
+from bench.served_kills import first_after
 from bench.soak import Held, _leaks
 from bench.table import Row, Target
 
@@ -52,3 +53,9 @@ def test_what_kills_leave_behind_is_named() -> None:
     assert _leaks(Held(40, 10**8), Held(45, 10**8), 290) == []
     assert "more descriptors" in _leaks(Held(40, 10**8), Held(340, 10**8), 290)[0]
     assert "MB more" in _leaks(Held(40, 10**8), Held(40, 3 * 10**8), 290)[0]
+
+
+def test_the_first_update_that_a_dead_server_cannot_have_made_is_found_by_time() -> None:
+    commits = [Commit(1.0, 7, (1, 1)), Commit(2.0, 11, (1, 1)), Commit(2.1, 13, (1, 1)), Commit(2.2, 12, (1, 1))]
+    assert first_after(commits, 11) == commits[2]
+    assert first_after(commits, 13) is None

@@ -1,4 +1,4 @@
-"""Every command that docs/launching.md shows is taken by the command line as it stands."""
+"""Every command that docs/launching.md and docs/embeddings.md show is taken by the command line as it stands."""
 
 import json
 import os
@@ -11,9 +11,16 @@ import pytest
 from manyhands.cli.main import cli
 from manyhands.spec.cluster import from_tf_config
 
-TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
-LINES = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines() if line]
-RUNS = [line for line in LINES if re.search(r"\bmh run\b", line)]
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "launching.md").read_text()
+
+
+def lines_of(text):
+    return [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines() if line]
+
+
+LINES = lines_of(TEXT)
+RUNS = [line for line in LINES if re.search(r"\bmh run\b", line)] + lines_of((DOCS / "embeddings.md").read_text())
 
 
 @pytest.fixture

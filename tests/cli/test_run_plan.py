@@ -88,6 +88,16 @@ def test_a_clusters_ps_tasks_are_hosts_with_a_server_each_and_its_chief_only_coo
     assert "a chief coordinates and does not train" in nobody.what
 
 
+def test_a_recipe_is_a_module_of_ours_and_what_follows_is_its_own(plan, refused):
+    shown = plan("-n", "2", "--recipe", "recommender", "--", "--rows", "500", "x")
+    wanted = {"kind": "module", "target": "manyhands.recipes.recommender", "args": ["--rows", "500", "x"]}
+    assert (shown["ranks"], shown["command"]) == ([0, 1], wanted)
+    assert plan("--recipe", "digits")["command"]["args"] == []
+    error = refused("--recipe", "digit")
+    assert (error.what, error.fix[0], error.exit_code) == ("There is no recipe 'digit'.", "--recipe digits", 2)
+    assert (refused().what, refused().exit_code) == ("Neither SCRIPT nor --recipe was given.", 2)
+
+
 def test_two_dashes_end_our_flags(plan):
     assert plan("-n", "2", "--", "train.py", "--help")["command"]["args"] == ["--help"]
 

@@ -93,7 +93,7 @@ class Hands:
     def see_deaths(self) -> None:
         """As the agent's loop does."""
         assert self.crew is not None
-        for worker in list(self.crew.workers):
+        for worker in self.crew.everyone:
             if worker.alive and not alive(worker.pid):
                 self.crew.attend(worker.pidfd, worker)
         self.crew.tick(time.monotonic())
@@ -310,3 +310,21 @@ def test_an_offer_stands_until_it_is_taken_back_or_the_worker_is_admitted(line):
     line.crew.follow(plan(3, [1, 2, 13]))
     assert line.say(Heartbeat(generation="7.3", incarnation=13))
     assert (newcomer.report(0.0).offers, newcomer.report(0.0).generation) == (0, "7.3")
+
+
+def test_after_a_stop_servers_end_when_no_worker_is_left_and_do_not_wait_for_one_never_started(hands):
+    hands.around.servers_here = lambda plan: range(plan.servers)
+    living = {1: 1, 2: 2, 9: 9}
+    crew = hands.begin(plan(1, [1], servers=1, living=living))
+    server, worker = hands.started
+    assert (server.seat.is_server, worker.seat.incarnation) == (True, 1)
+    crew.ask_to_stop("preempt", 15, 30.0, lambda worker: None)
+    crew.follow(plan(1, [1, 2], servers=1, living=living))
+    until(lambda: hands.see_deaths() or worker.cleared, 10, "the worker's end")
+    hands.see_deaths()
+    assert not crew.servers.asked_to_end, "worker 9 lives on another host"
+    crew.follow(plan(1, [1, 2], servers=1, living={2: 2}))
+    hands.see_deaths()
+    assert crew.servers.asked_to_end
+    until(lambda: hands.see_deaths() or crew.clear, 10, "the server's end")
+    assert len(hands.started) == 2, "neither worker 2 nor another server was started"

@@ -41,11 +41,6 @@ def count_and_die_once(ctx: Any, cell: int, cells: int, mark: str) -> int:
 
 
 @mh.step
-def die(ctx: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@mh.step
 def see_twice(ctx: Any, other: str) -> tuple[int, int, int]:
     """Reads one variable, waits until somebody has changed both, and reads the other one."""
     first = int(ctx.variables["first"])

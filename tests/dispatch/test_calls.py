@@ -13,13 +13,15 @@ import pytest
 import torch
 import zmq
 from meetings import Meeting
+from proxies import Line
 from torch import Tensor
 
 import manyhands as mh
-from manyhands.control.keys import client_curve
+from manyhands.control.keys import client_curve, write_join_file
+from manyhands.control.launch_request import JoinTicket
 from manyhands.data.order import slice_key
 from manyhands.data.randomness import randomness
-from manyhands.errors import CallCancelled, SpecError, StepFailed, UsageError
+from manyhands.errors import CallCancelled, PeerLost, SpecError, StepFailed, UsageError
 
 
 def same(left: Any, right: Any) -> bool:
@@ -245,6 +247,31 @@ def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
     assert value.fetch()["args"] == [1]
     silent.close(0)
     context.term()
+
+
+@pytest.mark.parametrize("how", ["cut", "forgotten"])
+def test_a_worker_that_is_no_longer_in_its_cluster_hears_of_it_and_its_call_is_done(
+    how: str, warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, tmp_path: Path
+) -> None:
+    line = Line(warm.hub.tcp_address.removeprefix("tcp://"))
+    write_join_file(tmp_path / "cluster.join", JoinTicket(line.address, "", warm.hub.settings.key.hex()))
+    worker = mh.Worker(tmp_path / "cluster.join").start()
+    values = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(3)]
+    meeting.await_one(), meeting.await_one(), meeting.await_one()
+    if how == "cut":
+        line.cut()
+    [member] = [member for member in warm.hub._members.values() if member.child is None]
+    while member in warm.hub._members.values():
+        member.heard_at -= 1000  # as if it had been silent all that time; a sign of life on its way undoes it
+        warm.hub.wait_for(lambda: member not in warm.hub._members.values(), 1.0)
+    meeting.let_go()
+    meeting.await_one()  # its call, once more, elsewhere
+    meeting.let_go()
+    assert len(set(coordinator.fetch(values))) == 3
+    with pytest.raises(PeerLost, match={"cut": "was cut", "forgotten": "gone on without it"}[how]):
+        worker.join()
+    assert worker.session is None
+    line.close()
 
 
 def test_whoever_has_no_key_or_another_one_stays_outside(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:

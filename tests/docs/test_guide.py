@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/guide.md", "docs/exchange.md", "docs/dispatch.md")
+PAGES = (
+    "README.md",
+    "docs/guide.md",
+    "docs/exchange.md",
+    "docs/averaging.md",
+    "docs/dispatch.md",
+    "docs/embeddings.md",
+    "docs/parameter-servers.md",
+)
 
 
 def blocks(page: str) -> list[str]:

@@ -123,7 +123,7 @@ def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
     alone.start(1)
 
     def tell(asked: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in asked.items() if name == "clip"} | {
+        asked = {name: value for name, value in asked.items() if name in ("clip", "rows")} | {
             "steps": asked["steps"],
             "slow_s": 0,
             "commits": os.devnull,

@@ -41,6 +41,15 @@ def test_a_worker_killed_at_any_point_of_a_step_changes_nothing(
     assert sum("died: SIGKILL" in event.why for event in run.generations()) == len(places)
 
 
+@SHARED
+def test_rows_of_embeddings_are_nobodys_loss(elastic: Start, undisturbed: Any) -> None:
+    asked = {"steps": STEPS, "rows": True}
+    places = faults((1, 8, "backward"), (0, 14, "after its part"), (2, 20, "before the flip"))
+    run = elastic({**asked, "faults": places}, "-n", "4", "--elastic", "1:4")
+    assert run.wait() == undisturbed(asked)
+    check_commits(run)
+
+
 def test_over_sockets_too(elastic: Start, undisturbed: Any) -> None:
     places = faults((1, 8, "backward"), (0, 11, "before Gloo's sum"), (2, 14, "after Gloo's sum"))
     run = elastic({"steps": STEPS, "faults": places}, "-n", "4", "--elastic", "1:4", "--plane", "gloo")

@@ -155,6 +155,18 @@ def model() -> nn.Module:
     )
 
 
+class WithRows(nn.Module):
+    """The same, with rows of embeddings for the signs and sizes of some features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest, self.rows = model(), mh.EmbeddingBag(4, name="features", optimizer=mh.rows.Adam(), keep_steps=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rest(x) + self.rows((x[:, :6] * 30).long())
+        return found
+
+
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(640, 16, generator=generator)
@@ -162,7 +174,11 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def digest(trained: nn.Module) -> str:
-    return hashlib.sha256(b"".join(v.detach().numpy().tobytes() for v in trained.state_dict().values())).hexdigest()
+    found = hashlib.sha256()
+    for value in trained.state_dict().values():
+        for part in value.values() if isinstance(value, dict) else [value]:
+            found.update(part.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +186,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     ASKED.clear()
     ASKED.update(asked)
     trainer = mh.Trainer(
-        model,
+        WithRows if ASKED.get("rows") else model,
         loss,
         lambda params: torch.optim.AdamW(params, lr=2e-3),
         exact=True,

@@ -27,15 +27,20 @@ if __name__ == "__main__":
         pathlib.Path("served").touch()
     while role == "worker" and not pathlib.Path("served").exists():
         time.sleep(0.01)
-    hands = mh.join(strategy=mh.ParameterServer(servers=1), run_dir="run")
-    model = torch.nn.Linear(2, 1)
-    hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = mh.Trainer(
+        torch.nn.Linear(2, 1),
+        lambda model, batch: model(batch).square().mean(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        strategy=mh.ParameterServer(servers=1),
+        run_dir="run",
+    )
+    trainer.fit(torch.ones(4, 2), steps=1, batch_size=4)
     print("goes on as", role)
 """
 
 
 @pytest.mark.slow
-def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_setup(tmp_path):
+def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_the_trainer(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: text for name, text in os.environ.items() if not name.startswith("MANYHANDS_")}
     done = subprocess.run(

@@ -1,5 +1,5 @@
-/* Every collective on 1 to 4 forked ranks, every optimizer and the codec, with lengths around every border; built with
- * sanitizers by test_plane.py. */
+/* Every collective on 1 to 4 forked ranks, every optimizer, the codec and tables of rows, with lengths around every
+ * border; built with sanitizers by test_plane.py. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -132,7 +132,10 @@ static void encode_and_decode(size_t count, size_t block, int with_residual) {
     free(values), free(found), free(scales), free(residual), free(codes);
 }
 
+void all_rows(void); /* sanitized_rows.c */
+
 int main(void) {
+    all_rows();
     for (uint32_t world = 1; world <= 4; world++) {
         size_t area_bytes = 64 * world * 16, bytes = mh_plane_bytes(world, area_bytes);
         void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

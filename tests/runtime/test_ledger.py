@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manyhands.events import Event, GenerationStarted, Resumed, StepDone
+from manyhands.events import Event, GenerationStarted, Resumed, RunEnded, StepDone
 from manyhands.runtime.ledger import Rollback, audit, audit_run
 
 SIZE, BATCH = 10, 4  # epochs of three steps: 4, 4 and 2 rows
@@ -81,6 +81,35 @@ def test_steps_that_a_killed_chief_took_along_are_accounted_for_by_their_neighbo
 def test_a_gap_whose_rows_do_not_add_up_is_found() -> None:
     assert "are on no record" in audit([step(1), step(3, start=(0, 4))]).problems[0]
     assert "nothing says what came before" in audit([step(3, start=(0, 4))]).problems[0]
+
+
+def updates(*batches: int) -> list[Event]:
+    """Asynchronous: the n-th update took the rows of the n-th of these."""
+    taken = [step(batch) for batch in batches]
+    return [
+        msgspec.structs.replace(one, step=number, batch=one.step, time_s=float(number))
+        for number, one in enumerate(taken, start=1)
+    ]
+
+
+def test_asynchronous_updates_may_take_batches_in_any_order_but_each_of_them_once() -> None:
+    ledger = audit(updates(2, 3, 1, 6, 5, 4))
+    assert (ledger.problems, ledger.last_step, ledger.recorded) == ([], 6, 6)
+    again = audit(updates(2, 3, 2, 5, 4, 6))
+    assert again.samples_repeated == 4 and "step 2 took 4 samples of this epoch again" in again.problems
+
+
+def test_an_update_that_a_killed_chief_took_along_had_the_batch_that_is_missing() -> None:
+    ledger = audit([event for event in updates(2, 3, 1, 6, 5, 4) if isinstance(event, StepDone) and event.step != 4])
+    assert (ledger.problems, ledger.unrecorded, ledger.recorded) == ([], 1, 5)
+
+
+def test_a_batch_that_is_still_under_way_at_the_end_is_lost_if_the_run_ended_well() -> None:
+    amid = updates(1, 3, 2, 5)
+    assert audit(amid).problems == [] == audit([*amid, RunEnded(exit_code=1, step=4, reason="")]).problems
+    ledger = audit([*amid, RunEnded(exit_code=0, step=4, reason="")])
+    assert ledger.problems == ["4 updates took batch 5, so that 1 before it were left out"]
+    assert ledger.samples_lost == 4
 
 
 def test_a_run_directory_without_events_proves_nothing_and_contradicts_nothing(tmp_path: Path) -> None:

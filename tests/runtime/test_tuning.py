@@ -156,6 +156,15 @@ def test_a_model_that_depends_on_v_keeps_its_v_whatever_the_workers() -> None:
     assert flags_of(choose(four, results).trial, DEFAULT)["train.slices"] == 4
 
 
+def test_workers_with_weights_of_their_own_stay_as_many() -> None:
+    averaging = ground(default=BEST, slices=4, averages=True)
+    results = explore(averaging, lambda trial: 100.0)
+    assert {workers for workers, _ in splits(results)} == {4}
+    assert "--allow-maths" in notes(averaging, results, choose(averaging, results))[0]
+    allowed = ground(default=BEST, slices=4, averages=True, allow_maths=True)
+    assert {workers for workers, _ in splits(explore(allowed, lambda trial: 100.0))} > {4}
+
+
 def test_v_follows_the_workers_where_it_does_not_matter_or_was_allowed_to() -> None:
     for where in (ground(), ground(depends_on_slices="dropout", allow_maths=True)):
         results = explore(where, lambda trial: measured(100.0 * trial.workers, slices=trial.workers))

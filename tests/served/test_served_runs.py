@@ -45,11 +45,12 @@ def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
         ("server 1", 2, "in the register"),
         ("worker 0", 5, "half-way through the push"),
         ("server 0", 9, "before commit"),
+        ("server 1", 12, "between tables and weights"),
         ("worker 1", 14, "after the push"),
         ("server 0", 18, "after commit"),
         ("server 1", 24, "before the update"),
     )
-    run = served({"mode": mode, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
+    run = served({"mode": mode, "rows": True, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
     told = run.wait()
     assert told["counter"] == [3.0]
     assert told["reached"] == 48

@@ -25,6 +25,7 @@ from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Register
 from manyhands.parallel.served_part import FusedPart
+from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.served_talks import Push
 from manyhands.runtime.saving import Saver
 from manyhands.spec.load import seat
@@ -77,11 +78,11 @@ def half_way(act: Callable[[], None]) -> None:
     """In the middle of telling the servers: some have heard of a gradient, others have not."""
     original = Link.tell
 
-    def tell(self: Link, filled: Any) -> None:
-        self._ports[0].send(filled)
+    def tell(self: Link, push: Any) -> None:
+        self.tell_one(0, push)
         time.sleep(0.05)  # it has left this process
         act()
-        original(self, filled)
+        original(self, push)
 
     Link.tell = tell  # type: ignore[method-assign]
 
@@ -96,6 +97,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after the push": lambda act: after(Link, "tell", act),
     "before the update": lambda act: before(FusedPart, "update", act),
     "before commit": lambda act: after(FusedPart, "update", act),
+    "between tables and weights": lambda act: after(Tables, "apply", act),
     "after commit": lambda act: before(FusedPart, "updated", act),
     "in the register": lambda act: before(Register, "write", act),
     "before the answer": lambda act: after(served_server.PartServer, "take", act),
@@ -125,6 +127,9 @@ class Counted(nn.Module):
             nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Dropout(0.2), nn.Linear(300, 4000), nn.Linear(4000, 3)
         )
         self.counter = nn.Parameter(torch.zeros(ROWS))
+        self.seen = None
+        if ASKED.get("rows"):  # the same once more, with ids anywhere and rows on servers
+            self.seen = mh.Embedding(1, name="seen", optimizer=mh.rows.SGD(lr=1.0), init="zeros")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -136,7 +141,14 @@ def loss(model: Counted, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     outputs = model(x)
     for act in IN_BACKWARD if outputs.requires_grad else ():
         outputs.register_hook(lambda grad, act=act: act())
-    return nn.functional.cross_entropy(outputs, y) - BATCH * model.counter[row].mean()
+    counted = model.counter[row]
+    if model.seen is not None:
+        counted = counted + model.seen(ids_of(row)).squeeze(1)
+    return nn.functional.cross_entropy(outputs, y) - BATCH * counted.mean()
+
+
+def ids_of(row: Tensor) -> Tensor:
+    return row * 2**40 - 7
 
 
 class Watch:
@@ -185,12 +197,16 @@ if __name__ == "__main__":
         checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
     )
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(name.encode() + value.numpy().tobytes())
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(name.encode() + value.detach().numpy().tobytes())
+    counts = [model.counter.detach()]
+    if model.seen is not None:
+        with torch.no_grad():
+            counts.append(model.seen(ids_of(torch.arange(ROWS))).flatten())
     told = {
         "reached": trainer.step,
         "weights": digest.hexdigest(),
-        "counter": sorted({float(value) for value in model.counter.detach()}),
+        "counter": sorted({float(value) for value in torch.cat(counts)}),
         "loss": history[-1]["loss"],
     }
     if trainer.is_chief:

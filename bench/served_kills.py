@@ -1,0 +1,41 @@
+"""How soon a push is applied again after kill -9 of the only parameter server, in a real run of four workers.
+
+From the moment before the signal to the first update that the dead server cannot have made, as a worker hears of it.
+At most one gradient of each worker was applied without anybody having heard of it; that many updates do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from bench.commits import Commit
+from bench.recovery import READY_S, RECOVER_S, SETTLED_STEPS, WORKERS, Struck, striking
+from manyhands.control.client import query
+
+__all__ = ["first_after", "kills"]
+
+FLAGS = ("--strategy", "parameter-server", "--servers", "1")
+THINK_S = 0.01
+
+
+def kills(num_kills: int) -> list[float]:
+    with striking("bench.recovery_script", str(10**9), str(THINK_S), flags=FLAGS) as run:
+        run.settled()
+        return [_kill(run) for _ in range(num_kills)]
+
+
+def _kill(run: Struck) -> float:
+    (server,) = query(run.run_dir).servers
+    began = time.monotonic()
+    os.kill(server.pid, signal.SIGKILL)
+    heard = max(commit.step for commit in run.commits())
+    applied = run.until(lambda: first_after(run.commits(), heard + WORKERS), RECOVER_S, "push after the kill")
+    run.until(lambda: first_after(run.commits(), applied.step + SETTLED_STEPS), READY_S, "steps after that")
+    return applied.at_s - began
+
+
+def first_after(commits: list[Commit], step: int) -> Commit | None:
+    """The first commit, by time, of any later step."""
+    return next((commit for commit in commits if commit.step > step), None)

@@ -1,0 +1,158 @@
+"""Embeddings for any 64-bit id, without a table size: `Embedding` and `EmbeddingBag`, layers like any other.
+
+Rows are made as ids appear and are changed by an optimizer of their own (`mh.rows`), not by the model's. Under a
+trainer or `mh.join` that happens with every step; in a plain loop, `mh.rows.step(model)` does it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from manyhands.errors import DataError, SpecError
+from manyhands.parallel.row_rules import Adagrad, Init, RowOptimizer, TableSpec
+from manyhands.parallel.sparse import RowLayer
+
+__all__ = ["Embedding", "EmbeddingBag"]
+
+Combiner = Literal["sum", "mean", "max"]
+_COMBINERS = ("sum", "mean", "max")
+
+
+class Embedding(RowLayer):
+    """A row of `dim` weights for each id: integers of any shape in, one dimension more out.
+
+    What a row starts with is a function of the seed (the run's, unless one is given), `name` and its id. A row is made
+    by the `admit_after`-th step that has a gradient for it; before that, and in evaluation, an id without a row has
+    its initial weights. Rows that no step has touched for `keep_steps` are dropped, and beyond `max_bytes` those
+    untouched for longest. Rows are part of `state_dict()`, and of checkpoints.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        name: str,
+        optimizer: RowOptimizer | None = None,
+        init: Init = "uniform",
+        scale: float = 0.05,
+        admit_after: int = 1,
+        keep_steps: int | None = None,
+        max_bytes: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        spec = TableSpec(
+            name=name,
+            dim=dim,
+            optimizer=Adagrad() if optimizer is None else optimizer,
+            init=init,
+            scale=scale,
+            admit_after=admit_after,
+            keep_steps=keep_steps,
+            max_bytes=max_bytes,
+            seed=seed or 0,
+        )
+        super().__init__(spec, takes_seed=seed is None)
+
+    @property
+    def dim(self) -> int:
+        return self.spec.dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _check_ids(ids, self.spec.name)
+        rows, inverse = self.rows_of(ids)
+        return functional.embedding(inverse, rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.dim}, name={self.spec.name!r}, optimizer={self.spec.optimizer}"
+
+
+class EmbeddingBag(Embedding):
+    """The rows of several ids made one, by `combiner`: their sum, their mean, or the largest of each weight.
+
+    Bags are the rows of a 2-d input, in which `padding` ids, if that is set, are nobody's; or stretches of a flat one,
+    of which `offsets` says where each begins. An empty bag is zeros.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        name: str,
+        combiner: Combiner = "sum",
+        padding: int | None = None,
+        optimizer: RowOptimizer | None = None,
+        init: Init = "uniform",
+        scale: float = 0.05,
+        admit_after: int = 1,
+        keep_steps: int | None = None,
+        max_bytes: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if combiner not in _COMBINERS:
+            raise SpecError(
+                f"combiner is {combiner!r}.", where=f"table {name!r}", fix=[f'combiner="{one}"' for one in _COMBINERS]
+            )
+        super().__init__(
+            dim,
+            name=name,
+            optimizer=optimizer,
+            init=init,
+            scale=scale,
+            admit_after=admit_after,
+            keep_steps=keep_steps,
+            max_bytes=max_bytes,
+            seed=seed,
+        )
+        self.combiner, self.padding = combiner, padding
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        _check_ids(ids, self.spec.name)
+        flat, offsets = self._bags(ids, offsets)
+        rows, inverse = self.rows_of(flat)
+        if not len(flat):  # torch's own wants a row
+            return rows.new_zeros(len(offsets), self.dim)
+        return functional.embedding_bag(inverse, rows, offsets, mode=self.combiner)
+
+    def _bags(self, ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Ids one after the other, and where each bag of them begins."""
+        if offsets is not None:
+            if ids.dim() != 1 or offsets.dim() != 1:
+                raise self._wrong_shape(ids, f"with offsets of shape {list(offsets.shape)}")
+            return self._without_padding(ids, offsets)
+        if ids.dim() != 2:
+            raise self._wrong_shape(ids, "without offsets")
+        starts = torch.arange(0, ids.numel(), ids.shape[1], device=ids.device) if ids.shape[1] else None
+        if starts is None:
+            return ids.reshape(-1), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        return self._without_padding(ids.reshape(-1), starts)
+
+    def _without_padding(self, flat: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        if self.padding is None:
+            return flat, offsets
+        kept = flat != self.padding
+        before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        return flat[kept], before[offsets]
+
+    def _wrong_shape(self, ids: Tensor, how: str) -> DataError:
+        return DataError(
+            f"Bags of table {self.spec.name!r} have ids of shape {list(ids.shape)} {how}.",
+            fix=[
+                "ids of shape [bags, most ids of a bag], with padding=",
+                "flat ids, and offsets that say where bags begin",
+            ],
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, combiner={self.combiner!r}"
+
+
+def _check_ids(ids: Tensor, table: str) -> None:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        kind = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(
+            f"The ids of table {table!r} are {kind}, not integers.", fix=["ids.long()", "a tensor of int64"]
+        )

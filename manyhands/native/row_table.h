@@ -1,0 +1,86 @@
+/* How a table of rows lies in its memory; for rows.c and sweep.c. One after the other, each on a cache line: the head, two
+ * indexes, numbers of rows that are free, the rows, the journal.
+ *
+ * What counts is one of two states, and one store says which. An update works on the index that counts and writes down in
+ * the journal what it is about to change; a sweep builds the other index, which counts from the same store on. A process that
+ * is killed has done its stores up to some instruction and none after it: it is enough that the compiler keeps their order. */
+#ifndef MANYHANDS_ROW_TABLE_H
+#define MANYHANDS_ROW_TABLE_H
+
+#include "rows.h"
+
+#include <stdatomic.h>
+
+struct entry {
+    int64_t id;
+    uint32_t place; /* 0: empty; a row's number + 1; or MH_ROW_CANDIDATE and how often it was seen */
+    uint32_t update; /* the last that touched it */
+};
+
+struct state {
+    uint64_t number, rows, candidates;
+    uint64_t free;  /* rows that were given back, whose numbers are in the list */
+    uint64_t fresh; /* rows from this one on were never used */
+    uint64_t index; /* which of the two */
+};
+
+struct head {
+    uint64_t magic;
+    struct mh_rows_room room;
+    uint64_t current;
+    struct state states[2];
+    uint64_t journal_number, journal_length;
+};
+
+/* What was there before the update of the journal's number, followed by the row's contents. */
+struct record {
+    uint64_t slot; /* of the index, or NOWHERE */
+    struct entry entry;
+    uint64_t row; /* or NOWHERE */
+};
+
+#define NOWHERE UINT64_MAX
+
+struct table {
+    struct head *head;
+    struct entry *indexes[2], *index; /* `index` is the one in use */
+    uint32_t *free;
+    float *rows;
+    unsigned char *journal;
+    size_t num_slots, stride, record_bytes, bytes;
+    struct state state; /* as it will be once this is committed */
+};
+
+/* Where an id was found: NOWHERE if it was not. */
+struct spot {
+    uint64_t slot, row;
+};
+
+static inline void in_order(void) { atomic_signal_fence(memory_order_seq_cst); }
+
+static inline float *row_at(const struct table *t, uint64_t row) { return t->rows + row * t->stride; }
+
+static inline int has_row(const struct entry *entry) { return entry->place && !(entry->place & MH_ROW_CANDIDATE); }
+
+static inline size_t home_of(const struct table *t, int64_t id) {
+    return (size_t)(((unsigned __int128)mh_mix((uint64_t)id) * t->num_slots) >> 64);
+}
+
+/* Where the id is, or the empty slot where it would be. */
+static inline size_t slot_of(const struct table *t, int64_t id) {
+    size_t slot = home_of(t, id);
+    while (t->index[slot].place && t->index[slot].id != id) slot = slot + 1 == t->num_slots ? 0 : slot + 1;
+    return slot;
+}
+
+/* What an update is going to add to the table. */
+struct need {
+    uint64_t rows, candidates, admitted; /* `admitted` of the rows are candidates now */
+};
+
+/* Let go of what is too old and, with `may_evict`, of what has not been touched for longest, where there is no room for
+ * `need`. Entries at `spots` stay. 0, MH_ROWS_NO_ROOM or MH_NO_MEMORY; `swept`: another index is in use now. */
+int mh_rows_sweep(struct table *t, const struct mh_rows_rule *rule, uint64_t number, const struct spot *spots, size_t count,
+                  const struct need *need, int may_evict, int *swept);
+
+#endif

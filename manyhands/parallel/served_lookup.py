@@ -1,0 +1,138 @@
+"""A worker's side of embeddings whose rows are on parameter servers: look rows up, and send gradients to their owners.
+
+Before there are servers to ask, and for what a checkpoint brought, rows are in this process; the first course takes
+them to the servers. Start reading at `ServedRows.lookup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import CheckpointSaveFailed
+from manyhands.parallel.row_rules import TableSpec
+from manyhands.parallel.served_link import Link
+from manyhands.parallel.served_memory import Memory
+from manyhands.parallel.served_messages import Lookup, Number, RowGradients
+from manyhands.parallel.served_tables import PARTS, Tables, by_part, parts_of, rows_from, to_bytes
+from manyhands.parallel.sparse import Contribution, LocalRows, Sparse
+
+__all__ = ["ServedRows"]
+
+# Of one message's rows or gradients; what a message may have in all is a little more than twice that.
+MOST_BYTES = 2**18
+
+
+class ServedRows:
+    """The rows of a model's embeddings, for one worker. It is a `RowSource`."""
+
+    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None) -> None:
+        """Without `memory`, which servers share, this worker neither saves rows nor brings any to a course."""
+        self.sparse = Sparse(model)
+        self.sparse.set_seed(seed)
+        self._link, self._memory, self._local = link, memory, LocalRows()
+        self._specs: dict[str, TableSpec] = {}
+        self._number: Number | None = None
+        self._servers = 0
+        self.is_new = True
+        """Rows are in this process: the next course begins with them."""
+        self.tells = False
+        """Whether `state` has the rows that servers have; a copy, for a checkpoint."""
+        if self.sparse:
+            state = self.sparse.state()
+            self.sparse.use(self)
+            self.sparse.restore(state)
+
+    def __bool__(self) -> bool:
+        return bool(self.sparse)
+
+    # ---- a source of rows ----
+
+    def open(self, spec: TableSpec) -> None:
+        self._specs[spec.name] = spec
+        self._local.open(spec)
+
+    def lookup(self, table: str, ids: Tensor) -> Tensor:
+        if self._number is None or self.is_new:
+            return self._local.lookup(table, ids)
+        dim, ids = self._specs[table].dim, ids.cpu()
+        wanted = [(server, some) for server, places in self._by_server(ids) for some in _cut(places, dim)]
+        questions = [(server, self._question(table, ids[some])) for server, some in wanted]
+        found = torch.empty(len(ids), dim)
+        for (_, some), rows in zip(wanted, self._link.look_up(questions), strict=True):
+            found[some] = rows_from(rows, dim)
+        return found
+
+    def _question(self, table: str, ids: Tensor) -> Lookup:
+        assert self._number is not None
+        return Lookup(number=self._number, ticket=self._link.ticket(), table=table, ids=to_bytes(ids))
+
+    def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
+        raise AssertionError("servers apply what they are sent with a lease")
+
+    def state(self, table: str) -> dict[str, Tensor]:
+        if self.is_new:
+            return self._local.state(table)
+        return self._everything().snapshot(table) if self.tells else {}
+
+    def restore(self, table: str, state: Mapping[str, Tensor]) -> None:
+        self._local.restore(table, state)
+        self.is_new = True
+
+    def digests(self) -> list[int]:
+        return []
+
+    # ---- courses ----
+
+    def install(self, version: int) -> None:
+        """By the chief, before a course: servers find the rows in memory."""
+        if self and self.is_new and any(len(table) for table in self._local.tables.values()):
+            tables = self._everything()
+            for name in self._specs:
+                tables.restore(name, version, self._local.state(name))
+
+    def enter(self, number: Number, servers: int) -> None:
+        """From now on rows are asked for from these."""
+        self._number, self._servers, self.is_new, self.tells = number, servers, False, False
+
+    def messages(self, filling: int, contributions: Sequence[Contribution]) -> list[list[RowGradients]]:
+        """A lease's gradients, for each server those of its ids, in pieces."""
+        assert self._number is not None
+        found: list[list[RowGradients]] = [[] for _ in range(self._servers)]
+        for table, ids, gradients in contributions:
+            for server, places in self._by_server(ids):
+                for some in _cut(places, gradients.shape[1]):
+                    piece = RowGradients(
+                        number=self._number,
+                        filling=filling,
+                        order=len(found[server]),
+                        table=table,
+                        ids=to_bytes(ids[some]),
+                        gradients=to_bytes(gradients[some]),
+                    )
+                    found[server].append(piece)
+        return found
+
+    def _by_server(self, ids: Tensor) -> list[tuple[int, Tensor]]:
+        places = by_part(ids)
+        mine = [
+            (server, torch.cat([places[part] for part in parts_of(server, self._servers)]))
+            for server in range(self._servers)
+        ]
+        return [(server, some) for server, some in mine if len(some)]
+
+    def _everything(self) -> Tables:
+        if self._memory is None:
+            raise CheckpointSaveFailed(
+                "Rows of embeddings are in the memory of the servers' host, and the chief is on another.",
+                fix=["a worker on the host that the run was started on"],
+            )
+        return Tables(list(self._specs.values()), self._memory, range(PARTS))
+
+
+def _cut(places: Tensor, dim: int) -> list[Tensor]:
+    """In as many as one message takes."""
+    most = max(1, MOST_BYTES // (4 * dim))
+    return [places[start : start + most] for start in range(0, len(places), most)]

@@ -1,0 +1,212 @@
+"""Clicks for the recommender: made, with a structure that is known, or read from CSV and Parquet files.
+
+Either way a row is ids of its categories and its numbers, and whether there was a click. An id is a hash of the field
+and of what stands in it, so there is no vocabulary to build, and no limit to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.errors import DataError, EnvironmentProblem, SpecError
+
+__all__ = ["Clicks", "DataSpec", "Features", "Settings", "auc", "load", "make", "read_settings"]
+
+Features = tuple[Tensor, Tensor]
+"""Ids of the categories and numbers, by row."""
+SEPARATE = 10  # every tenth row of a file is held out, unless said otherwise
+
+
+class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[data] of the settings: which columns of which files."""
+
+    files: str
+    """A path or a pattern, of .csv files with a line of names or of .parquet files."""
+    label: str
+    """The column that says whether there was a click: 0 or 1."""
+    categories: list[str]
+    numbers: list[str] = []
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.categories:
+            raise SpecError("[data] categories is empty.", fix=['categories = ["user", "item"]'])
+        if not 0 < self.held_out < 1:
+            raise SpecError(
+                f"[data] held_out is {self.held_out:g}, but must be between 0 and 1.", fix=["held_out = 0.1"]
+            )
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the recipe is told in a TOML file; every key but [data] may be left out."""
+
+    data: DataSpec | None = None
+    crosses: list[tuple[str, str]] = []
+    """Pairs of categories that the wide part has a weight for, besides each category's own."""
+    dim: int = 16
+    scale: float = 0.05
+    hidden: tuple[int, ...] = (64, 32)
+    wide_lr: float = 0.1
+    wide_l1: float = 3e-3
+    deep_lr: float = 0.1
+    lr: float = 3e-3
+    admit_after: int = 1
+    max_bytes: int | None = None
+    """Of each of the two tables."""
+
+
+class Clicks(NamedTuple):
+    training: tuple[Features, Tensor]
+    held_out: tuple[Features, Tensor]
+    fields: list[str]
+    """The categories."""
+    ceiling: float | None
+    """The AUC on the held-out rows of whoever knows each row's true probability; None where nobody does."""
+
+
+def read_settings(path: Path | None) -> Settings:
+    if path is None:
+        return Settings()
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text()), Settings)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}.", where="--settings") from error
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise SpecError(f"{path}: {error}", where="--settings") from error
+
+
+def make(rows: int, *, seed: int = 0) -> Clicks:
+    """Users with tastes look at items of genres, on devices, at hours. What they click follows from tastes and genres,
+    from how eager a user and how good an item is, and from device and hour together; the rest is chance."""
+    draw = np.random.default_rng(seed)
+    users, items, devices, hours = max(20, rows // 200), max(10, rows // 400), 5, 24
+    taste, genre = draw.integers(0, 6, users), draw.integers(0, 8, items)
+    columns = {
+        "user": _often_and_seldom(draw, users, rows),
+        "item": _often_and_seldom(draw, items, rows),
+        "device": draw.integers(0, devices, rows),
+        "hour": draw.integers(0, hours, rows),
+    }
+    user, item = columns["user"], columns["item"]
+    logits = (
+        -1.0
+        + draw.normal(0, 1.2, (6, 8))[taste[user], genre[item]]
+        + draw.normal(0, 0.5, users)[user]
+        + draw.normal(0, 0.5, items)[item]
+        + draw.normal(0, 0.7, (devices, hours))[columns["device"], columns["hour"]]
+    )
+    clicked = torch.from_numpy(draw.random(rows) < 1 / (1 + np.exp(-logits))).float()
+    ids = torch.stack([_numbered(field, torch.from_numpy(column)) for field, column in columns.items()], 1)
+    kept, held_out = torch.arange(rows) % SEPARATE != 0, torch.arange(rows) % SEPARATE == 0
+    none = torch.empty(rows, 0)
+    return Clicks(
+        ((ids[kept], none[kept]), clicked[kept]),
+        ((ids[held_out], none[held_out]), clicked[held_out]),
+        list(columns),
+        auc(torch.from_numpy(logits)[held_out], clicked[held_out]),
+    )
+
+
+def _often_and_seldom(draw: np.random.Generator, kinds: int, rows: int) -> Any:
+    """A few of them often, and many of them seldom."""
+    return np.minimum(kinds * draw.random(rows) ** 1.5, kinds - 1).astype(np.int64)
+
+
+def load(spec: DataSpec) -> Clicks:
+    """The files' columns, in memory; rows that are held out are chosen by a hash of their number."""
+    columns = _read(spec)
+    missing = [name for name in [spec.label, *spec.categories, *spec.numbers] if name not in columns]
+    if missing:
+        raise DataError(
+            f"{spec.files} has no column {missing[0]!r}; it has {', '.join(columns)}.", where="[data] of the settings"
+        )
+    clicked = torch.tensor(_floats(columns, spec.label))
+    if not bool(((clicked == 0) | (clicked == 1)).all()):
+        raise DataError(f"The column {spec.label!r} has other values than 0 and 1.", where="[data] label")
+    ids = torch.stack([torch.tensor(_hashed(field, columns[field])) for field in spec.categories], 1)
+    numbers = torch.tensor([_floats(columns, name) for name in spec.numbers]).T.reshape(len(ids), -1)
+    held_out = torch.from_numpy(np.random.default_rng(0).random(len(ids)) < spec.held_out)
+    kept = ~held_out
+    if not 0 < int(kept.sum()) < len(ids):
+        raise DataError(f"{spec.files} has {len(ids)} rows: too few to hold some out.", where="[data] held_out")
+    mean, deviation = numbers[kept].mean(0), numbers[kept].std(0).clamp(min=1e-6)
+    numbers = (numbers - mean) / deviation
+    return Clicks(
+        ((ids[kept], numbers[kept]), clicked[kept]),
+        ((ids[held_out], numbers[held_out]), clicked[held_out]),
+        spec.categories,
+        None,
+    )
+
+
+def _read(spec: DataSpec) -> dict[str, Sequence[Any]]:
+    paths = sorted(Path(name) for name in glob.glob(spec.files))
+    if not paths:
+        raise DataError(f"No file matches {spec.files}.", where="[data] files")
+    read = {".csv": _read_csv, ".parquet": _read_parquet}
+    found: dict[str, list[Any]] = {}
+    for path in paths:
+        if path.suffix not in read:
+            raise DataError(f"{path} is neither .csv nor .parquet.", where="[data] files")
+        for name, values in read[path.suffix](path).items():
+            found.setdefault(name, []).extend(values)
+    return dict(found)
+
+
+def _read_csv(path: Path) -> Mapping[str, Iterable[Any]]:
+    with path.open(newline="") as file:
+        names, *rows = csv.reader(file)
+    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(names, ())
+
+
+def _read_parquet(path: Path) -> Mapping[str, Iterable[Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise EnvironmentProblem(f"{path} needs pyarrow to be read.", fix=["pip install pyarrow", "a .csv"]) from error
+    columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
+    return columns
+
+
+def _floats(columns: Mapping[str, Sequence[Any]], name: str) -> list[float]:
+    try:
+        return [0.0 if value in ("", None) else float(value) for value in columns[name]]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"The column {name!r} is not of numbers: {error}.", where="[data] of the settings") from error
+
+
+def _hashed(field: str, values: Sequence[Any]) -> list[int]:
+    known: dict[Any, int] = {}
+    return [known[value] if value in known else known.setdefault(value, _hash(field, value)) for value in values]
+
+
+def _hash(field: str, value: Any) -> int:
+    digest = hashlib.blake2b(f"{field}\0{value}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _numbered(field: str, values: Tensor) -> Tensor:
+    """Ids of whole numbers: no two fields have one in common."""
+    return values + (_hash(field, "") & ~0xFFFFFFFF)
+
+
+def auc(scores: Tensor, clicked: Tensor) -> float:
+    """How often a row with a click is above one without, ties counted half."""
+    _, inverse, counts = np.unique(scores.numpy(), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positive = clicked.numpy() == 1
+    ones, zeros = int(positive.sum()), int((~positive).sum())
+    if not ones or not zeros:
+        raise DataError("All rows that are held out, or none, have a click; the AUC needs both.")
+    return float((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))

@@ -1,0 +1,69 @@
+/* Tables of rows with exactly as much memory as they ask for: every optimizer, rows that go, moves; for sanitized.c. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "rows.h"
+
+#define CHECK(what)                                                      \
+    if (!(what)) {                                                       \
+        fprintf(stderr, "rows, line %d: not so: %s\n", __LINE__, #what); \
+        exit(1);                                                         \
+    }
+
+static void *new_table(const struct mh_rows_room *room) {
+    void *memory = calloc(1, mh_rows_bytes(room));
+    CHECK(memory != NULL);
+    mh_rows_format(memory, room);
+    return memory;
+}
+
+/* Into a larger one that is filled by hand, and back into one that was moved to. */
+static void *taken_over(void *memory, struct mh_rows_room *room) {
+    struct mh_rows_count count;
+    mh_rows_count(memory, &count);
+    size_t length = count.rows + count.candidates;
+    int64_t *ids = malloc((length + 1) * sizeof *ids);
+    uint32_t *places = malloc((length + 1) * 4), *updates = malloc((length + 1) * 4);
+    mh_rows_list(memory, ids, places, updates);
+    void *filled = new_table(room);
+    mh_rows_fill(filled, count.number, ids, places, updates, length);
+    free(filled), free(ids), free(places), free(updates);
+    room->rows += 3;
+    void *moved = new_table(room);
+    mh_rows_move(memory, moved);
+    CHECK(mh_rows_digest(memory, 1, 2) == mh_rows_digest(moved, 1, 2));
+    free(memory);
+    return moved;
+}
+
+static void one_table(int optimizer, uint32_t dim, uint32_t admit_after) {
+    struct mh_rows_rule rule = {.optimizer = optimizer, .start = optimizer % MH_NUM_ROW_STARTS, .key = 5, .scale = 1,
+        .lr = 0.1f, .eps = 1e-8f, .accumulator = 0.1f, .beta1 = 0.9f, .beta2 = 0.99f, .l1 = 0.1f, .l2 = 0.1f, .beta = 1,
+        .power = 0.5f, .z_from_weight = 1, .admit_after = admit_after, .keep_updates = 9};
+    struct mh_rows_room room = {dim, mh_row_states(optimizer, dim), 20, admit_after > 1 ? 20 : 0, 15}, wanted;
+    void *memory = new_table(&room);
+    for (uint64_t number = 1; number < 60; number++) {
+        size_t given = number % 16;
+        int64_t *ids = malloc((given + 1) * sizeof *ids), *own = malloc((given + 1) * sizeof *ids);
+        int64_t *inverse = malloc((given + 1) * sizeof *ids);
+        for (size_t i = 0; i < given; i++) ids[i] = (int64_t)mh_mix(number * 31 + i) % 40;
+        int64_t count = mh_unique(ids, given, own, inverse);
+        CHECK(count >= 0 && (size_t)count <= given);
+        float *values = calloc(given * dim + 1, sizeof(float)), *sums = calloc((size_t)count * dim + 1, sizeof(float));
+        for (size_t i = 0; i < given * dim; i++) values[i] = (float)i;
+        mh_add_rows(sums, values, inverse, given, dim);
+        CHECK(mh_rows_update(memory, &rule, number, own, sums, (size_t)count, 0.5f, 1, &wanted) == 0);
+        mh_rows_lookup(memory, &rule, own, (size_t)count, sums);
+        CHECK(mh_rows_recover(memory) == 0);
+        free(ids), free(own), free(inverse), free(values), free(sums);
+        if (number % 20 == 0) memory = taken_over(memory, &room);
+    }
+    free(memory);
+}
+
+void all_rows(void) {
+    for (int optimizer = 0; optimizer < MH_NUM_ROW_RULES; optimizer++) {
+        for (uint32_t dim = 1; dim < 20; dim += 6) one_table(optimizer, dim, 1), one_table(optimizer, dim, 3);
+    }
+}
