@@ -8,73 +8,40 @@ of leases, the buffers, and the journal of updates. Start reading at `PartServer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
-from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.placing import Chunk, divide, pinned
+from manyhands.parallel.served_course import Ongoing, Outbox, Saved
 from manyhands.parallel.served_hatch import Hatch, Intake
 from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
 from manyhands.parallel.served_messages import (
-    Applied,
     Ask,
     Bring,
-    Done,
     Filled,
     FromWorker,
     Lookup,
-    Number,
     Of,
     Open,
     Opened,
     Piece,
-    Reply,
     RowGradients,
     Stand,
     Want,
 )
-from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
-from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
+from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
 from manyhands.parallel.served_tables import Tables, parts_of
-from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
 
-__all__ = ["MAX_TOLD", "PartServer", "Saved", "more_of", "open_memory"]
-
-MAX_TOLD = 200
-"""Updates that one reply tells of."""
-
-Outbox = list[tuple[bytes, Any]]
-
-
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server commits with every update, beside weights and states."""
-
-    number: Number
-    low: int
-    seen: list[int]
-    counts: list[int]
-    more: bytes
-    groups: list[dict[str, Any]]
-    scheduler: dict[str, Any] | None
-
-    @property
-    def version(self) -> int:
-        return self.low + len(self.seen)
-
-
-def more_of(committed: bytes, opened: Open) -> bytes:
-    """What lies beside the states in memory, as a server left them in this course, or else as it began."""
-    saved = msgspec.msgpack.decode(committed, type=Saved) if committed else None
-    return saved.more if saved is not None and saved.number == opened.number else opened.more
+__all__ = ["PartServer", "open_memory"]
 
 
 def open_memory(model: nn.Module, memory: Memory, opened: Open, foreign: ForeignState) -> ServedMemory:
@@ -116,7 +83,7 @@ class PartServer:
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
         self._register = course_register(memory, number)
-        self._course: _Course | None = None
+        self._course: Ongoing | None = None
         self._intake: Intake | None = None
         self.refused: Counter[str] = Counter()
         """Messages that changed nothing, because they were "broken", "late" or "repeated"."""
@@ -173,7 +140,7 @@ class PartServer:
                 course.stands(message)
         return []
 
-    def _told(self, course: _Course, of: Of) -> bytes:
+    def _told(self, course: Ongoing, of: Of) -> bytes:
         """What this server was told to do, or what it has committed last."""
         return self._register.value if of == "course" else course.committed
 
@@ -256,7 +223,7 @@ class PartServer:
         clips = self._clip_norm is not None
         hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
         tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
-        self._course = _Course(
+        self._course = Ongoing(
             self._number, self._model, self._scheduler, opened, saved, served, part, hatch, tables, self._foreign
         )
         served.set_version(self._number, saved.version)
@@ -280,288 +247,3 @@ class PartServer:
         pins = pinned(opened.trained, self._place, opened.servers)
         numels = [param.numel() for param in served.params]
         return divide(numels, opened.servers, pins, whole=not runs_fused(self._optimizer))[self._number]
-
-
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
-    """The minutes of a book, with its number and its course's."""
-
-    course: Number
-    book: int
-    minutes: Minutes | None
-
-
-class _Course:
-    """What a server knows while one course lasts."""
-
-    def __init__(
-        self,
-        number: int,
-        model: nn.Module,
-        scheduler: Any,
-        opened: Open,
-        saved: Saved,
-        served: ServedMemory,
-        part: ServedPart,
-        hatch: Hatch,
-        tables: Tables,
-        foreign: ForeignState,
-    ) -> None:
-        self.opened, self.part, self.hatch, self.tables = opened, part, hatch, tables
-        self._away = frozenset(opened.away)
-        self._number, self._scheduler, self._served = number, scheduler, served
-        self._register = served.standing(number)
-        self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
-        self._intent = served.intent(number)
-        self.shard.first = self._begun(saved)
-        self._senders: dict[int, bytes] = {}
-        """Step -> who waits to hear that it is applied."""
-        self.asks: dict[int, tuple[bytes, Ask]] = {}
-        self.book: Book | None = None
-        self._standings: dict[int, Standing] = {}
-        self._living: frozenset[int] | None = None
-        if number == 0:
-            self._minutes = served.minutes()
-            self._journal = served.journal()
-            self._buffers = _Buffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
-
-    def hear_living(self, living: frozenset[int]) -> None:
-        self._living = living.intersection(self.opened.workers)
-        self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
-        if self.book is not None:
-            self.book.lose(self._living)
-        else:
-            self._open_book()
-
-    def _open_book(self) -> None:
-        """Once it is known where every server stands, and who is there."""
-        opened = self.opened
-        if self._number or self._living is None or len(self._standings) < opened.servers:
-            return
-        found = self._minutes.value
-        before = msgspec.msgpack.decode(found, type=_Kept) if found else _Kept(opened.number, 0, None)
-        same = before.minutes if before.course == opened.number else None
-        self.book = Book(
-            opened.course,
-            Rule(ahead=opened.ahead, backups=opened.backups),
-            [self._standings[server] for server in range(opened.servers)],
-            num_rows=opened.rows,
-            number=before.book + 1,
-            minutes=same or Minutes.before(opened.course.first),
-        )
-        self._keep_minutes(self.book)
-        self.book.lose(self._living)
-        self.book.expect(self._living)
-
-    def _keep_minutes(self, book: Book) -> None:
-        """Before any answer goes out that rests on them."""
-        told = msgspec.msgpack.encode(_Kept(self.opened.number, book.number, book.minutes))
-        if told != self._minutes.value:
-            self._minutes.write(told)
-
-    # ---- messages ----
-
-    def fill(self, sender: bytes, message: Filled) -> Outbox:
-        held = message.held
-        if self.book is not None:
-            self.book.filled(held)
-        if self.shard.is_applied(held.step):
-            self.tables.drop([held.filling])
-            return [(sender, self._applied(held.step))]
-        contribution = Contribution(
-            step=held.step,
-            place=held.place,
-            row=held.row,
-            filling=held.filling,
-            worker=message.worker,
-            based_on=message.based_on,
-            total=message.total,
-            weight=message.weight,
-            absent=tuple(message.absent),
-            changes=message.changes,
-        )
-        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
-        is_whole = self.tables.has(held.filling, message.pieces)
-        if known and held.filling > 0 and is_whole and self._is_there(contribution):
-            self._senders[held.step] = sender
-            self.shard.fill(contribution)
-        return []
-
-    def take(self, sender: bytes, message: Piece) -> Outbox:
-        if self.shard.is_applied(message.held.step):
-            return [(sender, self.hatch.enough(message.held))]
-        got = self.hatch.take(message)
-        return [(sender, got)] if got is not None else []
-
-    def give(self, sender: bytes, message: Want) -> Outbox:
-        part = self.hatch.give(message, self.shard.num_applied, lambda: more_of(self.committed, self.opened))
-        return [(sender, part)] if part is not None else []
-
-    @property
-    def committed(self) -> bytes:
-        return self._register.value
-
-    def stands(self, message: Stand) -> None:
-        if 0 < message.server < self.opened.servers:
-            has = frozenset(Item(*item) for item in message.has)
-            self._stand(message.server, Standing(message.low, frozenset(message.seen), has))
-
-    def _stand(self, server: int, standing: Standing) -> None:
-        if self.book is not None:
-            self.book.stands(server, standing)
-        else:
-            self._standings[server] = standing
-            self._open_book()
-
-    def answer(self) -> Outbox:
-        """Everybody for whom there is something."""
-        if self._number:
-            return []
-        self._stand(0, self.shard.standing())
-        if self.book is None:
-            return []
-        outbox: Outbox = []
-        for worker, (sender, ask) in list(self.asks.items()):
-            done, all_told = self._news(ask.told)
-            answer = None
-            if all_told:
-                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
-            holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
-            if answer is None and not done and not holds_applied and ask.book == self.book.number:
-                continue
-            del self.asks[worker]
-            outbox.append((sender, self._reply(self.book, ask, answer, done)))
-        self._keep_minutes(self.book)
-        return outbox
-
-    def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
-        return Reply(
-            number=ask.number,
-            ticket=ask.ticket,
-            book=book.number,
-            version=answer.version if isinstance(answer, Grant) else book.low,
-            work=answer.held if isinstance(answer, Grant) else None,
-            meet=answer.step if isinstance(answer, Meet) else None,
-            why=answer.why if isinstance(answer, Meet) else 0,
-            done=done,
-        )
-
-    def _news(self, told: int) -> tuple[list[Done], bool]:
-        """Updates that a worker has not heard of, and whether these are all."""
-        updates = self.shard.num_applied
-        found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
-        done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
-        return done, updates <= told + MAX_TOLD
-
-    # ---- updates ----
-
-    def apply_one(self) -> Outbox:
-        due = self.shard.due()
-        if due is None:
-            return []
-        return self._apply(due) if self._are_intact(due) else []
-
-    def _are_intact(self, due: Sequence[Contribution]) -> bool:
-        gone = [one for one in due if not self._is_there(one)]
-        for one in gone:
-            self.shard.drop(one)
-        return not gone
-
-    def _is_there(self, one: Contribution) -> bool:
-        if one.worker in self._away:
-            return self.hatch.has(one.row, one.filling)
-        return self._served.filling(one.row) == one.filling
-
-    def _row(self, one: Contribution) -> int:
-        return self.hatch.row(one.row) if one.worker in self._away else one.row
-
-    def _apply(self, due: Sequence[Contribution]) -> Outbox:
-        step, version = due[0].step, self.shard.num_applied
-        rows, weight = self.opened.course.rows(step), sum(one.weight for one in due)
-        staleness = max(version - one.based_on for one in due)
-        factor = rows / weight / (1 + staleness if self.opened.damping else 1)
-        absent = set.intersection(*(set(one.absent) for one in due))
-        present = [place for place in range(len(self._served.params)) if place not in absent]
-        norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
-        if not self._are_intact(due):  # somebody else was given the row while it was read
-            return []
-        if self.tables:
-            self._apply_rows(step, version + 1, due, factor)
-        if self._number == 0:
-            self._buffers.update(version, due, [self._row(one) for one in due])
-            loss = sum(one.total for one in due) / weight
-            done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
-            self._journal.write(version + 1, msgspec.msgpack.encode(done))
-        if self.opened.scheduled and self._scheduler is not None:
-            self._scheduler.step()
-        self.shard.applied(step)
-        self._commit()
-        self.part.updated(version)
-        self._served.set_version(self._number, version + 1)
-        sender = self._senders.pop(step, None)
-        return [(sender, self._applied(step))] if sender is not None else []
-
-    def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
-        """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
-        if not self.shard.in_order:
-            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, [one.filling for one in due], factor)
-        self.tables.drop([one.filling for one in due])
-
-    def _begun(self, saved: Saved) -> int | None:
-        """The step that a server before this one had begun to apply to rows, and did not commit."""
-        if not self._intent.value:
-            return None
-        course, number, step = msgspec.msgpack.decode(self._intent.value, type=tuple[Number, int, int])
-        return step if (course, number) == (self.opened.number, saved.version + 1) else None
-
-    def _commit(self) -> None:
-        saved = Saved(
-            number=self.opened.number,
-            low=self.shard.low,
-            seen=sorted(self.shard.seen),
-            counts=self.part.counts(),
-            more=self.part.more(),
-            groups=settings_of(self.part.optimizer),
-            scheduler=plain_schedule(self._scheduler),
-        )
-        self._register.write(msgspec.msgpack.encode(saved))
-
-    @property
-    def _lr(self) -> float:
-        return float(self.part.optimizer.param_groups[0]["lr"])
-
-    def _applied(self, step: int) -> Applied:
-        return Applied(number=self.opened.number, server=self._number, step=step)
-
-
-class _Buffers:
-    """The first server replays what slices made of the buffers, so that every version has its own."""
-
-    def __init__(
-        self, model: nn.Module, foreign: ForeignState, served: ServedMemory, version: int, *, apart: bool
-    ) -> None:
-        """`apart`: slices may have begun with the buffers of earlier versions."""
-        self._served, self._apart = served, apart
-        self._live = changing_state(model, served.params)
-        self._copy(self._live, served.buffers(version))
-        self._replay = StepBuffers(model, foreign)
-
-    def update(self, version: int, due: Sequence[Contribution], rows: Sequence[int]) -> None:
-        """Make the buffers of the version after this one; done again, it makes the same."""
-        if not self._live:
-            return
-        self._copy(self._live, self._served.buffers(version))
-        self._replay.refresh()
-        slices = [one for row in rows for one in self._served.read_statistics(row)]
-        self._replay.begin(len(slices), 2)
-        self._replay.commit(slices, apart=self._apart)
-        for one in due:
-            if one.place == 0 and one.changes:
-                self._replay.apply_first_changes(one.changes)
-        self._copy(self._served.buffers(version + 1), self._live)
-
-    @staticmethod
-    def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)

@@ -28,12 +28,12 @@ from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.served_course import Saved, more_of
 from manyhands.parallel.served_link import Link, Pushed
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory, ServedMemory, layout_name
 from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
-from manyhands.parallel.served_server import Saved, more_of
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
 from manyhands.parallel.sparse import Contribution, merge
 from manyhands.parallel.updates import runs_fused

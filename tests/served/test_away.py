@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from manyhands.native import why_not
 from manyhands.parallel.leases import Held
 from manyhands.parallel.norms import clip_factor, global_norm
+from manyhands.parallel.served_course import more_of
 from manyhands.parallel.served_frames import FRAME_BYTES, checksum
 from manyhands.parallel.served_messages import Ask, Bring, Filled, Part, Piece, Stand, Want
-from manyhands.parallel.served_server import more_of
 from manyhands.parallel.served_states import load_states, merge_states
 from tests.served.away import ROWS, WORKER, Away, make_model
 
