@@ -96,6 +96,8 @@ class PartServer:
         self._register = course_register(memory, number)
         self._course: _Course | None = None
         self._living: frozenset[int] | None = None
+        self.num_made = 0
+        """Updates that this process has made."""
         if told := self._register.value:
             self._begin(msgspec.msgpack.decode(told, type=Open))
 
@@ -136,7 +138,10 @@ class PartServer:
         course = self._course
         if course is None:
             return []
-        return [*course.apply_one(), *course.answer()]
+        before = course.shard.num_applied
+        outbox = course.apply_one()
+        self.num_made += course.shard.num_applied - before
+        return [*outbox, *course.answer()]
 
     @property
     def has_work(self) -> bool:

@@ -18,6 +18,7 @@ import zmq
 
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.session import RunFacts, Session
+from manyhands.events import ServerWentOn
 from manyhands.parallel.served_memory import Attendance
 from manyhands.parallel.served_messages import FromServer, FromWorker
 from manyhands.parallel.served_server import PartServer
@@ -78,7 +79,7 @@ class _Serving:
         self._poller = zmq.Poller()
         self._poller.register(self._port.socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self._told_at, self._told_step = 0.0, -1
+        self._told_at, self._told_step, self._went_on = 0.0, -1, False
         self._number, self._attendance = seat.server, Attendance(session.shared_memory)
 
     def run(self) -> None:
@@ -92,6 +93,7 @@ class _Serving:
             for sender, message in self._port.receive():
                 self._send(self._server.take(sender, message))
             self._send(self._server.work())
+            self._tell_first_update()
             self._tell_standing()
         self._attendance.mark(self._number, up=False)
         self._session.on_change = None
@@ -105,6 +107,12 @@ class _Serving:
     def _send(self, outbox: list[tuple[bytes, Any]]) -> None:
         for receiver, message in outbox:
             self._port.send(message, to=receiver)
+
+    def _tell_first_update(self) -> None:
+        if self._server.num_made and not self._went_on:
+            self._went_on = True
+            step = self._server.step
+            self._session.publish(ServerWentOn(time_s=time.time(), server=self._number, pid=os.getpid(), step=step))
 
     def _tell_standing(self) -> None:
         """To the first server, at every step and tick; to the agent, that this one gets somewhere."""
