@@ -47,7 +47,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     age_s: float
     """Since it was last heard."""
     step: int | None = None
-    """Of a parameter server: it has applied all updates to this one. None: it has not said so far."""
+    """Of a parameter server: how many updates it has applied. None: it has not said so far."""
     deaths: int = 0
     role: str = "server"
 

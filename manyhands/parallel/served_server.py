@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
-from manyhands.parallel.placing import divide, pinned
+from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
 from manyhands.parallel.served_messages import (
     Applied,
@@ -33,6 +33,7 @@ from manyhands.parallel.served_messages import (
 )
 from manyhands.parallel.served_part import FusedPart, Gradient, ServedPart, WholePart
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_variables import ServedVariable, listing
 from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.updates import runs_fused
 
@@ -114,9 +115,21 @@ class PartServer:
         return self._number == 0
 
     @property
-    def step(self) -> int:
-        """All steps to this one are applied."""
-        return self._course.shard.low if self._course is not None else 0
+    def version(self) -> int:
+        """How many updates its part of the weights has seen."""
+        return self._course.shard.num_applied if self._course is not None else 0
+
+    @property
+    def course_number(self) -> Number | None:
+        return self._course.opened.number if self._course is not None else None
+
+    def variables(self) -> list[ServedVariable]:
+        """What all servers of this course keep."""
+        if self._course is None:
+            return []
+        opened, by_name = self._course.opened, dict(self._model.named_parameters())
+        params = [by_name[name] for name in opened.trained]
+        return listing(opened.trained, params, self._divide(params, opened))
 
     def take(self, sender: bytes, message: FromWorker) -> Outbox:
         if isinstance(message, Open):
@@ -204,11 +217,14 @@ class PartServer:
         load_settings(self._optimizer, saved.groups)
 
     def _make_part(self, served: ServedMemory, opened: Open) -> ServedPart:
-        fused = runs_fused(self._optimizer)
+        chunks = self._divide(served.params, opened)[self._number]
+        kind = FusedPart if runs_fused(self._optimizer) else WholePart
+        return kind(served, self._optimizer, chunks, self._clip_norm)
+
+    def _divide(self, params: Sequence[Tensor], opened: Open) -> list[list[Chunk]]:
         pins = pinned(opened.trained, self._place, opened.servers)
-        chunks = divide([param.numel() for param in served.params], opened.servers, pins, whole=not fused)
-        kind = FusedPart if fused else WholePart
-        return kind(served, self._optimizer, chunks[self._number], self._clip_norm)
+        whole = not runs_fused(self._optimizer)
+        return divide([param.numel() for param in params], opened.servers, pins, whole=whole)
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
