@@ -78,8 +78,8 @@ class Crew:
 
     @property
     def servers_at(self) -> str:
-        """Where processes of this host reach the servers: here, if it has them, else elsewhere."""
-        if self._around.servers_here(self.plan) or not self.plan.servers:
+        """Where processes of this host reach the servers: here, if it has them all, else by their addresses."""
+        if len(self._around.servers_here(self.plan)) >= self.plan.servers:
             return self._around.server_prefix
         return ",".join(endpoint for _, endpoint in sorted(self.plan.servers_at.items()))
 

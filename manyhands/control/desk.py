@@ -198,8 +198,10 @@ class Desk:
             welcome = msgspec.structs.replace(welcome, stop=None)  # it is asked after the workers; see `tell_servers`
         if self._key is not None and worker.seat.num_servers:
             client, server = weights_client_curve(self._key), weights_server_curve(self._key)
-            curve, clients = (server, client.public) if worker.seat.is_server else (client, b"")
-            welcome = msgspec.structs.replace(welcome, curve=curve, clients=clients)
+            if worker.seat.is_server:
+                welcome = msgspec.structs.replace(welcome, curve=server, clients=client.public, as_client=client)
+            else:
+                welcome = msgspec.structs.replace(welcome, curve=client)
         if worker.peer is not None:
             self.port.send(welcome, to=worker.peer)
 

@@ -180,6 +180,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """Where the run has servers and several hosts: the keys of workers and servers towards each other."""
     clients: bytes = b""
     """To a server: the public key of those who may come in."""
+    as_client: Curve | None = None
+    """To a server: with which it comes to servers of other hosts."""
 
 
 class Refusal(_Message, frozen=True, kw_only=True):

@@ -106,6 +106,8 @@ class Session:
         """Between workers and servers of different hosts; None where the run has one host."""
         self.clients = b""
         """A server's: the public key of those who may come in, for `control.refusals.DoorKeeper`."""
+        self.as_client: Curve | None = None
+        """A server's: with which it comes to servers of other hosts."""
         self._servers = seat.servers
         self.servers_wanted = seat.num_servers
         """How many servers there should be, as last heard."""
@@ -148,7 +150,7 @@ class Session:
         if self._announced is not None and self._announced.group.generation == self.group.generation:
             self.group = self._announced.group  # exact, where hosts have different numbers of workers
         self.stop_requested = self.stop_requested or welcome.stop
-        self.curve, self.clients = welcome.curve, welcome.clients
+        self.curve, self.clients, self.as_client = welcome.curve, welcome.clients, welcome.as_client
 
     def server_endpoint(self, number: int) -> str:
         """Where a server is reached from here; under `curve` if it is a tcp:// endpoint."""

@@ -75,13 +75,11 @@ class _Serving:
     def __init__(self, session: Session, server: PartServer, tell: Callable[[str], None]) -> None:
         self._session, self._server, self._tell, seat = session, server, tell, session.seat
         self._context: zmq.Context[Any] = zmq.Context()
-        at = session.server_endpoint(seat.server)
-        self._ports: list[Port[FromWorker]] = [open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True)]
+        self._ports: list[Port[FromWorker]] = []
+        if not _is_elsewhere(at := session.server_endpoint(seat.server)):
+            self._ports.append(open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True))
         self._door = self._listen()
-        self._first: Port[FromServer] | None = None
-        if seat.server > 0:
-            first, identity = session.server_endpoint(0), f"server {seat.server}".encode()
-            self._first = open_port(self._context, zmq.DEALER, first, FromServer, identity=identity)
+        self._first = self._reach_first() if seat.server > 0 else None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         session.on_change = self._nudge
         self._poller = zmq.Poller()
@@ -127,6 +125,11 @@ class _Serving:
         self._ports.append(open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True, curve=session.curve))
         door.watch(self._ports[-1])
         return door
+
+    def _reach_first(self) -> Port[FromServer]:
+        session, first = self._session, self._session.server_endpoint(0)
+        identity, curve = f"server {session.seat.server}".encode(), session.as_client if _is_elsewhere(first) else None
+        return open_port(self._context, zmq.DEALER, first, FromServer, identity=identity, curve=curve)
 
     def _mind_the_door(self) -> None:
         for refused in self._door.attend() if self._door is not None else ():
@@ -174,3 +177,8 @@ class _Serving:
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):  # The counter is full: the loop will wake anyway.
             os.eventfd_write(self._wake, 1)
+
+
+def _is_elsewhere(endpoint: str) -> bool:
+    """Servers of one host are reached without a network."""
+    return endpoint.startswith("tcp:")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,21 @@ TRAINING = Path(__file__).with_name("training.py")
 
 
 class Run:
-    def __init__(self, folder: Path, asked: dict[str, Any], options: list[str], script: Path = TRAINING) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        asked: dict[str, Any],
+        options: list[str],
+        script: Path = TRAINING,
+        prefix: Sequence[str] = (),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.directory = folder, folder / "run"
         command = [sys.executable, "-m", "manyhands.cli.main", "run", "--run-dir", str(self.directory), *options]
         told = os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
         self.process = subprocess.Popen(
-            [*command, str(script), json.dumps(asked)], cwd=folder, stdout=told, stderr=output
+            [*prefix, *command, str(script), json.dumps(asked)], cwd=folder, stdout=told, stderr=output
         )
         os.close(told)
         os.close(output)

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.parallel import served_server
+from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Register
 from manyhands.parallel.served_part import FusedPart
 from manyhands.parallel.served_tables import Tables
+from manyhands.parallel.served_talks import Push
 from manyhands.runtime.saving import Saver
 from manyhands.spec.load import seat
 from manyhands.strategies.served import Served
@@ -89,6 +91,9 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "backward": IN_BACKWARD.append,
     "before the push": lambda act: before(Served, "_push", act),
     "half-way through the push": half_way,
+    "between frames": lambda act: after(Push, "hear", act),
+    "taking a frame": lambda act: after(Hatch, "take", act),
+    "giving a frame": lambda act: before(Hatch, "give", act),
     "after the push": lambda act: after(Link, "tell", act),
     "before the update": lambda act: before(FusedPart, "update", act),
     "before commit": lambda act: after(FusedPart, "update", act),
@@ -134,7 +139,7 @@ def loss(model: Counted, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     x, y, row = batch
     time.sleep(ASKED.get("slow_s", {}).get(WHO, 0.0))
     outputs = model(x)
-    for act in IN_BACKWARD:
+    for act in IN_BACKWARD if outputs.requires_grad else ():
         outputs.register_hook(lambda grad, act=act: act())
     counted = model.counter[row]
     if model.seen is not None:

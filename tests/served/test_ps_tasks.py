@@ -1,0 +1,66 @@
+"""A cluster as TF_CONFIG describes it: every server and every worker on a host of its own, none shares memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.served.conftest import TRAINING
+from tests.served.test_served_runs import faults
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+MH = [sys.executable, "-m", "manyhands.cli.main", "run", "--strategy", "parameter_server", "--ui", "plain"]
+
+
+def free_addresses(number: int) -> list[str]:
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+    for probe in probes:
+        probe.close()
+    return addresses
+
+
+def start(folder: Path, cluster: dict[str, list[str]], job: str, index: int, asked: Any) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})}
+    with open(folder / f"{job}-{index}.txt", "w") as output:
+        return subprocess.Popen(
+            [*MH, "--run-dir", "run", str(TRAINING), json.dumps(asked)], cwd=folder, env=environ,
+            stdout=output, stderr=output,
+        )  # fmt: skip
+
+
+def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tmp_path: Path, mirrored: Any) -> None:
+    chief, *others = free_addresses(5)
+    cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
+    places = faults(
+        ("server 1", 3, "giving a frame"), ("worker 1", 4, "between frames"), ("server 0", 10, "after commit")
+    )
+    asked = {"mode": "sync", "exact": True, "clip": 5.0, "validate": True, "faults": places}
+    tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
+    processes = [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
+    try:
+        codes = [process.wait(90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outputs = [(tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks]
+    assert codes == [0] * len(tasks), "\n".join(outputs)
+    [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, clip=5.0, validate=True)
+    assert len(list(tmp_path.glob("fault-*"))) == len(places)

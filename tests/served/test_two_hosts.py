@@ -1,0 +1,83 @@
+"""Workers on another host than the servers: the bits of one process, and every gradient once, whoever dies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.served.test_served_runs import faults
+from tests.served.two_hosts import Prefixes, two_hosts_run
+
+sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
+import namespaces
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+ONE_AND_TWO = ("-n", "1", "--servers", "2")
+# Worker 0 shares memory with the servers, worker 1 does not: when worker 0 dies the other one is chief.
+A_SERVER_AND_THE_CHIEF = faults(("server 0", 2, "taking a frame"), ("worker 0", 3, "backward"))
+EVERYBODY = [
+    *A_SERVER_AND_THE_CHIEF,
+    *faults(("server 1", 8, "giving a frame"), ("worker 1", 40, "between frames"), ("server 0", 60, "after commit")),
+]
+# So that whoever was killed is back before the next one is.
+LONGER = {"epochs": 5, "slow_s": {"worker 0": 0.1, "worker 1": 0.1}, "faults": EVERYBODY}
+
+
+def num_happened(folder: Path) -> int:
+    return len(list(folder.glob("fault-*")))
+
+
+def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoever_dies(
+    tmp_path: Path, mirrored: Any
+) -> None:
+    asked = {"mode": "sync", "exact": True, "clip": 5.0, "validate": True, "faults": A_SERVER_AND_THE_CHIEF}
+    with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as run:
+        told = run.wait()
+    assert told == mirrored(exact=True, clip=5.0, validate=True)
+    assert num_happened(tmp_path) == len(A_SERVER_AND_THE_CHIEF)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode: str) -> None:
+    asked = {"mode": mode, "save_every": 20, **LONGER}
+    with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as run:
+        told = run.wait()
+    assert (told["counter"], told["reached"]) == ([5.0], 80)
+    assert num_happened(tmp_path) == len(EVERYBODY)
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[Prefixes]:
+    with namespaces.two_hosts() as prefixes:
+        yield prefixes
+
+
+REASON = namespaces.why_not()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_networks_train_one_model_whoever_dies(
+    tmp_path: Path, networks: Prefixes, mirrored: Any, mode: str
+) -> None:
+    asked = {"mode": mode, "exact": mode == "sync", **LONGER}
+    address = namespaces.ADDRESSES[0]
+    options = (*ONE_AND_TWO, "--insecure-data-plane")
+    with two_hosts_run(tmp_path, asked, *options, address=address, prefixes=networks) as run:
+        told = run.wait()
+    if mode == "sync":
+        assert told == mirrored(exact=True, epochs=5)
+    assert told["counter"] == [5.0]
+    assert num_happened(tmp_path) == len(EVERYBODY)
