@@ -6,6 +6,8 @@ in sync. So the ratio of two sides' seconds is that of their examples per second
 
 from __future__ import annotations
 
+from typing import Any
+
 from bench.baton import Side, interleave
 from bench.compare import Measured, Size, divide
 from bench.push_side import NUM_BYTES
@@ -13,9 +15,9 @@ from bench.recovery import FULL_BLOCKS, WORKERS
 from bench.recovery_script import MODEL
 from bench.served_kills import kills
 from bench.served_side import THINK_S
-from bench.sides import copying, library_python, library_servers, pushing, served, torch_side
+from bench.sides import library_python, library_servers, one_process, served, torch_side
 from bench.table import OURS
-from bench.workloads import SERVED_ROWS, WORKLOADS
+from bench.workloads import SERVED_ROWS, SPARSE_BATCH, SPARSE_DIM, SPARSE_IDS, WORKLOADS
 
 __all__ = ["measure", "why_not"]
 
@@ -27,13 +29,14 @@ LIBRARIES = {
     "ray-lean": ("Ray without copies", "ray", ("bench.peers.ray_side", "lean")),
 }
 """What a peer is called, whose environment it needs, and what runs there."""
+SPARSE_PEERS = {"sparse-tensorflow": "TensorFlow", "sparse-torch": "nn.Embedding"}
 KILLS = 10
 PACED = "mlp-1m"
 """Small beside the time that its slices sleep."""
 
 
 def why_not(workload: str) -> str | None:
-    peer = workload.removesuffix("-16")
+    peer = workload.removesuffix("-16").removeprefix("sparse-")
     if peer not in LIBRARIES:
         return None
     name, environment, _ = LIBRARIES[peer]
@@ -51,11 +54,16 @@ def measure(workload: str, size: Size) -> Measured:
             return _push_pull(size)
         case "kills":
             return _kills(size)
+        case "sparse-tensorflow" | "sparse-torch":
+            return _sparse(workload, size)
     model = "mlp-10m-16" if workload.endswith("-16") else "mlp-10m"
     peer = workload.removesuffix("-16")
     name = "two loops by hand" if peer == "loops" else LIBRARIES[peer][0]
-    sides = [served(model, "async", 2), *(_side(peer, one, model) for one in (name, f"{name} again"))]
-    return _measured(sides, model, 2, size)
+    sides = [
+        served(("bench.served_side", model, "async", "steady"), 2),
+        *(_side(peer, one, model) for one in (name, f"{name} again")),
+    ]
+    return _measured(sides, _trained(model, 2), size)
 
 
 def _side(peer: str, name: str, model: str) -> Side:
@@ -68,17 +76,27 @@ def _side(peer: str, name: str, model: str) -> Side:
 def _paced(pace: str, mode: str, workers: int, size: Size) -> Measured:
     """A mode that waits for nobody, or not at once, against the one that waits for all."""
     names = {OURS: mode, "sync": "sync", "sync again": "sync"}
-    sides = [served(PACED, of, workers, name=name, pace=pace) for name, of in names.items()]
-    found = _measured(sides, PACED, workers, size)
-    return found._replace(settings={**found.settings, "think_s": THINK_S})
+    sides = [served(("bench.served_side", PACED, of, pace), workers, name=name) for name, of in names.items()]
+    return _measured(sides, {**_trained(PACED, workers), "think_s": THINK_S}, size)
 
 
 def _push_pull(size: Size) -> Measured:
     peers = ("two copies", "two copies again")
-    sides = [pushing(), *(copying(name) for name in peers)]
-    found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
-    settings = {"bytes": NUM_BYTES, "workers": 1, "servers": 1, "threads": 1, **found[-1][1]}
-    return Measured([seconds for seconds, _ in found], settings)
+    sides = [served(("bench.push_side", "served"), 1), *(one_process(n, ("bench.push_side", "copies")) for n in peers)]
+    return _measured(sides, {"bytes": NUM_BYTES, "workers": 1}, size)
+
+
+def _sparse(peer: str, size: Size) -> Measured:
+    script = ("bench.peers.tensorflow_rows_side", "2")
+    sides = [served(("bench.sparse_side", "served"), 2)]
+    for name in (SPARSE_PEERS[peer], f"{SPARSE_PEERS[peer]} again"):
+        is_torch = peer == "sparse-torch"
+        sides.append(
+            one_process(name, ("bench.sparse_side", "torch"))
+            if is_torch
+            else library_servers(name, "tensorflow", script)
+        )
+    return _measured(sides, {"batch": 2 * SPARSE_BATCH, "ids": SPARSE_IDS, "dim": SPARSE_DIM, "workers": 2}, size)
 
 
 def _kills(size: Size) -> Measured:
@@ -87,8 +105,10 @@ def _kills(size: Size) -> Measured:
     return Measured([{OURS: kills(num_kills)}], settings)
 
 
-def _measured(sides: list[Side], model: str, workers: int, size: Size) -> Measured:
+def _trained(model: str, workers: int) -> dict[str, Any]:
+    return {"model": WORKLOADS[model].model, "batch": WORKLOADS[model].batch * workers, "workers": workers}
+
+
+def _measured(sides: list[Side], settings: dict[str, Any], size: Size) -> Measured:
     found = [interleave(sides, blocks, LONGER_BLOCKS * size.block_s) for blocks in divide(size)]
-    batch = WORKLOADS[model].batch * workers
-    settings = {"model": WORKLOADS[model].model, "batch": batch, "workers": workers, "servers": 1, "threads": 1}
-    return Measured([seconds for seconds, _ in found], {**settings, **found[-1][1]})
+    return Measured([seconds for seconds, _ in found], {**settings, "servers": 1, "threads": 1, **found[-1][1]})

@@ -19,12 +19,11 @@ from manyhands.runtime.launch import ALLOCATOR
 
 __all__ = [
     "MH",
-    "copying",
     "library",
     "library_python",
     "library_servers",
+    "one_process",
     "plain_environment",
-    "pushing",
     "ranks",
     "served",
     "torch_side",
@@ -55,29 +54,20 @@ def trainer(
     return Side(name, workers, processes)
 
 
-def served(workload: str, mode: str, workers: int, *, name: str = OURS, servers: int = 1, pace: str = "steady") -> Side:
-    """The same with parameter servers; `mode` and `pace`: see `served_side`."""
+def served(script: Sequence[str], workers: int, *, name: str = OURS) -> Side:
+    """The same with one parameter server; the script says what is trained, and in which mode."""
 
     def processes(folder: str) -> list[Process]:
-        run = ("run", "-n", str(workers), "--servers", str(servers), "--threads", "1", "--ui", "none")
-        script = ("-m", "bench.served_side", workload, mode, pace)
-        return [Process([*MH, *run, "--run-dir", f"{folder}/run", *script], plain_environment(allocator=False))]
+        run = ("run", "-n", str(workers), "--servers", "1", "--threads", "1", "--ui", "none")
+        more = ("--run-dir", f"{folder}/run", "-m", *script)
+        return [Process([*MH, *run, *more], plain_environment(allocator=False))]
 
     return Side(name, workers, processes)
 
 
-def pushing() -> Side:
-    """One worker that only pushes to a server and pulls from it; see `push_side`."""
-
-    def processes(folder: str) -> list[Process]:
-        run = ("run", "-n", "1", "--servers", "1", "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run")
-        return [Process([*MH, *run, "-m", "bench.push_side", "served"], plain_environment(allocator=False))]
-
-    return Side(OURS, 1, processes)
-
-
-def copying(name: str) -> Side:
-    command = (sys.executable, "-m", "bench.push_side", "copies")
+def one_process(name: str, script: Sequence[str]) -> Side:
+    """A script of ours that takes turns by itself."""
+    command = (sys.executable, "-m", *script)
     return Side(name, 1, lambda _: [Process(command, {**plain_environment(), "RANK": "0"})])
 
 

@@ -75,6 +75,7 @@ _TEXT, _LOSS = "step, language model of 10 M", Target("loss", 1.02)
 _KILL = "kill -9 to next step"
 _STALL = "stall at a join"
 _ASYNC = "step, MLP of 10 M, async"
+_SPARSE = "step, 26 of 10 M ids per row, rows of 16, async"
 _SERVER_KILL = "kill -9 of a server to the next applied push"
 
 ROWS = (
@@ -114,6 +115,8 @@ ROWS = (
     Row("served-one-slow", "served", "one-slow", "step, one of 2 workers 5x slower, async", "sync", _faster(1.8)),
     Row("served-often-slow", "served", "often-slow", "step, 4 workers 5x slow in 20 %, ssp", "sync", _faster(1.35)),
     Row("push-pull", "served", "push-pull", "push and pull 100 MB", "two copies", Target("time", 4)),
+    Row("sparse-tensorflow", "served", "sparse-tensorflow", _SPARSE, "TensorFlow", _faster(3)),
+    Row("sparse-torch", "served", "sparse-torch", _SPARSE, "nn.Embedding", _faster(1)),
     Row("served-kill", "served", "kills", _SERVER_KILL, "-", Target("median", 3), unit="s"),
     Row("served-kill-p95", "served", "kills", f"{_SERVER_KILL}, 95 of 100", "-", Target("p95", 3), unit="s"),
     Row("recovery-kill", "recovery", "kills", f"{_KILL}, median", "torchrun", Target("median", 0.3), unit="s"),

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["SERVED_ROWS", "WORKLOADS", "Workload"]
+__all__ = [
+    "SERVED_ROWS",
+    "SPARSE_BATCH",
+    "SPARSE_DIM",
+    "SPARSE_IDS",
+    "SPARSE_PER_ROW",
+    "WORKLOADS",
+    "Workload",
+]
 
 SERVED_ROWS = 60_000
 """Of the data where there are parameter servers, as many as MNIST has: at an epoch's end all workers meet."""
+
+SPARSE_IDS, SPARSE_DIM = 10_000_000, 16
+SPARSE_BATCH, SPARSE_PER_ROW = 1024, 26
+"""Rows of a batch, and ids of a row."""
 
 
 class Workload(NamedTuple):

@@ -27,6 +27,7 @@ __all__ = [
     "RunStarted",
     "ServerLost",
     "ServerStarted",
+    "ServerWentOn",
     "StalenessSeen",
     "StepDone",
     "Straggler",
@@ -92,6 +93,14 @@ class ServerStarted(_Event, frozen=True):
     incarnation: int
     host: str
     pid: int
+
+
+class ServerWentOn(_Event, frozen=True):
+    """The first update that a parameter server's process has made: if it is a replacement, nobody waits for it now."""
+
+    server: int
+    pid: int
+    step: int
 
 
 class StepDone(_Event, frozen=True):
@@ -278,6 +287,7 @@ Event = (
     | GenerationStarted
     | WorkerStarted
     | ServerStarted
+    | ServerWentOn
     | StepDone
     | StalenessSeen
     | Straggler

@@ -12,13 +12,14 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["KINDS", "ON_ONE_HOST", "ON_WORKERS", "Fault", "Kind", "schedule"]
+__all__ = ["KINDS", "ON_ONE_HOST", "ON_SERVERS", "ON_WORKERS", "Fault", "Kind", "schedule"]
 
-Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk", "agent"]
+Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk", "agent", "kill-server", "stop-server"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "agent")
 ON_WORKERS: tuple[Kind, ...] = ("kill", "stop", "hang", "slow")
+ON_SERVERS: tuple[Kind, ...] = ("kill-server", "stop-server")
+ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "agent" and kind not in ON_SERVERS)
 
 LASTS_S = {"slow": 3.0, "disk": 3.0}
 
@@ -29,21 +30,23 @@ class Fault(msgspec.Struct, frozen=True):
     """After the first committed step."""
     kind: Kind
     slot: int | None = None
-    """The place in the run of the worker that it strikes, or that of the agent; None: it is about neither."""
+    """The place in the run of the worker, server or agent that it strikes; None: it is about none of them."""
     lasts_s: float = 0.0
     """0: it does not end by itself."""
 
 
 def schedule(
-    seed: int, *, mtbf_s: float, minutes: float, workers: int, kinds: Sequence[Kind] = ON_ONE_HOST
+    seed: int, *, mtbf_s: float, minutes: float, workers: int, servers: int = 0, kinds: Sequence[Kind] = ON_ONE_HOST
 ) -> tuple[Fault, ...]:
-    """Faults with exponential gaps of mean `mtbf_s`, each kind and each worker as likely as any other."""
-    draw = random.Random(f"{seed} {mtbf_s:g} {minutes:g} {workers} {' '.join(sorted(kinds))}")
+    """Faults with exponential gaps of mean `mtbf_s`, each kind and each worker or server as likely as any other."""
+    size = f"{workers}" + (f" {servers}" if servers else "")
+    draw = random.Random(f"{seed} {mtbf_s:g} {minutes:g} {size} {' '.join(sorted(kinds))}")
     faults: list[Fault] = []
     at_s = draw.expovariate(1.0 / mtbf_s)
     while at_s < 60.0 * minutes:
-        kind, slot = draw.choice(sorted(kinds)), draw.randrange(workers)
-        victim = slot if kind in ON_WORKERS or kind == "agent" else None
+        kind = draw.choice(sorted(kinds))
+        slot = draw.randrange(servers if kind in ON_SERVERS else workers)
+        victim = None if kind in ("coordinator", "disk") else slot
         faults.append(Fault(len(faults) + 1, round(at_s, 3), kind, victim, LASTS_S.get(kind, 0.0)))
         at_s += draw.expovariate(1.0 / mtbf_s)
     return tuple(faults)

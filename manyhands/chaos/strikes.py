@@ -1,7 +1,8 @@
 """The faults themselves: signals and limits on the processes of a live run. Decides nothing but whom a fault finds.
 
-Where the worker that should be struck is not there, or not in the run yet, the next one is. A run's last healthy member
-is spared until another has joined: without it nobody could go on, and the run would start again from its checkpoint.
+Where the worker or server that should be struck is not there, or not in the run yet, the next one is. A run's last
+healthy worker is spared until another has joined: without it nobody could go on, and the run would start again from its
+checkpoint. What a server keeps outlives it, so no server is spared.
 Start reading at `Striker.strike`.
 """
 
@@ -20,15 +21,21 @@ from pathlib import Path
 import msgspec
 
 from manyhands.chaos.agents import RETURN_AFTER_S, Agents, workers_of
-from manyhands.chaos.schedule import ON_WORKERS, Fault
+from manyhands.chaos.schedule import ON_SERVERS, ON_WORKERS, Fault
 from manyhands.control.client import query
-from manyhands.control.questions import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, ServerStatus, Status
 from manyhands.errors import ManyhandsError
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
 __all__ = ["Strike", "Striker", "Timeline"]
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": HANG_SIGNAL}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "hang": HANG_SIGNAL,
+    "kill-server": signal.SIGKILL,
+    "stop-server": signal.SIGSTOP,
+}
 SLOW_TURN_S = 0.1
 RETRY_S = 0.05
 # A fault that finds nobody for so long is given up.
@@ -43,6 +50,7 @@ class Strike(msgspec.Struct, kw_only=True):
     """Wall clock, as in events."""
     rank: int | None = None
     slot: int | None = None
+    """A worker's; of a server, its number."""
     pid: int | None = None
     others: list[int] = []
     """Processes that go with it: a lost agent's workers."""
@@ -54,6 +62,8 @@ class Strike(msgspec.Struct, kw_only=True):
 
     @property
     def who(self) -> str:
+        if self.fault.kind in ON_SERVERS:
+            return f"server {self.slot}"
         if self.fault.kind not in ON_WORKERS:
             workers = "worker" if len(self.others) == 1 else f"{len(self.others)} workers"
             who = {"disk": "all workers", "agent": f"and its {workers}"}
@@ -98,7 +108,8 @@ class Striker:
         if not struck and time.monotonic() < give_up_at:
             self._timeline.add(time.monotonic() + RETRY_S, lambda: self.strike(fault, give_up_at=give_up_at))
         elif not struck:
-            why = "the run did not answer" if status is None else "there was no worker to spare"
+            whom = "server to strike" if fault.kind in ON_SERVERS else "worker to spare"
+            why = "the run did not answer" if status is None else f"there was no {whom}"
             self._note(Strike(fault=fault, time_s=time.time(), skipped=f"{why} for {PATIENCE_S:g} s"))
 
     def _status(self) -> Status | None:
@@ -114,13 +125,15 @@ class Striker:
                 return self._disk(fault, status)
             case "agent":
                 return self._agent(fault, status)
+            case "kill-server" | "stop-server":
+                return self._server(fault, status)
         return self._worker(fault, status)
 
     def _worker(self, fault: Fault, status: Status) -> bool:
         members = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
         if len(members) < 2:
             return False
-        victim = min(members, key=lambda one: _turns(fault, one))
+        victim = min(members, key=lambda one: _turns(fault, one.slot))
         struck = Strike(
             fault=fault, time_s=time.time(), rank=victim.rank, slot=victim.slot, pid=victim.pid, step=victim.step
         )
@@ -132,6 +145,17 @@ class Striker:
         else:
             return False
         self._note(struck)
+        return True
+
+    def _server(self, fault: Fault, status: Status) -> bool:
+        servers = [one for one in status.servers if one.pid not in self._doomed and _serves(one)]
+        if not servers:
+            return False
+        victim, now = min(servers, key=lambda one: _turns(fault, one.server)), time.time()
+        if not _send(victim.pid, SIGNALS[fault.kind]):
+            return False
+        self._doomed.add(victim.pid)
+        self._note(Strike(fault=fault, time_s=now, slot=victim.server, pid=victim.pid, step=victim.step))
         return True
 
     def _pause(self, pid: int, until: float) -> None:
@@ -200,11 +224,15 @@ def _is_at_work(member: MemberStatus) -> bool:
     return member.status == "live" and member.rank >= 0 and member.step is not None
 
 
-def _turns(fault: Fault, member: MemberStatus) -> tuple[bool, int]:
-    """Whose turn it is: the scheduled worker's, else that of the next one by slot, and around."""
+def _serves(server: ServerStatus) -> bool:
+    return server.status == "live" and server.step is not None
+
+
+def _turns(fault: Fault, slot: int | None) -> tuple[bool, int]:
+    """Whose turn it is: the scheduled one's, else that of the next one by number, and around."""
     assert fault.slot is not None
-    assert member.slot is not None
-    return member.slot < fault.slot, member.slot
+    assert slot is not None
+    return slot < fault.slot, slot
 
 
 def _send(pid: int, number: int) -> bool:

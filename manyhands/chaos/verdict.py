@@ -2,7 +2,8 @@
 
 Times are those of one host's clock: the strikes', the agent's and the chief's. A worker's loss is detected when its
 agent records it. It is recovered from when the first step is committed by a generation that began after that: a step
-in flight that others finish without the lost worker proves nothing. Start reading at `judge`.
+in flight that others finish without the lost worker proves nothing. A server's loss is recovered from with the first
+update that the next process with its number makes. Start reading at `judge`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from manyhands.chaos.schedule import ON_WORKERS
+from manyhands.chaos.schedule import ON_SERVERS, ON_WORKERS
 from manyhands.chaos.strikes import Strike
 from manyhands.events import (
     CheckpointFailed,
@@ -21,6 +22,8 @@ from manyhands.events import (
     GenerationStarted,
     RunEnded,
     RunStarted,
+    ServerLost,
+    ServerWentOn,
     StepDone,
     Warned,
     WorkerLost,
@@ -61,8 +64,12 @@ class Weights(msgspec.Struct, kw_only=True):
     """Names of tensors that differ, or that only one of them has."""
 
     @property
+    def same_step(self) -> bool:
+        return self.step == self.reference_step and self.tensors > 0
+
+    @property
     def equal(self) -> bool:
-        return self.step == self.reference_step and self.tensors > 0 and not self.different
+        return self.same_step and not self.different
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -70,6 +77,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Of the run itself."""
     exact: bool
     """The script asked for exact=True: only then are equal weights promised."""
+    mode: str = ""
+    """Of parameter servers: "sync", "ssp" or "async"."""
     scheduled: int
     """Faults; those whose time did not come, because the run was over, are not among the outcomes."""
     outcomes: list[Outcome]
@@ -84,11 +93,22 @@ class Report(msgspec.Struct, kw_only=True):
     weights: Weights | None = None
 
     @property
+    def expects_equal(self) -> bool:
+        """Where gradients are applied as they come, no two runs end with the same weights."""
+        return self.mode not in ("ssp", "async")
+
+    @property
     def passed(self) -> bool:
         """A run that nothing struck has shown nothing."""
         struck = self.scheduled == 0 or any(not one.skipped for one in self.outcomes)
         well = self.exit_code == 0 and not self.ledger.problems and not any(one.is_bad for one in self.outcomes)
-        return struck and well and (self.weights is None or self.weights.equal)
+        return struck and well and self._weights_are_well
+
+    @property
+    def _weights_are_well(self) -> bool:
+        if self.weights is None:
+            return True
+        return self.weights.equal if self.expects_equal else self.weights.same_step
 
 
 def judge(
@@ -114,6 +134,7 @@ def judge(
     return Report(
         exit_code=exit_code,
         exact=any(event.exact for event in events if isinstance(event, RunStarted)),
+        mode=next((event.mode for event in events if isinstance(event, RunStarted) and event.mode), ""),
         scheduled=scheduled,
         outcomes=outcomes,
         ledger=ledger,
@@ -165,6 +186,9 @@ def _outcome(struck: Strike, events: Sequence[Event], commits: Sequence[StepDone
         case "agent":
             detected = _first(one for one in _after(events, GenerationStarted, began) if _is_without(one, struck))
             recovered = _next_commit_after_loss(detected, events, commits)
+        case "kill-server" | "stop-server":
+            detected = _first(one for one in _after(events, ServerLost, began) if one.pid == struck.pid)
+            recovered = None if detected is None else _first(_went_on(struck, events, detected))
         case _:
             detected = _loss(struck, events)
             recovered = _next_commit_after_loss(detected, events, commits)
@@ -187,6 +211,10 @@ def _first(events: Iterable[Event]) -> float | None:
 
 def _loss(struck: Strike, events: Sequence[Event]) -> float | None:
     return _first(one for one in _after(events, WorkerLost, struck.time_s) if one.pid == struck.pid)
+
+
+def _went_on(struck: Strike, events: Sequence[Event], since_s: float) -> list[ServerWentOn]:
+    return [one for one in _after(events, ServerWentOn, since_s) if one.server == struck.slot]
 
 
 def _is_without(started: GenerationStarted, struck: Strike) -> bool:
@@ -228,10 +256,12 @@ def _well_ended(events: Sequence[Event], since_s: float) -> float | None:
 
 
 def _blame(outcomes: Sequence[Outcome], ledger: Ledger, commits: Sequence[StepDone], first_s: float) -> None:
-    """Steps that were taken back are put down to the last fault on a worker before they were made anew."""
+    """Steps that were taken back are put down to the last fault on a worker or server before they were made anew."""
     for rollback in ledger.rollbacks:
         began = _first(commit for commit in commits if commit.generation == rollback.generation)
-        before = [one for one in outcomes if one.kind in ON_WORKERS and began and one.at_s + first_s <= began]
+        before = [
+            one for one in outcomes if one.kind in (*ON_WORKERS, *ON_SERVERS) and began and one.at_s + first_s <= began
+        ]
         if before:
             before[-1].steps_lost += rollback.steps
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from manyhands.chaos.schedule import KINDS, ON_ONE_HOST, Fault, Kind, schedule
+from manyhands.chaos.schedule import KINDS, ON_SERVERS, Fault, Kind, schedule
 from manyhands.chaos.verdict import Outcome, Report, Weights
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
@@ -25,7 +25,7 @@ __all__ = ["chaos"]
 # Settings of a run that make sense here; where it goes, how it is shown and other hosts do not.
 TAKEN = (
     *("max_restarts", "heartbeat_s", "hang_s", "strategy", "precision", "slices", "accumulate", "exact"),
-    *("clip_norm", "workers", "threads", "elastic", "allocator", "memory_format", "plane", "timeout_s"),
+    *("clip_norm", "workers", "servers", "threads", "elastic", "allocator", "memory_format", "plane", "timeout_s"),
     *("bucket_bytes", "reducer", "every_steps", "every_s", "keep_last"),
 )
 WORKERS = 4
@@ -41,7 +41,7 @@ MAX_RESTARTS = 1000
 @click.option("--minutes", type=float, default=1.0, help="How long faults strike, from the first step on. Default: 1.")
 @click.option(
     "--faults", "kinds", metavar="KIND,...",
-    help=f"Of {', '.join(KINDS)}. Default: all; agent only where there are several.",
+    help=f"Of {', '.join(KINDS)}. Default: all that can strike this run.",
 )  # fmt: skip
 @click.option("--agents", type=int, default=1, help="As if on so many hosts, all on this one. Default: 1.")
 @click.option("--reference/--no-reference", default=True, help="Also run it undisturbed, and compare. Default: yes.")
@@ -78,19 +78,20 @@ def chaos(
 
     Faults: kill (SIGKILL to a worker), stop (SIGSTOP), hang (a deadlock that holds the interpreter), slow (half of a
     worker's time is taken), coordinator (SIGKILL), disk (no worker can write to files), agent (SIGKILL to one that is
-    not the first, and so to its workers; another comes). By default 4 workers, 1 to 4; with --agents, -n is for each.
+    not the first, and so to its workers; another comes), kill-server and stop-server (a parameter server, with
+    --servers). By default 4 workers, 1 to 4; with --agents, -n is for each.
     The script runs to its end, twice: let it take about as long as faults are to strike. Exit code 0 if the run came
-    through everything and ended with the weights of the undisturbed run, else 1.
+    through everything and ended with the weights of the undisturbed run (asynchronous servers: at its step), else 1.
     """
     command = script_command(script, arguments, is_module=module)
-    chosen = _kinds(kinds, agents)
     _check(mtbf_s, minutes, wait_s)
     settings = _completed(take_settings(options), agents)
     max_restarts = settings.pop("max_restarts")
     resolved = resolve(flags=settings, config_file=config_file)
     assert resolved.spec.launch.elastic is not None
-    workers = resolved.spec.launch.elastic[1]
-    faults = schedule(seed, mtbf_s=mtbf_s, minutes=minutes, workers=workers, kinds=chosen)
+    workers, servers = resolved.spec.launch.elastic[1], resolved.spec.num_servers
+    chosen = _kinds(kinds, agents, servers)
+    faults = schedule(seed, mtbf_s=mtbf_s, minutes=minutes, workers=workers, servers=servers, kinds=chosen)
     if dry_run:
         click.echo(msgspec.json.format(msgspec.json.encode(faults), indent=2) if as_json else _listed(faults))
         return 0
@@ -113,23 +114,29 @@ def chaos(
     report = play(asked, functools.partial(click.echo, err=True))
     document = _document(faults, report, home)
     (home / "report.json").write_bytes(document)
-    title = f"seed {seed}, a fault every {mtbf_s:g} s for {minutes:g} min, up to {workers} workers"
+    size = f"up to {workers} workers" + (f", {servers} servers" if servers else "")
+    title = f"seed {seed}, a fault every {mtbf_s:g} s for {minutes:g} min, {size}"
     click.echo(document if as_json else _text(report, title, home))
     return 0 if report.passed else 1
 
 
 def _completed(settings: dict[str, Any], agents: int) -> dict[str, Any]:
     """With what nobody asked for."""
+    if agents < 1:
+        raise UsageError(f"--agents is {agents}, but a run has one at least.", where="--agents", fix=["--agents 2"])
     workers = settings.get("workers", WORKERS)
     usual = {"max_restarts": MAX_RESTARTS, "workers": workers, "elastic": f"1:{agents * workers}"}
     return {**usual, **({"strategy": "multi_worker"} if agents > 1 else {}), **settings}
 
 
-def _kinds(text: str | None, agents: int) -> list[Kind]:
-    if agents < 1:
-        raise UsageError(f"--agents is {agents}, but a run has one at least.", where="--agents", fix=["--agents 2"])
+def _kinds(text: str | None, agents: int, servers: int) -> list[Kind]:
+    if agents > 1 and servers:
+        raise UsageError(
+            "Parameter servers are struck where all of a run has one agent.", where="--agents", fix=["--agents 1"]
+        )
+    possible = [kind for kind in KINDS if (kind != "agent" or agents > 1) and (kind not in ON_SERVERS or servers)]
     if text is None:
-        return list(KINDS if agents > 1 else ON_ONE_HOST)
+        return possible
     asked = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in asked if word not in get_args(Kind)]
     if unknown or not asked:
@@ -139,7 +146,9 @@ def _kinds(text: str | None, agents: int) -> list[Kind]:
         raise UsageError(
             "The only agent of a run is its launcher, and the run ends with it.", where="--faults", fix=["--agents 2"]
         )
-    return [kind for kind in KINDS if kind in asked]
+    if not servers and (vain := [kind for kind in ON_SERVERS if kind in asked]):
+        raise UsageError(f"{vain[0]} strikes a server, and this run has none.", where="--faults", fix=["--servers 2"])
+    return [kind for kind in possible if kind in asked]
 
 
 def _check(mtbf_s: float, minutes: float, wait_s: float) -> None:
@@ -156,6 +165,8 @@ def _listed(faults: Sequence[Fault]) -> str:
 
 
 def _where(fault: Fault) -> str:
+    if fault.kind in ON_SERVERS:
+        return f"server {fault.slot}"
     return "" if fault.slot is None or fault.kind == "agent" else f"worker {fault.slot}"
 
 
@@ -197,7 +208,8 @@ def _findings(report: Report) -> list[str]:
         else "ledger: " + "; ".join(ledger.problems),
     ]
     if report.weights is not None:
-        lines.append(_compared(report.weights, report.exact))
+        compared = _compared(report.weights, report.exact) if report.expects_equal else _reached(report)
+        lines.append(compared)
     return [*lines, "passed" if report.passed else "FAILED"]
 
 
@@ -211,7 +223,19 @@ def _compared(weights: Weights, exact: bool) -> str:
     promise = "" if exact else "; without exact=True that is not promised: --exact"
     if weights.equal:
         return f"weights: all {weights.tensors} tensors equal the undisturbed run's, bit for bit{promise}"
-    if weights.step != weights.reference_step or not weights.tensors:
-        return f"weights: step {weights.step} was saved last, the undisturbed run's was {weights.reference_step}"
+    if not weights.same_step:
+        return _other_step(weights)
     names = ", ".join(weights.different[:3]) + (", ..." if len(weights.different) > 3 else "")
     return f"weights: {len(weights.different)} of {weights.tensors} tensors DIFFER ({names}){promise}"
+
+
+def _reached(report: Report) -> str:
+    assert report.weights is not None
+    if not report.weights.same_step:
+        return _other_step(report.weights)
+    found = "equal" if report.weights.equal else "different"
+    return f"weights: {found} at step {report.weights.step}; with mode={report.mode!r} they depend on who is how fast"
+
+
+def _other_step(weights: Weights) -> str:
+    return f"weights: step {weights.step} was saved last, the undisturbed run's was {weights.reference_step}"

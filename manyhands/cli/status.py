@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from manyhands.control.questions import MemberStatus, ServerStatus
+from manyhands.errors import UsageError
 from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
-from manyhands.runtime.progress_lines import clean, count, duration, results, slow_line, used_lines
+from manyhands.runtime.progress_lines import clean, count, duration, results, size, slow_line, used_lines
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal
+
+if TYPE_CHECKING:
+    from manyhands.parallel.served_variables import ServedVariable
 
 __all__ = ["status"]
 
@@ -22,12 +28,17 @@ REFRESH_S = 1.0
 @click.command()
 @click.argument("run", required=False)
 @click.option("--live", "-f", is_flag=True, help="Refresh every second until the run ends.")
+@click.option("--variables", is_flag=True, help="What the parameter servers of a live run keep, by name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document; with --live one a line.")
-def status(run: str | None, live: bool, as_json: bool) -> None:
+def status(run: str | None, live: bool, variables: bool, as_json: bool) -> None:
     """Show what RUN is doing, or did: a run directory, or its name under runs/.
 
-    Without RUN: all runs under runs/, the newest first; with --live: the newest.
+    Without RUN: all runs under runs/, the newest first; with --live or --variables: the newest.
     """
+    if variables:
+        found = _variables(find_run(run), live)
+        click.echo(_document(found) if as_json else "\n".join(_listed(found)))
+        return
     if run is None and not live:
         overviews = [look_at(path, ask=False) for path in all_runs()]
         click.echo(_document(overviews) if as_json else _table(overviews))
@@ -39,6 +50,47 @@ def status(run: str | None, live: bool, as_json: bool) -> None:
         click.echo(_document(look_at(path)))
     else:
         click.echo("\n".join(_lines(look_at(path))))
+
+
+def _variables(path: Path, live: bool) -> list[ServedVariable]:
+    if live:
+        raise UsageError("--variables shows how things are at one moment.", where="--live", fix=["without --live"])
+    from manyhands.runtime.variables import read_variables  # with torch, which takes its time
+
+    return read_variables(path)
+
+
+def _listed(variables: Sequence[ServedVariable]) -> list[str]:
+    """A table: who keeps how many chunks of what, and how many updates it has seen."""
+    rows = [("name", "shape", "dtype", "bytes", "servers", "version")]
+    rows += [
+        (
+            clean(one.name),
+            "x".join(map(str, one.shape)) or "-",
+            one.dtype,
+            size(one.num_bytes),
+            _kept(one),
+            _version(one),
+        )
+        for one in variables
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    servers = {share.server for one in variables for share in one.shares}
+    total = size(sum(one.num_bytes for one in variables))
+    return [*table, f"{len(variables)} variables, {total}, on servers {', '.join(map(str, sorted(servers)))}"]
+
+
+def _kept(variable: ServedVariable) -> str:
+    if all(share.chunks == 1 for share in variable.shares):
+        return ", ".join(str(share.server) for share in variable.shares)
+    return ", ".join(f"{share.server} ({share.chunks} chunks)" for share in variable.shares)
+
+
+def _version(variable: ServedVariable) -> str:
+    """Of its shares; they differ while an update is on its way."""
+    known = sorted({share.version for share in variable.shares if share.version is not None})
+    return " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else "?"
 
 
 def _document(value: object) -> bytes:

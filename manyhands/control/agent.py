@@ -43,6 +43,7 @@ from manyhands.events import (
     RunEnded,
     ServerLost,
     ServerStarted,
+    ServerWentOn,
     Warned,
     WorkerLost,
     WorkerStarted,
@@ -548,8 +549,8 @@ class Agent:
             self._display.output(0, stream, data)
 
     def _publish(self, event: Event) -> None:
-        """A worker's fact. The chief records its own; what the others used, nobody else would."""
-        if isinstance(event, ResourcesUsed) and event.rank != 0:
+        """A worker's or a server's fact. The chief records its own; those of the others, nobody else would."""
+        if isinstance(event, ServerWentOn) or (isinstance(event, ResourcesUsed) and event.rank != 0):
             self._record(event)
         else:
             self._display.event(event)

@@ -46,6 +46,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     phase: str
     age_s: float
     """Since it was last heard."""
+    step: int | None = None
+    """Of a parameter server: how many updates it has applied. None: it has not said so far."""
     deaths: int = 0
     role: str = "server"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import FailedServer
@@ -16,16 +17,30 @@ from manyhands.control.policy import cannot_be_retried
 from manyhands.control.questions import ServerStatus
 from manyhands.control.workers import Worker
 
-__all__ = ["Servers", "is_hopeless"]
+__all__ = ["Life", "Servers", "is_hopeless"]
 
 QUICK_DEATHS = 3
 QUICK_S = 10.0
+# As for workers: whoever comes this far does not die of how it begins.
+QUICK_STEPS = 10
 
 
-def is_hopeless(end: WorkerEnd, lived_s: Sequence[float]) -> bool:
-    """Whether the next process with this number would end as this one did; `lived_s` of all that had it, in order."""
-    last = lived_s[-QUICK_DEATHS:]
-    return cannot_be_retried(end) or (len(last) == QUICK_DEATHS and max(last) < QUICK_S)
+class Life(NamedTuple):
+    """Of one process with a server's number."""
+
+    seconds: float
+    steps: int
+    """That it has taken part in."""
+
+    @property
+    def is_short(self) -> bool:
+        return self.seconds < QUICK_S and self.steps < QUICK_STEPS
+
+
+def is_hopeless(end: WorkerEnd, lives: Sequence[Life]) -> bool:
+    """Whether the next process with this number would end as this one did; `lives` of all that had it, in order."""
+    last = lives[-QUICK_DEATHS:]
+    return cannot_be_retried(end) or (len(last) == QUICK_DEATHS and all(life.is_short for life in last))
 
 
 class Servers:
@@ -37,7 +52,7 @@ class Servers:
         """By number: of those that are wanted, and of those that are not and have not left yet."""
         self._gone: list[Worker] = []
         """Ended, and what they have left behind is not swept up yet."""
-        self._lived_s: dict[int, list[float]] = {}
+        self._lives: dict[int, list[Life]] = {}
         self._newest = 0
         self._hopeless: Worker | None = None
         self._kill_at: float | None = None
@@ -83,9 +98,10 @@ class Servers:
         """It has died, other than as asked to, and `fill` replaces it; unless that would be of no use."""
         if self._ending or server.end is None:
             return
-        lived_s = self._lived_s.setdefault(server.number, [])
-        lived_s.append(time.monotonic() - server.started_at)
-        if is_hopeless(server.end, lived_s):
+        lives = self._lives.setdefault(server.number, [])
+        steps = (server.step or 0) - (server.first_step or 0)
+        lives.append(Life(time.monotonic() - server.started_at, steps))
+        if is_hopeless(server.end, lives):
             self._hopeless = self._hopeless or server
 
     def failure(self, attempt: int, now: float) -> FailedServer | None:
@@ -137,5 +153,6 @@ class Servers:
             status=standing if server.alive else server.status,
             phase=server.phase,
             age_s=now - server.heard_at,
-            deaths=len(self._lived_s.get(server.number, [])),
+            step=server.step,
+            deaths=len(self._lives.get(server.number, [])),
         )

@@ -102,6 +102,7 @@ class FusedPart(ServedPart):
         self._version = 0
         self._counts_steps = counts_steps(optimizer)
         self._batches: list[Batch] = []
+        optimizer.state.clear()  # some have states from the beginning; those that count are in memory
         self._fused = Fused(optimizer, self._state)
         # Parameters that are not trained now have no place in memory, and take no part.
         self._in_optimizer = [self._place.get(id(param), -1) for param in self._fused.params]

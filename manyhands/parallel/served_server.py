@@ -8,11 +8,11 @@ of leases, the buffers, and the journal of updates. Start reading at `PartServer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
@@ -26,6 +26,7 @@ from manyhands.parallel.served_messages import (
     Filled,
     FromWorker,
     Lookup,
+    Number,
     Of,
     Open,
     Opened,
@@ -38,6 +39,7 @@ from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
 from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
 from manyhands.parallel.served_tables import Tables, parts_of
+from manyhands.parallel.served_variables import ServedVariable, listing
 from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
 
@@ -88,6 +90,8 @@ class PartServer:
         self.refused: Counter[str] = Counter()
         """Messages that changed nothing, because they were "broken", "late" or "repeated"."""
         self._living: frozenset[int] | None = None
+        self.num_made = 0
+        """Updates that this process has made."""
         if told := self._register.value:
             self._begin(msgspec.msgpack.decode(told, type=Open))
 
@@ -104,9 +108,21 @@ class PartServer:
         return self._number == 0
 
     @property
-    def step(self) -> int:
-        """All steps to this one are applied."""
-        return self._course.shard.low if self._course is not None else 0
+    def version(self) -> int:
+        """How many updates its part of the weights has seen."""
+        return self._course.shard.num_applied if self._course is not None else 0
+
+    @property
+    def course_number(self) -> Number | None:
+        return self._course.opened.number if self._course is not None else None
+
+    def variables(self) -> list[ServedVariable]:
+        """What all servers of this course keep."""
+        if self._course is None:
+            return []
+        opened, by_name = self._course.opened, dict(self._model.named_parameters())
+        params = [by_name[name] for name in opened.trained]
+        return listing(opened.trained, params, self._divide(params, opened))
 
     def take(self, sender: bytes, message: FromWorker) -> Outbox:
         """Whatever it says, it does no harm: what does not fit is counted."""
@@ -149,7 +165,10 @@ class PartServer:
         course = self._course
         if course is None:
             return []
-        return [*course.apply_one(), *course.answer()]
+        before = course.shard.num_applied
+        outbox = course.apply_one()
+        self.num_made += course.shard.num_applied - before
+        return [*outbox, *course.answer()]
 
     @property
     def has_work(self) -> bool:
@@ -236,14 +255,15 @@ class PartServer:
         load_settings(self._optimizer, saved.groups)
 
     def _make_part(self, served: ServedMemory, opened: Open) -> ServedPart:
+        chunks = self._divide(served.params, opened)[self._number]
         kind = FusedPart if runs_fused(self._optimizer) else WholePart
-        return kind(served, self._optimizer, self._chunks(served, opened), self._clip_norm)
+        return kind(served, self._optimizer, chunks, self._clip_norm)
 
     def _streams(self, served: ServedMemory, opened: Open) -> Streams:
-        clips = self._clip_norm is not None
-        return Streams(served, self._chunks(served, opened), self._number, opened.states, clips=clips)
+        chunks, clips = self._divide(served.params, opened)[self._number], self._clip_norm is not None
+        return Streams(served, chunks, self._number, opened.states, clips=clips)
 
-    def _chunks(self, served: ServedMemory, opened: Open) -> list[Chunk]:
+    def _divide(self, params: Sequence[Tensor], opened: Open) -> list[list[Chunk]]:
         pins = pinned(opened.trained, self._place, opened.servers)
-        numels = [param.numel() for param in served.params]
-        return divide(numels, opened.servers, pins, whole=not runs_fused(self._optimizer))[self._number]
+        whole = not runs_fused(self._optimizer)
+        return divide([param.numel() for param in params], opened.servers, pins, whole=whole)

@@ -75,7 +75,7 @@ def load_states(
     state, wanted = optimizer.state, set(places)
     if not whole:
         counting, names = counts_steps(optimizer), _state_names(optimizer, memory)
-        for place in (place for place in places if counts[place]):
+        for place in (place for place in places if counts[place] and (counting or names[place])):
             param = memory.params[place]
             state[param] = {name: memory.states(name, version).views[place] for name in names[place]}
             if counting:

@@ -19,10 +19,13 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
+from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.served_memory import Attendance
-from manyhands.parallel.served_messages import FromServer, FromWorker
+from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
+from manyhands.parallel.served_variables import ServedVariable
 from manyhands.runtime.models import Parts, foreign_state
+from manyhands.runtime.variables import write_variables
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import ParameterServer
 
@@ -83,7 +86,9 @@ class _Serving:
         at_the_door = self._door.sockets if self._door is not None else []
         for one in (self._wake, *(port.socket for port in self._ports), *at_the_door):
             self._poller.register(one, zmq.POLLIN)
-        self._told_at, self._told_step = 0.0, -1
+        self._told_at, self._told_step, self._went_on = 0.0, -1, False
+        self._listed_course: Number | tuple[()] | None = ()
+        self._listed: list[ServedVariable] | None = None
         self._number, self._attendance = seat.server, Attendance(session.shared_memory)
 
     def run(self) -> None:
@@ -99,6 +104,8 @@ class _Serving:
                 for sender, message in port.receive(TAKE_AT_ONCE):
                     self._send(self._server.take(bytes([number]) + sender, message))
             self._send(self._server.work())
+            self._tell_first_update()
+            self._tell_variables()
             self._tell_standing()
         self._attendance.mark(self._number, up=False)
         self._session.on_change = None
@@ -137,9 +144,28 @@ class _Serving:
         for receiver, message in outbox:
             self._ports[receiver[0]].send(message, to=receiver[1:])
 
+    def _tell_first_update(self) -> None:
+        if self._server.num_made and not self._went_on:
+            self._went_on = True
+            step = self._server.version
+            self._session.publish(ServerWentOn(time_s=time.time(), server=self._number, pid=os.getpid(), step=step))
+
+    def _tell_variables(self) -> None:
+        """Who keeps what, for whoever asks; at first nothing, and then what courses make of it."""
+        if self._number or self._server.course_number == self._listed_course:
+            return
+        self._listed_course, before = self._server.course_number, self._listed
+        self._listed = self._server.variables()
+        try:
+            if self._listed != before:
+                write_variables(self._session.run_dir, self._listed)
+        except OSError as error:  # a listing is worth no server
+            text = f"What servers keep could not be written down for `mh status --variables`: {error.strerror}"
+            self._session.publish(Warned(time_s=time.time(), text=text))
+
     def _tell_standing(self) -> None:
         """To the first server, at every step and tick; to the agent, that this one gets somewhere."""
-        now, step = time.monotonic(), self._server.step
+        now, step = time.monotonic(), self._server.version
         if step == self._told_step and now - self._told_at < TICK_S:
             return
         self._told_at, self._told_step = now, step

@@ -26,6 +26,7 @@ def loss(model, batch):
 trainer = mh.Trainer(
     lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)), loss,
     lambda params: torch.optim.AdamW(params, lr=1e-2), exact=True, slices=6, seed=1,
+    strategy=mh.ParameterServer(mode="sync") if sys.argv[2:] == ["served"] else "mirrored",
 )
 trainer.fit((torch.randn(300, 8), torch.randint(0, 4, (300,))), steps=int(sys.argv[1]), batch_size=32,
             checkpoint=mh.Checkpoints(every_s=1))
@@ -69,6 +70,21 @@ def test_an_agent_is_lost_with_its_workers_and_another_comes(tmp_path: Path) -> 
     started = [event for event in read_run_events(tmp_path / "found" / "chaos") if isinstance(event, GenerationStarted)]
     hosts = [event.hosts for event in sorted(started, key=lambda event: event.time_s)]
     assert 1 in hosts and hosts[-1] == 2, "the agent was missed, and another came"
+
+
+@pytest.mark.long
+def test_a_run_whose_servers_and_workers_are_struck_ends_where_the_undisturbed_one_does(tmp_path: Path) -> None:
+    done = chaos(
+        tmp_path, "--seed", "11", "--mtbf", "2", "--minutes", "0.15", "--faults", "kill,kill-server,stop-server",
+        "--servers", "2", "--heartbeat", "1", "train.py", "160", "served",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    struck = [one for one in report["outcomes"] if not one["skipped"]]
+    assert {one["kind"] for one in struck} == {"kill", "kill-server", "stop-server"}
+    assert all(one["detected_s"] is not None and one["recovered_s"] > one["detected_s"] for one in struck)
+    assert report["ledger"]["last_step"] == 160 and report["ledger"]["problems"] == []
+    assert (report["mode"], report["weights"]["different"]) == ("sync", [])
 
 
 @pytest.mark.long

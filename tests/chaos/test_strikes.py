@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from manyhands.chaos.agents import Agents
+from manyhands.chaos.schedule import Fault
 from manyhands.chaos.strikes import Striker, Timeline, _limit_files
+from manyhands.control.questions import ServerStatus, Status
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
 WRITER = """
@@ -108,3 +110,24 @@ def test_a_worker_told_to_hang_lets_no_thread_run(child: subprocess.Popen[str]) 
     time.sleep(0.3)
     with pytest.raises(BlockingIOError):  # nothing since then, and no end
         os.read(child.stdout.fileno(), 2**16)
+
+
+def servers(*pids: int, starting: int) -> Status:
+    known = [ServerStatus(server=i, pid=pid, status="live", phase="", age_s=0.0, step=4) for i, pid in enumerate(pids)]
+    fresh = ServerStatus(server=len(pids), pid=starting, status="starting", phase="", age_s=0.0)
+    return Status(
+        run="r", run_dir=None, generation="1.1", attempt=1, hosts=1, host="h", stop=None, coordinator_pid=0,
+        members=[], servers=[*known, fresh],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("child", [WRITER], indirect=True)
+def test_a_server_that_serves_is_struck_once_and_the_next_one_stands_in_for_one_that_does_not(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    striker = Striker(tmp_path, Timeline(), nobody(tmp_path), lambda struck: None)
+    status = servers(child.pid, starting=os.getpid())
+    assert striker._at(Fault(1, 0.0, "stop-server", 1), status)
+    assert [(one.who, one.pid, one.step) for one in striker.strikes] == [("server 0", child.pid, 4)]
+    until(Timeline(), child, stopped=True)
+    assert not striker._at(Fault(2, 0.0, "kill-server", 0), status), "nobody is left to strike"

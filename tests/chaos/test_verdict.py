@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from manyhands.chaos.schedule import Fault
 from manyhands.chaos.strikes import Strike
 from manyhands.chaos.verdict import Report, Weights, judge
+from manyhands.cli.chaos import _findings
 from manyhands.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -17,6 +19,8 @@ from manyhands.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    ServerLost,
+    ServerWentOn,
     StepDone,
     Warned,
     WorkerLost,
@@ -92,6 +96,31 @@ def test_a_lost_agent_is_missed_when_a_generation_goes_on_without_its_workers() 
     events = [generation("1.1", 100.0), *steps(1, 3), joined, *steps(4, 4, "1.2"), without, *steps(5, 6, "1.3")]
     [one] = report(events, strike("agent", others=[78, 79])).outcomes
     assert (one.who, one.detected_s, one.recovered_s) == ("and its 2 workers", 1.0, 1.5)
+
+
+def test_a_server_is_recovered_from_with_the_first_update_of_its_successor() -> None:
+    gone = ServerLost(time_s=103.6, server=1, host="h", pid=PID, reason="SIGKILL")
+    of_another = ServerWentOn(time_s=104.0, server=0, pid=8, step=3)
+    again = ServerWentOn(time_s=105.5, server=1, pid=9, step=4)
+    found = report([*UNDISTURBED, gone, of_another, again], strike("kill-server"))
+    (one,) = found.outcomes
+    assert (one.who, one.detected_s, one.recovered_s) == ("server 1", pytest.approx(0.1), 2.0)
+    assert found.passed and found.recovering_s == 2.0
+    assert report([*UNDISTURBED, gone, of_another], strike("stop-server")).outcomes[0].is_bad
+    assert report([*UNDISTURBED, again], strike("kill-server")).outcomes[0].is_bad, "nobody missed it"
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("", True), ("sync", True), ("ssp", False), ("async", False)])
+def test_servers_that_apply_gradients_as_they_come_need_not_end_with_equal_weights(mode: str, expected: bool) -> None:
+    started = RunStarted(
+        run="r", strategy="parameter_server", workers=2, slices=2, precision="fp32", threads=1, mode=mode
+    )
+    other = Weights(step=9, reference_step=9, tensors=3, different=["a"])
+    found = report([started, *UNDISTURBED], weights=other)
+    assert (found.expects_equal, found.passed) == (expected, not expected)
+    text = "\n".join(_findings(found))
+    assert ("1 of 3 tensors DIFFER" if expected else f"different at step 9; with mode={mode!r}") in text
+    assert not report([started, *UNDISTURBED], weights=replace(other, step=8)).passed
 
 
 def test_a_coordinator_is_back_when_steps_go_on_after_its_loss_was_seen() -> None:

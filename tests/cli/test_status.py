@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from manyhands.cli.main import report
 from manyhands.cli.status import status
-from manyhands.control.questions import MemberStatus, Status
+from manyhands.control.questions import MemberStatus, ServerStatus, Status
 from manyhands.control.runs import RunDirectory
 from manyhands.errors import UsageError
 from manyhands.events import (
@@ -137,6 +137,21 @@ def test_restarts_and_the_worker_lost_last_are_shown_and_collateral_is_not(tmp_p
     ]
     run = make_run(tmp_path / "a", events=[started(), step(5), started(attempt=3), step(9)], agent_events=lost)
     assert re.search(r"^restarts +2; last lost: rank 3 on b \(pid 41\): SIGKILL$", show(run), re.M)
+
+
+def test_variables_are_refused_where_no_server_keeps_any(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "a", state="running")
+    monkeypatch.setattr("manyhands.runtime.variables.query", lambda path: live([]))
+    for words, why in (
+        (["--variables"], "has no parameter servers here"),
+        (["--variables", "--live"], "at one moment"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            status.main([str(run), *words], standalone_mode=False)
+    kept = ServerStatus(server=0, pid=1, status="live", phase="", age_s=0.0)
+    monkeypatch.setattr("manyhands.runtime.variables.query", lambda path: live([], servers=[kept]))
+    with pytest.raises(UsageError, match="keep nothing yet"):
+        status.main([str(run), "--variables"], standalone_mode=False)
 
 
 def answering(monkeypatch, query):

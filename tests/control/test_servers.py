@@ -25,7 +25,7 @@ from manyhands.control.client import query, request_scale, request_stop
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import FailedServer
 from manyhands.control.orders import orders_for
-from manyhands.control.servers import is_hopeless
+from manyhands.control.servers import Life, is_hopeless
 from manyhands.errors import UsageError
 
 # Workers make steps until they are told to end; servers note down how they stand, at first and at each change.
@@ -311,11 +311,13 @@ def test_status_and_logs_show_servers(served):
 
 def test_three_deaths_in_a_row_soon_after_the_start_are_hopeless():
     killed = WorkerEnd(rank=0, role="server", host="h", pid=1, kind="signal", signal=9)
-    assert not is_hopeless(killed, [1.0, 1.0])
-    assert is_hopeless(killed, [1.0, 1.0, 9.9])
-    assert is_hopeless(killed, [100.0, 1.0, 1.0, 1.0])
-    assert not is_hopeless(killed, [1.0, 11.0, 1.0])
-    assert is_hopeless(replace(killed, kind="exception", error="SpecError", exit_code=2), [500.0])
+    short, long, useful = Life(9.9, 9), Life(11.0, 0), Life(1.0, 10)
+    assert not is_hopeless(killed, [short, short])
+    assert is_hopeless(killed, [short, short, short])
+    assert is_hopeless(killed, [long, short, short, short])
+    assert not is_hopeless(killed, [short, long, short])
+    assert not is_hopeless(killed, [short, short, useful])
+    assert is_hopeless(replace(killed, kind="exception", error="SpecError", exit_code=2), [useful])
 
 
 def test_every_host_is_told_who_lives_on_all_of_them():

@@ -156,10 +156,10 @@ def test_a_gradient_that_has_not_come_whole_does_not_count(away):
     for piece in pieces[:-1]:
         one.wire.say(0, piece)
     one.tell(filled)
-    assert one.wire.servers[0].step == 0
+    assert one.wire.servers[0].version == 0
     one.wire.say(0, pieces[-1])
     one.tell(filled)
-    assert one.wire.servers[0].step == 1
+    assert one.wire.servers[0].version == 1
 
 
 def test_a_frame_of_a_lease_that_is_over_does_not_touch_the_row_of_the_next(away):
@@ -212,7 +212,7 @@ def test_weights_that_change_while_they_are_pulled_count_as_the_oldest_among_the
 
     one.wire.say = say  # type: ignore[method-assign]
     _, versions = one.remote.pull()
-    assert one.wire.servers[0].step == 3
+    assert one.wire.servers[0].version == 3
     assert versions == [0], "some of it is of the version that was newest when the pull began"
 
 
@@ -243,7 +243,7 @@ def test_whatever_a_server_is_told_it_neither_fails_nor_changes_its_weights(busy
                 assert len(msgspec.msgpack.encode(answer)) < 2**20
                 assert not isinstance(answer, Part) or len(answer.data) <= FRAME_BYTES
     assert_equal(busy.weights_of_servers(1), before)
-    assert [server.step for server in busy.wire.servers] == [1, 1]
+    assert [server.version for server in busy.wire.servers] == [1, 1]
 
 
 @pytest.fixture(scope="module")

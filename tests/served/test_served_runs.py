@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from manyhands.cli.status import status
 from manyhands.control.client import query, request_scale
+from manyhands.errors import UsageError
 from manyhands.native import why_not
+from tests.elastic.conftest import Run
 from tests.served.conftest import Start, steps_of
 
 pytestmark = [
@@ -83,12 +89,30 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(served: Start, mirro
     assert [one["step"] for one in steps_of(again)] == list(range(1, 65)), "a step was taken again, or left out"
 
 
+def tell_their_variables(run: Run) -> None:
+    words = [str(run.directory), "--variables"]
+    listed = {one["name"]: one for one in json.loads(CliRunner().invoke(status, [*words, "--json"]).output)}
+    assert next(iter(listed)) == "counter" and len(listed) == 9
+    assert [listed["counter"][fact] for fact in ("shape", "dtype", "num_bytes")] == [[256], "float32", 1024]
+    large = listed["layers.4.weight"]["shares"]  # of 1.2 million elements: more than a chunk has
+    assert sorted((share["server"], share["chunks"]) for share in large) == [(0, 1), (1, 1)]
+    assert sum(share["num_bytes"] for share in large) == listed["layers.4.weight"]["num_bytes"] == 4_800_000
+    assert all(0 < share["version"] <= 48 for one in listed.values() for share in one["shares"])
+    text = CliRunner().invoke(status, words).output
+    assert re.search(r"^layers.4.weight +4000x300 +float32 +4.8 MB +0, 1 +\d+( to \d+)?$", text, re.M), text
+    assert text.endswith("on servers 0, 1\n")
+
+
 def test_servers_are_there_while_the_run_lasts_and_gone_after_it(served: Start) -> None:
-    run = served({"mode": "async", "epochs": 3, "slow_s": {"worker 0": 0.03, "worker 1": 0.03}}, *TWO_AND_TWO)
+    run = served({"mode": "async", "epochs": 3, "slow_s": {"worker 0": 0.06, "worker 1": 0.06}}, *TWO_AND_TWO)
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    run.until(lambda: all(one.step for one in query(run.directory).servers), "the versions of both")
     servers = query(run.directory).servers
     assert [one.server for one in servers] == [0, 1]
+    tell_their_variables(run)
     assert run.wait()["counter"] == [3.0]
+    with pytest.raises(UsageError, match="is not running here"):
+        status.main([str(run.directory), "--variables"], standalone_mode=False)
     for one in servers:
         with pytest.raises(ProcessLookupError):
             os.kill(one.pid, 0)

@@ -1,0 +1,188 @@
+"""Parameter servers and a worker in one process, joined by function calls, so that servers can be replaced at will."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.comm.axis import Axis
+from manyhands.comm.segments import HostMemory, Segment
+from manyhands.comm.waiting import Waiting
+from manyhands.data.batches import Batches
+from manyhands.data.order import Position
+from manyhands.data.source import as_source
+from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.leases import Course
+from manyhands.parallel.precision import Precision
+from manyhands.parallel.served_link import Pushed
+from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_messages import Applied, Ask, Done, Open, Reply
+from manyhands.parallel.served_server import PartServer
+from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.served import Served
+
+ROWS, BATCH, SLICES, WORKER = 100, 16, 4, 7
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(10, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Dropout(0.1), nn.Linear(300, 1200), nn.Linear(1200, 3)
+    )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 10, generator=random), torch.randint(0, 3, (ROWS,), generator=random)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Direct:
+    """A link without sockets."""
+
+    def __init__(self, num_servers: int, new_server: Callable[[int], PartServer]) -> None:
+        self._new_server = new_server
+        self._servers = [new_server(number) for number in range(num_servers)]
+        self._tickets = itertools.count(1)
+        self._applied: dict[int, set[int]] = {}
+        self.waiting = Waiting()
+
+    def replace(self, number: int) -> None:
+        """What the server was only told is gone; what it committed is not."""
+        self._servers[number] = self._new_server(number)
+
+    def open(self, message: Open) -> None:
+        for server in self._servers:
+            assert server.take(b"worker", message)
+
+    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
+        for _ in range(4):
+            self._servers[0].take(b"worker", make(next(self._tickets)))
+            if (reply := self._work()) is not None:
+                return reply
+            for push in list(unanswered()):
+                self.tell(push)
+        raise AssertionError("no answer, however often it is asked")
+
+    def tell(self, push: Pushed) -> None:
+        for server in self._servers:
+            self._deliver(server.take(b"worker", push.filled))
+        self._work()
+
+    def await_applied(self, push: Pushed) -> None:
+        step = push.filled.held.step
+        while len(self._applied.get(step, ())) < len(self._servers):
+            self.tell(push)
+
+    def close(self) -> None:
+        pass
+
+    def _work(self) -> Reply | None:
+        reply = None
+        for server in [*self._servers[1:], self._servers[0]]:
+            while server.has_work:
+                reply = self._deliver(server.work()) or reply
+            if (standing := server.standing()) is not None:
+                self._servers[0].take(b"server", standing)
+        return self._deliver(self._servers[0].work()) or reply
+
+    def _deliver(self, outbox: list[tuple[bytes, Any]]) -> Reply | None:
+        reply = None
+        for _, message in outbox:
+            if isinstance(message, Reply):
+                reply = message
+            elif isinstance(message, Applied):
+                self._applied.setdefault(message.step, set()).add(message.server)
+        return reply
+
+
+def train(
+    mode: str, optimizer: Optimizers, *, clip: float | None, servers: int, die_every: int = 0, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
+    """Two epochs; with `die_every`, after as many answers a server is replaced, in turns."""
+    host, known = HostMemory(), dict[str, int]()
+
+    def memory(name: str, num_bytes: int) -> Segment:
+        if name not in known:
+            known[name] = host.allot(name, num_bytes)
+        return Segment(host.fd, num_bytes, known[name])
+
+    def new_server(number: int) -> PartServer:
+        theirs = make_model()
+        server = PartServer(
+            number,
+            theirs,
+            optimizer(theirs.parameters()),
+            None,
+            memory,
+            clip_norm=clip,
+            place=settings.get("place", {}),
+            foreign=ForeignState(),
+        )
+        server.hear_living([WORKER])
+        return server
+
+    link = Direct(servers, new_server)
+    model = make_model()
+    mine = optimizer(model.parameters())
+    engine = Served(
+        Axis(0, 1),
+        loss,
+        Precision("fp32", torch.device("cpu")),
+        ParameterServer(mode=mode, servers=servers, **settings),
+        link,  # type: ignore[arg-type]
+        Local(link, memory),  # type: ignore[arg-type]
+        seed=0,
+        clip_norm=clip,
+        num_servers=lambda: servers,
+        worker=WORKER,
+        most_workers=2,
+        foreign=ForeignState(),
+        wait_for_chief=lambda what: None,
+    )
+    model.train()
+    engine.setup(model, mine)
+    batches = Batches(
+        as_source(data()),
+        batch_size=BATCH,
+        slices=SLICES,
+        rank=0,
+        world_size=1,
+        seed=0,
+        position=Position(0, 0, 0),
+        epochs=2,
+    )
+    told: list[Done] = []
+    answers = itertools.count(1)
+    for epoch in range(2):
+        steps = -(-ROWS // BATCH)
+        course = Course(
+            call=1,
+            first=epoch * steps + 1,
+            last=(epoch + 1) * steps,
+            start_row=0,
+            num_rows=ROWS,
+            batch_size=BATCH,
+            slices=SLICES,
+            whole=mode == "async",
+        )
+        engine.open((1, 1, epoch + 1), course, None, scheduled=False)
+        while True:
+            if die_every and (number := next(answers)) % die_every == 0:
+                link.replace(number // die_every % servers)
+            reply = engine.ask(lambda: 0)
+            told += reply.done
+            if reply.meet is not None:
+                break
+            if reply.work is not None:
+                engine.compute(batches.at(reply.work.step), reply.work, reply.version)
+        engine.gather_state()
+    return model, mine, told

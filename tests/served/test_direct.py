@@ -1,0 +1,77 @@
+"""What servers make of gradients, optimizer by optimizer, and what they find when they take a dead one's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.errors import SpecError, TrainingFailed
+from manyhands.native import why_not
+from manyhands.testing import RankPool
+from tests.served.direct import BATCH, SLICES, data, loss, make_model, train
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.001, momentum=0.5, centered=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "FTRL": lambda params: mh.optim.FTRL(params, lr=0.05, l1=0.001),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_one_process(name: str, clip: float | None) -> dict[str, Any]:
+    trainer = mh.Trainer(make_model(), loss, OPTIMIZERS[name], slices=SLICES, clip_norm=clip)
+    trainer.fit(data(), epochs=2, batch_size=BATCH)
+    return values_of(trainer.model, trainer.optimizer)
+
+
+def values_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states = optimizer.state_dict()["state"]
+    values = {f"{number} {key}": value for number, state in states.items() for key, value in state.items()}
+    return {key: torch.as_tensor(value).numpy().copy() for key, value in {**model.state_dict(), **values}.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_servers_that_die_all_the_time_end_where_one_process_ends(ranks: RankPool, name: str) -> None:
+    clip = 1.0 if name in ("AdamW", "NAdam") else None
+    model, optimizer, told = train("sync", OPTIMIZERS[name], clip=clip, servers=2, die_every=5)
+    (expected,) = ranks(1, in_one_process, name, clip)
+    found = values_of(model, optimizer)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not np.array_equal(expected[key], found[key])] == []
+    assert [done.update for done in told] == [done.step for done in told] == list(range(1, 15))
+
+
+def test_one_worker_alone_is_never_stale_in_async_either() -> None:
+    _, _, told = train("async", OPTIMIZERS["SGD"], clip=None, servers=3, die_every=2)
+    assert [(done.update, done.staleness) for done in told] == [(number, 0) for number in range(1, 15)]
+
+
+def test_a_parameter_is_kept_where_the_user_says() -> None:
+    train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 1})
+    with pytest.raises(SpecError, match="matches no trained parameter"):
+        train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"nobody.*": 1})
+    with pytest.raises(SpecError, match="names a server that is not there"):
+        train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 2})
+
+
+def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
+    with pytest.raises(TrainingFailed, match="LBFGS evaluates the loss several times"):
+        train("sync", lambda params: torch.optim.LBFGS(params), clip=None, servers=1)
