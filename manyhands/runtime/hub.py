@@ -24,7 +24,7 @@ from manyhands.comm.transport import Curve
 from manyhands.control.dispatch import MOST_WAITING
 from manyhands.control.dispatch_messages import Alive, FromMember, Hello, Leaving, NotReady, ServerHello, Stop, Welcome
 from manyhands.control.fence import Guard
-from manyhands.control.keys import private_directory, server_curve
+from manyhands.control.keys import client_curve, private_directory, server_curve
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.variables import Change
 from manyhands.errors import GaveUp, UsageError
@@ -101,7 +101,7 @@ class Hub:
         self._ports: dict[str, ParcelPort[FromMember]] = {"ipc": self._bind(self.address)}
         self.tcp_address = ""
         if self.settings.listen:
-            self._door = DoorKeeper(self._context, self.settings.key)
+            self._door = DoorKeeper(self._context, client_curve(self.settings.key).public)
             port = self._ports["tcp"] = self._bind(f"tcp://{self.settings.listen}:0", server_curve(self.settings.key))
             self.tcp_address = port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

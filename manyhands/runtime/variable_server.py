@@ -37,7 +37,7 @@ from manyhands.control.dispatch_messages import (
     ToServer,
     Value,
 )
-from manyhands.control.keys import server_curve
+from manyhands.control.keys import client_curve, server_curve
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.variables import Change, Versions
 
@@ -122,7 +122,7 @@ class VariableServer:
         self._hub.send(ServerHello(server=config.number, pid=os.getpid(), addresses=addresses))
 
     def _listen(self) -> str:
-        self._door = DoorKeeper(self._context, self._config.key)
+        self._door = DoorKeeper(self._context, client_curve(self._config.key).public)
         curve = server_curve(self._config.key)
         port = open_parcel_port(self._context, zmq.ROUTER, self._config.listen, Read, bind=True, curve=curve)
         self._ports.append(port)

@@ -255,6 +255,7 @@ def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
         def work_with_many():
             session = join()
             session.on_change = lambda: note("wanted", number=session.servers_wanted)
+            note("listens")
             while not (HERE / "end").exists():
                 session.report(int(time.monotonic() * 100), "training", 1)
                 time.sleep(0.01)
@@ -262,6 +263,7 @@ def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
         work_with_many() if not SEAT.is_server else leave_when_told() if SEAT.server else serve()
     """, servers=1, workers=1)  # fmt: skip
     run.wait("serves", 1)
+    run.wait("listens", 1)
     folder = str(run.run.run_dir())
     said = CliRunner().invoke(scale, [folder, "--servers", "3"], catch_exceptions=False).output
     assert said == f"{folder} was asked to go on with 3 servers; here it has 1.\n"

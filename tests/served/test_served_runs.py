@@ -45,7 +45,7 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: St
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
     places = faults(
         ("server 1", 2, "in the register"),
@@ -71,22 +71,23 @@ def test_ssp_keeps_its_bound_and_goes_on_without_a_slow_worker_that_dies(served:
     assert 0 < max(stale) <= 2
 
 
+@pytest.mark.long
 def test_ssp_without_staleness_is_synchronous(served: Start, mirrored: Any) -> None:
     run = served({"mode": "ssp", "settings": {"staleness": 0}, "exact": True}, *TWO_AND_TWO)
     assert run.wait() == mirrored(exact=True)
 
 
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(served: Start, mirrored: Any) -> None:
-    asked = {"mode": "sync", "exact": True, "epochs": 4, "slow_s": {"worker 0": 0.02, "worker 1": 0.02}}
-    first = served(asked, *TWO_AND_TWO, folder="run")
-    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 10, "ten steps")
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_with_others(served: Start, mirrored: Any) -> None:
+    asked = {"exact": True, "clip": 5.0, "validate": True}
+    first = served({**asked, "mode": "sync", "slow_s": {"worker 0": 0.03}}, "-n", "1", "--servers", "1", folder="run")
+    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 5, "five steps")
     os.kill(first.process.pid, signal.SIGTERM)
     assert first.process.wait(60) == 75
     reached = steps_of(first)[-1]["step"]
-    assert reached < 64
-    again = served({**asked, "slow_s": {}}, *TWO_AND_TWO, folder="run")
-    assert again.wait() == mirrored(exact=True, epochs=4)
-    assert [one["step"] for one in steps_of(again)] == list(range(1, 65)), "a step was taken again, or left out"
+    assert reached < 32
+    again = served({**asked, "mode": "sync"}, *TWO_AND_TWO, folder="run")
+    assert again.wait() == mirrored(**asked)
+    assert [one["step"] for one in steps_of(again)] == list(range(1, 33)), "a step was taken again, or left out"
 
 
 def tell_their_variables(run: Run) -> None:
@@ -118,6 +119,7 @@ def test_servers_are_there_while_the_run_lasts_and_gone_after_it(served: Start) 
             os.kill(one.pid, 0)
 
 
+@pytest.mark.long
 def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -> None:
     slow = {"worker 0": 0.05, "worker 1": 0.05}
     run = served({"mode": "sync", "exact": True, "epochs": 6, "slow_s": slow}, *TWO_AND_TWO)
