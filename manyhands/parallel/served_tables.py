@@ -9,8 +9,10 @@ Start reading at `Tables.apply`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -21,7 +23,7 @@ from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Lookup, RowGradients, Rows
 from manyhands.parallel.sparse import Contribution, merge
 
-__all__ = ["PARTS", "Tables", "by_part", "ids_from", "parts_of", "rows_from", "to_bytes"]
+__all__ = ["PARTS", "Tables", "by_part", "ids_from", "in_parts", "part_of", "parts_of", "rows_from", "to_bytes"]
 
 PARTS = 16
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -32,10 +34,20 @@ def part_of(ids: Tensor) -> Tensor:
     return ((ids * _MIX) >> 60) & (PARTS - 1)
 
 
+def in_parts(ids: Tensor) -> tuple[Tensor | slice, list[int]]:
+    """What puts ids in the order of their parts, and where each part begins there; behind the last, the end."""
+    parts = part_of(ids).numpy().astype(np.uint8)
+    bounds = [0, *np.bincount(parts, minlength=PARTS).cumsum().tolist()]
+    if (parts[1:] >= parts[:-1]).all():  # as workers send them: nothing need be moved
+        return slice(None), bounds
+    return torch.from_numpy(np.argsort(parts, kind="stable")), bounds  # of single bytes, that is a radix sort
+
+
 def by_part(ids: Tensor) -> list[Tensor]:
     """Places of the ids of each part, in their order."""
-    parts = part_of(ids)
-    return [(parts == part).nonzero().flatten() for part in range(PARTS)]
+    order, bounds = in_parts(ids)
+    places = torch.arange(len(ids))[order]
+    return [places[start:stop] for start, stop in pairwise(bounds)]
 
 
 def parts_of(server: int, servers: int) -> list[int]:
@@ -78,13 +90,16 @@ class Tables:
         if spec is None or len(asked.ids) % 8:
             return None
         ids = ids_from(asked.ids)
-        found = torch.empty(len(ids), spec.dim)
-        for part, places in enumerate(by_part(ids)):
-            if len(places):
+        order, bounds = in_parts(ids)
+        ids, rows = ids[order], torch.empty(len(ids), spec.dim)
+        for part, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop:
                 table = self._tables.get((asked.table, part))
                 if table is None:
                     return None
-                found[places] = table.lookup(ids[places])
+                rows[start:stop] = table.lookup(ids[start:stop])
+        found = torch.empty_like(rows)
+        found[order] = rows
         return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found))
 
     def keep(self, piece: RowGradients) -> None:
@@ -105,9 +120,12 @@ class Tables:
         """The gradients of these leases, in the order of their slices, as update `number`; done again, nothing."""
         found = merge(self._contribution(piece) for filling in fillings for piece in self._sorted(filling))
         for table, ids, gradients in found:
-            for part, places in enumerate(by_part(ids)):
-                if len(places) and self._tables[table, part].number < number:
-                    self._tables[table, part].update(number, ids[places], gradients[places], factor=factor)
+            order, bounds = in_parts(ids)
+            ids, gradients = ids[order], gradients[order]
+            for part, (start, stop) in enumerate(pairwise(bounds)):
+                if start < stop and self._tables[table, part].number < number:
+                    mine = slice(start, stop)
+                    self._tables[table, part].update(number, ids[mine], gradients[mine], factor=factor)
 
     def _sorted(self, filling: int) -> list[RowGradients]:
         pieces = self._pieces.get(filling, {})

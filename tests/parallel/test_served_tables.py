@@ -1,0 +1,62 @@
+"""Parts of tables on servers: plain values, in memory of this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.native import why_not
+from manyhands.parallel.row_rules import SGD, TableSpec
+from manyhands.parallel.rows import RowTable, private_memory
+from manyhands.parallel.served_messages import Lookup, RowGradients
+from manyhands.parallel.served_tables import PARTS, Tables, by_part, in_parts, part_of, rows_from, to_bytes
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+
+SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=0.5))
+IDS = torch.randperm(500) * 7919 - 10**6
+
+
+def sorted_ids() -> Tensor:
+    return IDS[part_of(IDS).argsort(stable=True)]
+
+
+def look_up(tables: Tables, ids: Tensor) -> Tensor:
+    found = tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(ids)))
+    assert found is not None
+    return rows_from(found.rows, SPEC.dim)
+
+
+def test_every_id_is_in_its_part_and_those_of_a_part_keep_their_order() -> None:
+    places = by_part(IDS)
+    assert sorted(torch.cat(places).tolist()) == list(range(len(IDS)))
+    for part, some in enumerate(places):
+        assert (part_of(IDS[some]) == part).all() and some.tolist() == sorted(some.tolist())
+    assert [len(some) for some in by_part(IDS[:0])] == [0] * PARTS
+
+
+def test_ids_that_come_in_the_order_of_parts_stay_where_they_are() -> None:
+    order, bounds = in_parts(sorted_ids())
+    assert order == slice(None) and (bounds[0], bounds[-1], len(bounds)) == (0, len(IDS), PARTS + 1)
+    assert isinstance(in_parts(IDS)[0], Tensor)
+
+
+@pytest.mark.parametrize("ids", [IDS, sorted_ids()], ids=["in any order", "by part"])
+def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None:
+    tables, whole = Tables([SPEC], private_memory, range(PARTS)), RowTable(SPEC)
+    gradients = torch.randn(len(ids), SPEC.dim)
+    piece = RowGradients(
+        number=(1, 1, 1), filling=4, order=0, table="t", ids=to_bytes(ids), gradients=to_bytes(gradients)
+    )
+    tables.keep(piece)
+    tables.apply(1, [4], 2.0)
+    tables.apply(1, [4], 2.0)  # done again, nothing
+    whole.update(1, ids, gradients, factor=2.0)
+    assert torch.equal(look_up(tables, IDS), whole.lookup(IDS))
+    assert torch.equal(look_up(tables, ids.flip(0)), whole.lookup(ids.flip(0)))
+
+
+def test_ids_of_another_servers_parts_are_not_answered() -> None:
+    tables = Tables([SPEC], private_memory, [0])
+    assert tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(IDS))) is None
