@@ -86,6 +86,8 @@ class Ongoing:
         self.shard.first = self._begun(saved)
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
+        self._rows_of, self._rows = -1, b""
+        """Packed rows of embeddings, and how many updates they had seen."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
         self.book: Book | None = None
         self._standings: dict[int, Standing] = {}
@@ -164,8 +166,17 @@ class Ongoing:
         return [(sender, got)] if got is not None else []
 
     def give(self, sender: bytes, message: Want) -> Outbox:
-        part = self.hatch.give(message, self.shard.num_applied, lambda: more_of(self.committed, self.opened))
+        if message.of == "tables":
+            part = self.hatch.give_bytes(message, self._packed())
+        else:
+            part = self.hatch.give(message, self.shard.num_applied, lambda: more_of(self.committed, self.opened))
         return [(sender, part)] if part is not None else []
+
+    def _packed(self) -> bytes:
+        """This server's rows as they are now; the same for all frames of them."""
+        if self._rows_of != self.shard.num_applied:
+            self._rows_of, self._rows = self.shard.num_applied, self.tables.pack()
+        return self._rows
 
     @property
     def committed(self) -> bytes:

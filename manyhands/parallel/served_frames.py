@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from manyhands.comm.segments import Segment
+from manyhands.comm.segments import HostMemory, Segment
 
-__all__ = ["FRAME_BYTES", "WINDOW", "Fetching", "Sending", "Span", "Stream", "checksum"]
+__all__ = ["FRAME_BYTES", "WINDOW", "Fetching", "Sending", "Span", "Stream", "checksum", "own_segment"]
 
 FRAME_BYTES = 2**18
 """At most so many in a frame; whole cache lines, so that no element is cut in two."""
@@ -65,6 +65,15 @@ class Stream:
             take = min(num_bytes, length - within)
             yield Span(segment, start + within, take)
             offset, num_bytes, number = offset + take, num_bytes - take, number + 1
+
+
+def own_segment(num_bytes: int) -> Segment:
+    """Memory of this process; `EnvironmentProblem` where there is no room."""
+    memory = HostMemory()
+    try:
+        return Segment(memory.fd, num_bytes, memory.allot("own", num_bytes))
+    finally:
+        memory.close()
 
 
 def checksum(what: int, offset: int, data: bytes) -> int:

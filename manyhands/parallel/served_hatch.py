@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from manyhands.parallel.leases import Held
-from manyhands.parallel.served_frames import FRAME_BYTES, Stream, checksum
+from manyhands.parallel.served_frames import FRAME_BYTES, Stream, checksum, own_segment
 from manyhands.parallel.served_memory import ServedMemory
 from manyhands.parallel.served_messages import Bring, Got, Open, Part, Piece, Want
 from manyhands.parallel.served_streams import Streams
@@ -137,7 +137,9 @@ class Intake:
 
     def __init__(self, number: int, opened: Open, streams: Streams, refused: Counter[str]) -> None:
         self.opened, self._number, self._received, self._refused = opened, number, 0, refused
-        self._stream = streams.brought(opened.brings, opened.version, opened.more)
+        num_bytes = opened.tables[number] if opened.tables else 0
+        self.tables = own_segment(num_bytes) if num_bytes else None
+        self._stream = streams.brought(opened.brings, opened.version, opened.more, self.tables)
 
     @property
     def is_done(self) -> bool:

@@ -15,6 +15,7 @@ from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Attendance, Memory, ServedMemory, course_register
 from manyhands.parallel.served_messages import Of, Open
 from manyhands.parallel.served_server import open_memory
+from manyhands.parallel.served_tables import Tables
 
 __all__ = ["Local"]
 
@@ -48,6 +49,13 @@ class Local:
 
     def standings(self, opened: Open) -> list[bytes]:
         return [self._memory_now.standing(server).value for server in range(opened.servers)]
+
+    def put_rows(self, tables: Tables | None, servers: int) -> list[int]:
+        """They are where servers find them."""
+        return []
+
+    def fetch_rows(self, tables: Tables) -> None:
+        """They are here."""
 
     def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None:
         """They are here."""

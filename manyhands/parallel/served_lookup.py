@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
@@ -28,8 +27,8 @@ MOST_BYTES = 2**18
 class ServedRows:
     """The rows of a model's embeddings, for one worker. It is a `RowSource`."""
 
-    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None) -> None:
-        """Without `memory`, which servers share, this worker neither saves rows nor brings any to a course."""
+    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory) -> None:
+        """`memory` is the servers', or on another host a copy that has to be brought up to date."""
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)
         self._link, self._memory, self._local = link, memory, LocalRows()
@@ -75,7 +74,7 @@ class ServedRows:
     def state(self, table: str) -> dict[str, Tensor]:
         if self.is_new:
             return self._local.state(table)
-        return self._everything().snapshot(table) if self.tells else {}
+        return self.everything().snapshot(table) if self.tells else {}
 
     def restore(self, table: str, state: Mapping[str, Tensor]) -> None:
         self._local.restore(table, state)
@@ -86,12 +85,14 @@ class ServedRows:
 
     # ---- courses ----
 
-    def install(self, version: int) -> None:
-        """By the chief, before a course: servers find the rows in memory."""
-        if self and self.is_new and any(len(table) for table in self._local.tables.values()):
-            tables = self._everything()
-            for name in self._specs:
-                tables.restore(name, version, self._local.state(name))
+    def install(self, version: int) -> Tables | None:
+        """By the chief, before a course: rows of this process are in memory. None if there are no new ones."""
+        if not (self and self.is_new and any(len(table) for table in self._local.tables.values())):
+            return None
+        tables = self.everything()
+        for name in self._specs:
+            tables.restore(name, version, self._local.state(name))
+        return tables
 
     def enter(self, number: Number, servers: int) -> None:
         """From now on rows are asked for from these."""
@@ -123,12 +124,8 @@ class ServedRows:
         ]
         return [(server, some) for server, some in mine if len(some)]
 
-    def _everything(self) -> Tables:
-        if self._memory is None:
-            raise CheckpointSaveFailed(
-                "Rows of embeddings are in the memory of the servers' host, and the chief is on another.",
-                fix=["a worker on the host that the run was started on"],
-            )
+    def everything(self) -> Tables:
+        """All rows in memory."""
         return Tables(list(self._specs.values()), self._memory, range(PARTS))
 
 

@@ -45,8 +45,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     number: Number
 
 
-Of = Literal["weights", "states", "standing", "course"]
-"""Weights with the buffers, the optimizer's states, what a server has committed, or the course that it was told of."""
+Of = Literal["weights", "states", "tables", "standing", "course"]
+"""Weights with the buffers, the optimizer's states, rows of embeddings, what a server has committed, or the course that
+it was told of."""
 
 
 class Open(_Message, frozen=True, kw_only=True):
@@ -84,6 +85,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """Workers that do not share the servers' memory."""
     brings: list[Of] = []
     """What is not in place yet, and comes in frames before the course begins."""
+    tables: list[int] = []
+    """Rows of embeddings come, too: in so many bytes for each server."""
 
 
 class Opened(_Message, frozen=True, kw_only=True):

@@ -16,11 +16,13 @@ from manyhands.comm.segments import HostMemory, Segment
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Held
 from manyhands.parallel.placing import Chunk
+from manyhands.parallel.served_frames import own_segment
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import ServedMemory
 from manyhands.parallel.served_messages import Number, Of, Open
 from manyhands.parallel.served_server import open_memory
 from manyhands.parallel.served_streams import Streams
+from manyhands.parallel.served_tables import Tables, parts_of
 from manyhands.parallel.served_talks import Fetch, Opening, Push
 
 __all__ = ["Remote"]
@@ -28,7 +30,6 @@ __all__ = ["Remote"]
 
 class Remote:
     is_away = True
-    memory = None
 
     def __init__(self, link: Link, worker: int, *, clips: bool) -> None:
         """`clips`: servers need the norm of whole gradients, and each is sent all of it."""
@@ -38,8 +39,10 @@ class Remote:
         self._number: Number = (0, 0, 0)
         self._at: int | None = None
         """The version that is here."""
+        self._rows: list[Segment] = []
+        """Rows of embeddings that the next course begins with, for each server."""
 
-    def _memory(self, name: str, num_bytes: int) -> Segment:
+    def memory(self, name: str, num_bytes: int) -> Segment:
         return Segment(self._own.fd, num_bytes, self._own.allot(f"{name} {num_bytes}", num_bytes))
 
     def enter(
@@ -47,7 +50,7 @@ class Remote:
     ) -> ServedMemory:
         """Memory for one version of the weights and one gradient."""
         here = msgspec.structs.replace(opened, copies=1, rows=1)
-        self._served = served = open_memory(model, self._memory, here, foreign)
+        self._served = served = open_memory(model, self.memory, here, foreign)
         self._streams = [
             Streams(served, chunks, server, opened.states, clips=self._clips) for server, chunks in enumerate(parts)
         ]
@@ -62,8 +65,13 @@ class Remote:
         """Have every server begin this course with what is here."""
         self._number = opened.number
         self._link.follow(opened)
-        streams = [streams.brought(opened.brings, opened.version, opened.more) for streams in self._streams]
+        rows: Sequence[Segment | None] = self._rows or [None] * opened.servers
+        streams = [
+            streams.brought(opened.brings, opened.version, opened.more, mine)
+            for streams, mine in zip(self._streams, rows, strict=True)
+        ]
         self._link.carry([Opening(server, opened, one) for server, one in enumerate(streams)], "begin a course")
+        self._rows = []
 
     def last_course(self) -> Open:
         """What the first server was last told to do."""
@@ -79,6 +87,21 @@ class Remote:
         fetches = [self._fetch(server, "standing", None) for server in range(opened.servers)]
         self._link.carry(fetches, "say what they have committed")
         return [fetch.value for fetch in fetches]
+
+    def put_rows(self, tables: Tables | None, servers: int) -> list[int]:
+        """Have the rows that are here go with the next course: how many bytes each server gets."""
+        packed = [tables.pack(parts_of(server, servers)) for server in range(servers)] if tables is not None else []
+        self._rows = [own_segment(len(one)) for one in packed]
+        for segment, one in zip(self._rows, packed, strict=True):
+            segment.buffer[:] = one
+        return [len(one) for one in packed]
+
+    def fetch_rows(self, tables: Tables) -> None:
+        """Have all rows here."""
+        fetches = [self._fetch(server, "tables", None) for server in range(len(self._streams))]
+        self._link.carry(fetches, "give their rows")
+        for fetch in fetches:
+            tables.unpack(fetch.value)
 
     def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None:
         """Have the optimizer's states here. `mores`: what each server has said of its own."""

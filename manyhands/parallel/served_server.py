@@ -215,7 +215,9 @@ class PartServer:
         return self._begin_new(sender, intake.opened) if intake.is_done else [(sender, intake.got())]
 
     def _begin_new(self, sender: bytes, opened: Open) -> Outbox:
-        self._intake = None
+        intake, self._intake = self._intake, None
+        if intake is not None and intake.opened.number == opened.number and intake.tables is not None:
+            self._tables(opened).unpack(intake.tables.buffer[:])
         self._register.write(msgspec.msgpack.encode(opened))
         self._begin(opened)
         return [(sender, Opened(number=opened.number, server=self._number))]
@@ -241,13 +243,24 @@ class PartServer:
         part.resume(saved.version, saved.counts, saved.more)
         clips = self._clip_norm is not None
         hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
-        tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
         self._course = Ongoing(
-            self._number, self._model, self._scheduler, opened, saved, served, part, hatch, tables, self._foreign
+            self._number,
+            self._model,
+            self._scheduler,
+            opened,
+            saved,
+            served,
+            part,
+            hatch,
+            self._tables(opened),
+            self._foreign,
         )
         served.set_version(self._number, saved.version)
         if self._living is not None:
             self._course.hear_living(self._living)
+
+    def _tables(self, opened: Open) -> Tables:
+        return Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
 
     def _restore_schedule(self, saved: Saved) -> None:
         if self._scheduler is not None and saved.scheduler is not None:

@@ -45,10 +45,11 @@ class Streams:
         """With `more`, which was committed with them and says what else there is."""
         return Stream(self._state_spans(version, more))
 
-    def brought(self, brings: Sequence[Of], version: int, more: bytes) -> Stream:
-        """What a course begins with."""
+    def brought(self, brings: Sequence[Of], version: int, more: bytes, tables: Segment | None) -> Stream:
+        """What a course begins with; in `tables` are rows of embeddings."""
         weights = self._weights(version) if "weights" in brings else []
-        return Stream([*weights, *(self._state_spans(version, more) if "states" in brings else [])])
+        states = self._state_spans(version, more) if "states" in brings else []
+        return Stream([*weights, *states, *([_whole(tables)] if tables is not None else [])])
 
     def _weights(self, version: int) -> list[Span]:
         spans = [Span(self._served.weights(version).segment, *stretch) for stretch in self._stretches]

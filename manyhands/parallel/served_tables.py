@@ -14,6 +14,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from manyhands.parallel.row_rules import TableSpec
@@ -133,6 +134,27 @@ class Tables:
     def _contribution(self, piece: RowGradients) -> Contribution:
         dim = self._specs[piece.table].dim
         return Contribution(piece.table, ids_from(piece.ids), rows_from(piece.gradients, dim))
+
+    # ---- between hosts, between courses ----
+
+    def pack(self, only: Sequence[int] = range(PARTS)) -> bytes:
+        """All that is here of these parts."""
+        found = {
+            f"{part} {key} {name}": value.contiguous()
+            for (name, part), table in self._tables.items()
+            if part in only
+            for key, value in table.snapshot().items()
+        }
+        return bytes(save(found))
+
+    def unpack(self, data: bytes) -> None:
+        """Become what others packed."""
+        parts: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for label, value in load(data).items():
+            part, key, name = label.split(" ", 2)
+            parts.setdefault((name, int(part)), {})[key] = value
+        for place, saved in parts.items():
+            self._tables[place].restore(saved)
 
     # ---- for a checkpoint, between courses ----
 

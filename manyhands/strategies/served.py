@@ -35,6 +35,7 @@ from manyhands.parallel.served_memory import Memory, ServedMemory, layout_name
 from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
+from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.sparse import Contribution, merge
 from manyhands.parallel.updates import runs_fused
 from manyhands.strategies.base import LossFn, PieceLike, StepLike
@@ -53,8 +54,8 @@ class Reach(Protocol):
     is_away: bool
 
     @property
-    def memory(self) -> Memory | None:
-        """That of the servers' host, where this worker shares it."""
+    def memory(self) -> Memory:
+        """The servers', or this worker's own, with regions of the same names."""
 
     def enter(
         self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
@@ -69,6 +70,11 @@ class Reach(Protocol):
     def last_course(self) -> Open: ...
 
     def standings(self, opened: Open) -> list[bytes]: ...
+
+    def put_rows(self, tables: Tables | None, servers: int) -> list[int]:
+        """By the chief: have these rows in the servers' memory when the course begins."""
+
+    def fetch_rows(self, tables: Tables) -> None: ...
 
     def fetch_states(self, opened: Open, version: int, mores: Sequence[bytes]) -> None: ...
 
@@ -161,19 +167,26 @@ class Served(Computing):
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's."""
         self._leave_memory()
-        self.gather_state()
+        self._gather()
         with torch.no_grad():
             yield self._model
         self._are_states_new = True
         self.synchronise()
 
     def gather_state(self) -> None:
-        """Have the optimizer's states, as the servers left them, in this process's optimizer. Between courses."""
+        """Have what servers keep where `state` finds it. Between courses; it is the chief's that is asked for."""
+        if self._axis.rank == 0 or not self._reach.is_away:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Have rows and the optimizer's states, as the servers left them, in this process."""
         if self._are_states_new or self._served is None:
             return
         self._rows.tells = True
         opened = self._opened or self._reach.last_course()
         standings = self._reach.standings(opened)
+        if self._rows and not self._rows.is_new:
+            self._reach.fetch_rows(self._rows.everything())
         counts, more = _merged(opened, standings)
         self._reach.fetch_states(opened, self._version, [more_of(one, opened) for one in standings])
         places = range(len(self._served.params))
@@ -276,9 +289,9 @@ class Served(Computing):
         with torch.no_grad():
             _copy(served.weights(version).views, served.params)
             _copy(served.buffers(version), changing_state(self._model, served.params))
-        self._rows.install(version)
+        tables = self._reach.put_rows(self._rows.install(version), opened.servers)
         counts, more = self._put_states(served, version)
-        return msgspec.structs.replace(opened, counts=counts, more=more)
+        return msgspec.structs.replace(opened, counts=counts, more=more, tables=tables)
 
     def _put_states(self, served: ServedMemory, version: int) -> tuple[list[int], bytes]:
         if not self._are_states_new:

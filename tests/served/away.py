@@ -11,16 +11,19 @@ import msgspec
 import torch
 from torch import nn
 
+import manyhands as mh
 from manyhands.comm.segments import HostMemory, Segment
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.fused import state_names
 from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.placing import divide
+from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import layout_name
 from manyhands.parallel.served_messages import Filled, FromServer, FromWorker, Open
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_server import PartServer, open_memory
 from manyhands.parallel.served_states import settings_of, store_states
+from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.served_talks import Talk
 from manyhands.parallel.updates import runs_fused
 from manyhands.runtime.late_compiler import load_compiler_late
@@ -32,9 +35,10 @@ ROWS = 3
 
 
 def make_model() -> nn.Module:
-    """Two tensors of several frames each, and batch statistics."""
+    """Two tensors of several frames each, batch statistics, and rows by id."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300))
+    rows = mh.Embedding(64, name="rows", optimizer=mh.rows.SGD(lr=1.0))
+    return nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300), rows)
 
 
 class Wire:
@@ -148,7 +152,9 @@ class Away:
             foreign=ForeignState(),
         )
 
-    def open(self, number: int = 1, version: int = 0, counts: Sequence[int] | None = None) -> Open:
+    def open(
+        self, number: int = 1, version: int = 0, counts: Sequence[int] | None = None, rows: Tables | None = None
+    ) -> Open:
         """A course of one slice a step that begins with this worker's model. With `counts` servers have the states."""
         names = [name for name, _ in self.model.named_parameters()]
         params, fused = list(self.model.parameters()), runs_fused(self.optimizer)
@@ -186,6 +192,7 @@ class Away:
         if counts is None:
             counts, more = store_states(self.served, self.optimizer, version, range(len(params)), whole=not fused)
             opened = msgspec.structs.replace(opened, counts=counts, more=more)
+        opened = msgspec.structs.replace(opened, tables=self.remote.put_rows(rows, self._num_servers))
         self.remote.open(opened)
         self.opened = opened
         return opened
@@ -208,6 +215,10 @@ class Away:
         for number, server in enumerate(self.wire.servers):
             self.wire.say(number, filled)
             server.work()
+
+    def rows_here(self) -> ServedRows:
+        """A worker's side of embeddings; its rows are in memory of its own."""
+        return ServedRows(make_model(), 0, self.wire, self.remote.memory)  # type: ignore[arg-type]
 
     def weights_of_servers(self, version: int) -> list[torch.Tensor]:
         found = open_memory(self.model, self.memory, self.opened, ForeignState())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,11 +12,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.native import why_not
+from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Held
 from manyhands.parallel.norms import clip_factor, global_norm
+from manyhands.parallel.rows import RowTable
 from manyhands.parallel.served_course import more_of
 from manyhands.parallel.served_frames import FRAME_BYTES, checksum
-from manyhands.parallel.served_messages import Ask, Bring, Filled, Part, Piece, Stand, Want
+from manyhands.parallel.served_lookup import ServedRows
+from manyhands.parallel.served_messages import (
+    Ask,
+    Bring,
+    Filled,
+    Lookup,
+    Of,
+    Part,
+    Piece,
+    RowGradients,
+    Stand,
+    Want,
+)
+from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_states import load_states, merge_states
 from tests.served.away import ROWS, WORKER, Away, make_model
 
@@ -113,6 +128,28 @@ def test_a_course_goes_on_with_the_states_that_servers_have(away):
     one.step(2, gradients(2))
     assert one.remote.look(2)
     assert_equal(one.served.weights(2).views, alone("fused", 2)[0])
+
+
+def test_rows_of_embeddings_begin_a_course_and_come_back_for_a_checkpoint(away):
+    one, ids = away(), torch.arange(20_000) * 2**40 - 7
+    local = RowTable(one.rows_here()._specs["rows"])
+    local.update(1, ids, torch.arange(20_000.0)[:, None].expand(-1, 64), factor=1.0)
+    mine = one.rows_here()
+    mine.restore("rows", local.snapshot())
+    one.wire.faults, one.wire.deaths = 0.3, 0.02
+    opened = one.open(rows=mine.install(0))
+    assert min(opened.tables) > 4 * FRAME_BYTES
+    one.open(2, 0, opened.counts)
+    other = Remote(one.wire, WORKER, clips=False)
+    fetched = ServedRows(make_model(), 0, one.wire, other.memory).everything()
+    assert fetched.snapshot("rows")["ids"].numel() == 0
+    other.enter(one.model, one.opened, [[], []], ForeignState())
+    other.fetch_rows(fetched)
+    found, wanted = fetched.snapshot("rows"), local.snapshot()
+    assert one.wire.dead
+    for name in wanted.keys() - {"number"}:
+        assert torch.equal(found[name], wanted[name]), name
+    other.close()
 
 
 def test_what_was_acknowledged_is_not_sent_again_to_the_next_server(away):
@@ -223,11 +260,15 @@ noise = st.one_of(
     st.builds(Piece, number=numbers, worker=st.just(WORKER) | ints, held=helds, offset=ints, crc=ints,
               data=st.binary(max_size=20)),
     st.builds(Bring, number=numbers, offset=ints, crc=ints, data=st.binary(max_size=20)),
-    st.builds(Want, number=numbers, ticket=ints, of=st.sampled_from(["weights", "states", "standing", "course"]),
-              version=ints | st.none(), offset=ints),
+    st.builds(Want, number=numbers, ticket=ints, of=st.sampled_from(get_args(Of)), version=ints | st.none(),
+              offset=ints),
     st.builds(Ask, number=numbers, worker=ints, book=ints, ticket=ints, met=ints, told=st.integers(-3, 9)),
     st.builds(Stand, number=numbers, server=ints, low=ints, seen=st.lists(ints, max_size=3),
               has=st.lists(st.tuples(ints, ints), max_size=3)),
+    st.builds(Lookup, number=numbers, ticket=ints, table=st.sampled_from(["rows", "others"]),
+              ids=st.binary(max_size=32)),
+    st.builds(RowGradients, number=numbers, filling=ints, order=ints, table=st.sampled_from(["rows", "others"]),
+              ids=st.binary(max_size=16), gradients=st.binary(max_size=16) | st.just(bytes(256))),
     st.builds(Filled, number=numbers, worker=ints, held=helds, based_on=ints, total=st.floats(), weight=st.floats()),
 )  # fmt: skip
 

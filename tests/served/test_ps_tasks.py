@@ -50,7 +50,7 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
     places = faults(
         ("server 1", 3, "giving a frame"), ("worker 1", 4, "between frames"), ("server 0", 10, "after commit")
     )
-    asked = {"mode": "sync", "exact": True, "clip": 5.0, "validate": True, "faults": places}
+    asked = {"mode": "sync", "exact": True, "rows": True, "save_every": 10, "faults": places}
     tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
     processes = [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
     try:
@@ -62,5 +62,5 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
     outputs = [(tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks]
     assert codes == [0] * len(tasks), "\n".join(outputs)
     [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
-    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, clip=5.0, validate=True)
+    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, rows=True)
     assert len(list(tmp_path.glob("fault-*"))) == len(places)

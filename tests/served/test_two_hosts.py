@@ -50,7 +50,7 @@ def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoev
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode: str) -> None:
-    asked = {"mode": mode, "save_every": 20, **LONGER}
+    asked = {"mode": mode, "rows": True, "save_every": 20, **LONGER}
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as run:
         told = run.wait()
     assert (told["counter"], told["reached"]) == ([5.0], 80)
