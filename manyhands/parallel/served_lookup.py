@@ -87,15 +87,26 @@ class ServedRows:
     # ---- courses ----
 
     def install(self, version: int) -> None:
-        """By the chief, before a course: servers find the rows in memory."""
-        if self and self.is_new and any(len(table) for table in self._local.tables.values()):
+        """By the chief, before a course: servers find the rows in memory.
+
+        At first there are none, and nothing has to be done about tables that were never updated.
+        """
+        if self and self.is_new and (self._number is not None or self.updates_beyond(0)):
             tables = self._everything()
             for name in self._specs:
                 tables.restore(name, version, self._local.state(name))
 
     def enter(self, number: Number, servers: int) -> None:
         """From now on rows are asked for from these."""
+        if self.is_new:
+            self._local = LocalRows()  # what was here is there now
+            for spec in self._specs.values():
+                self._local.open(spec)
         self._number, self._servers, self.is_new, self.tells = number, servers, False, False
+
+    def updates_beyond(self, number: int) -> int:
+        """How many more updates than that the rows in this process have seen."""
+        return max([0, *(table.number - number for table in self._local.tables.values())])
 
     def messages(self, filling: int, contributions: Sequence[Contribution]) -> list[list[RowGradients]]:
         """A lease's gradients, for each server those of its ids, in pieces."""

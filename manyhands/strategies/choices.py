@@ -13,7 +13,7 @@ from manyhands.errors import SpecError
 
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
-MODES = ("sync", "async", "ssp")
+MODES = ("sync", "async", "ssp", "hybrid")
 DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
@@ -61,7 +61,8 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """How many. Default: 2."""
     mode: str = "async"
     """async: a gradient is applied when it arrives. sync: once a step, as `Mirrored` does. ssp: on arrival, and no
-    worker is more than `staleness` steps ahead of the slowest living one."""
+    worker is more than `staleness` steps ahead of the slowest living one. hybrid: dense weights as `Mirrored` has
+    them, and only rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
     backup_workers: int = 0
     """sync: a step closes without the slowest so many."""
@@ -88,6 +89,21 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         _at_least("staleness", self.staleness, 0)
         _at_least("backup_workers", self.backup_workers, 0)
         _at_least("aggregate", self.aggregate, 1)
+        if self.mode == "hybrid":
+            self._check_hybrid()
+
+    @property
+    def leases(self) -> bool:
+        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
+        return self.mode != "hybrid"
+
+    def _check_hybrid(self) -> None:
+        for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):
+            value = getattr(self, name)
+            usual = next(field.default for field in msgspec.structs.fields(self) if field.name == name)
+            if value != usual:
+                what = f"{name} is {value!r}, but in hybrid mode all workers take every step together"
+                raise _wrong(what, f"no {name}=", 'mode="sync"', where="mh.ParameterServer")
 
 
 class LocalSGD(_Settings, frozen=True, kw_only=True):
