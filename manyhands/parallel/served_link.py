@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerTimeout
 from manyhands.parallel.served_messages import (
     Applied,
+    ApplyRows,
     Ask,
     Filled,
     FromServer,
@@ -25,6 +26,7 @@ from manyhands.parallel.served_messages import (
     Number,
     Open,
     Opened,
+    OpenRows,
     Reply,
     RowGradients,
     Rows,
@@ -66,7 +68,7 @@ class Link:
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
 
-    def open(self, message: Open) -> None:
+    def open(self, message: Open | OpenRows) -> None:
         """Have every server begin this course; returns when each has said so."""
         self.reach(message.servers)
         self._number, self._opened, self._applied = message.number, set(), {}
@@ -77,7 +79,7 @@ class Link:
 
         self._await(lambda: len(self._opened) == message.servers, say, "begin a course")
 
-    def follow(self, message: Open) -> None:
+    def follow(self, message: Open | OpenRows) -> None:
         """Another worker has had it opened."""
         self.reach(message.servers)
         self._number, self._applied = message.number, {}
@@ -162,6 +164,17 @@ class Link:
 
         self._await(lambda: len(self._applied.get(step, ())) == everyone, say, f"apply step {step}")
         del self._applied[step]
+
+    def apply_rows(self, step: int, shares: Mapping[int, Sequence[RowGradients | ApplyRows]]) -> None:
+        """Returns when each of these servers has applied its share of a step."""
+
+        def say() -> None:
+            for server in shares.keys() - self._applied.get(step, set()):
+                for message in shares[server]:
+                    self._ports[server].send(message)
+
+        self._await(lambda: shares.keys() <= self._applied.get(step, set()), say, f"apply rows of step {step}")
+        self._applied.pop(step, None)
 
     def close(self) -> None:
         for port in self._ports:

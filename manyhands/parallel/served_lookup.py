@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
@@ -27,7 +28,7 @@ MOST_BYTES = 2**18
 class ServedRows:
     """The rows of a model's embeddings, for one worker. It is a `RowSource`."""
 
-    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory) -> None:
+    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None) -> None:
         """`memory` is the servers', or on another host a copy that has to be brought up to date."""
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)
@@ -87,7 +88,7 @@ class ServedRows:
 
     def install(self, version: int) -> Tables | None:
         """By the chief, before a course: rows of this process are in memory. None if there are no new ones."""
-        if not (self and self.is_new and any(len(table) for table in self._local.tables.values())):
+        if not (self and self.is_new and (self._number is not None or self.updates_beyond(0))):
             return None
         tables = self.everything()
         for name in self._specs:
@@ -96,7 +97,15 @@ class ServedRows:
 
     def enter(self, number: Number, servers: int) -> None:
         """From now on rows are asked for from these."""
+        if self.is_new:
+            self._local = LocalRows()  # what was here is there now
+            for spec in self._specs.values():
+                self._local.open(spec)
         self._number, self._servers, self.is_new, self.tells = number, servers, False, False
+
+    def updates_beyond(self, number: int) -> int:
+        """How many more updates than that the rows in this process have seen."""
+        return max([0, *(table.number - number for table in self._local.tables.values())])
 
     def messages(self, filling: int, contributions: Sequence[Contribution]) -> list[list[RowGradients]]:
         """A lease's gradients, for each server those of its ids, in pieces."""
@@ -126,6 +135,11 @@ class ServedRows:
 
     def everything(self) -> Tables:
         """All rows in memory."""
+        if self._memory is None:
+            raise CheckpointSaveFailed(
+                "Rows of embeddings are in the memory of the servers' host, and the chief is on another.",
+                fix=["a worker on the host that the run was started on"],
+            )
         return Tables(list(self._specs.values()), self._memory, range(PARTS))
 
 

@@ -16,6 +16,7 @@ from manyhands.parallel.leases import Course, Held
 
 __all__ = [
     "Applied",
+    "ApplyRows",
     "Ask",
     "Bring",
     "Done",
@@ -27,6 +28,7 @@ __all__ = [
     "Number",
     "Of",
     "Open",
+    "OpenRows",
     "Opened",
     "Part",
     "Piece",
@@ -87,6 +89,15 @@ class Open(_Message, frozen=True, kw_only=True):
     """What is not in place yet, and comes in frames before the course begins."""
     tables: list[int] = []
     """Rows of embeddings come, too: in so many bytes for each server."""
+
+
+class OpenRows(_Message, frozen=True, kw_only=True):
+    """Rows alone are served, after so many steps: from the chief, to every server. They are in place."""
+
+    servers: int
+    step: int
+    base: int
+    """What a step's number is short of the number of its update: rows may come from a training of more steps."""
 
 
 class Opened(_Message, frozen=True, kw_only=True):
@@ -166,13 +177,23 @@ class Rows(_Message, frozen=True, kw_only=True):
 
 
 class RowGradients(_Message, frozen=True, kw_only=True):
-    """Some of what a leased slice has for a table's rows that are this server's."""
+    """Some of what a leased slice has for a table's rows that are this server's; or a step, where rows alone are."""
 
     filling: int
     order: int
     table: str
     ids: bytes
     gradients: bytes
+
+
+class ApplyRows(_Message, frozen=True, kw_only=True):
+    """A step is committed by all workers: apply what was sent of it, in so many pieces."""
+
+    step: int
+    pieces: int
+    tables: list[str]
+    """Those that the step has gradients for, this server's or others'."""
+    factor: float
 
 
 class Piece(_Message, frozen=True, kw_only=True):
@@ -243,6 +264,6 @@ class Stand(_Message, frozen=True, kw_only=True):
     has: list[tuple[int, int]]
 
 
-FromWorker = Open | Ask | Filled | Lookup | RowGradients | Stand | Piece | Bring | Want
+FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
 FromServer = Opened | Reply | Applied | Rows | Got | Part

@@ -8,7 +8,7 @@ Start reading at `Tables.apply`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -116,16 +116,33 @@ class Tables:
         for filling in fillings:
             self._pieces.pop(filling, None)
 
-    def apply(self, number: int, fillings: Sequence[int], factor: float) -> None:
-        """The gradients of these leases, in the order of their slices, as update `number`; done again, nothing."""
+    def drop_until(self, filling: int) -> None:
+        """All up to this one."""
+        self.drop([one for one in self._pieces if one <= filling])
+
+    def apply(self, number: int, fillings: Sequence[int], factor: float, touched: Sequence[str] = ()) -> None:
+        """The gradients of these leases, in the order of their slices, as update `number`; done again, nothing.
+
+        Rows of `touched` tables grow older by it, also where it has no gradients for a part.
+        """
         found = merge(self._contribution(piece) for filling in fillings for piece in self._sorted(filling))
-        for table, ids, gradients in found:
+        for name, ids, gradients in [*found, *self._aged(touched, {one.table for one in found})]:
             order, bounds = in_parts(ids)
             ids, gradients = ids[order], gradients[order]
             for part, (start, stop) in enumerate(pairwise(bounds)):
-                if start < stop and self._tables[table, part].number < number:
-                    mine = slice(start, stop)
-                    self._tables[table, part].update(number, ids[mine], gradients[mine], factor=factor)
+                table, mine = self._tables.get((name, part)), slice(start, stop)
+                if table is None or table.number >= number:
+                    continue
+                if start < stop or (name in touched and table.spec.keep_steps is not None):
+                    table.update(number, ids[mine], gradients[mine], factor=factor)
+
+    def _aged(self, touched: Sequence[str], found: Collection[str]) -> list[Contribution]:
+        """Nothing, for tables of which only other servers have rows in this update."""
+        return [
+            Contribution(name, torch.empty(0, dtype=torch.int64), torch.empty(0, self._specs[name].dim))
+            for name in touched
+            if name in self._specs and name not in found
+        ]
 
     def _sorted(self, filling: int) -> list[RowGradients]:
         pieces = self._pieces.get(filling, {})

@@ -18,6 +18,9 @@ __all__ = ["SparseStep"]
 class SparseStep:
     """Promises: after `apply`, rows are bitwise equal on every rank, and whatever the number of ranks."""
 
+    are_here = True
+    """Every rank has all rows."""
+
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)

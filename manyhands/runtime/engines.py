@@ -12,6 +12,7 @@ from torch import nn
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16
+from manyhands.control.roster import parse_generation
 from manyhands.control.session import Session
 from manyhands.parallel.outer import OuterStep
 from manyhands.parallel.precision import Precision
@@ -19,6 +20,8 @@ from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
+from manyhands.parallel.served_step import ServedStep
+from manyhands.parallel.sparse_step import SparseStep
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.wishes import END_FIT
@@ -40,7 +43,14 @@ def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
 
 
-def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
+def _replicated(
+    worker: Worker,
+    parts: Parts,
+    model: nn.Module,
+    pacing: Pacing,
+    joining: bool,
+    rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
+) -> Replicated:
     spec = worker.resolved.spec
     return Replicated(
         Axis(0, 1) if joining else worker.axis,
@@ -58,15 +68,42 @@ def _replicated(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, 
         network=lambda: worker.network,
         tell=worker.warn,
         foreign=foreign_state(model),
+        rows=rows,
     )
 
 
-def _served(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Served:
-    spec, seat, choice = worker.resolved.spec, worker.session.seat, worker.strategy
-    assert isinstance(choice, ParameterServer)
-    session = worker.session
+def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:
+    session, choice = worker.session, worker.strategy
     assert isinstance(session, Session), "parameter servers need an agent"
-    link = Link(session.server_endpoint, f"worker {seat.incarnation}".encode(), session.curve)
+    assert isinstance(choice, ParameterServer)
+    link = Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+    if choice.mode != "hybrid":
+        return _served(worker, session, choice, link, parts, model, joining)
+
+    def rows(model: nn.Module, seed: int) -> ServedStep:
+        return ServedStep(
+            model,
+            seed,
+            link,
+            _reach(session, link, clips=False).memory,
+            num_servers=lambda: session.servers_wanted,
+            generation=lambda: parse_generation(worker.group.generation),
+            wait_for_chief=worker.wait_for_chief,
+        )
+
+    return _replicated(worker, parts, model, pacing, joining, rows)
+
+
+def _served(
+    worker: Worker,
+    session: Session,
+    choice: ParameterServer,
+    link: Link,
+    parts: Parts,
+    model: nn.Module,
+    joining: bool,
+) -> Served:
+    spec, seat = worker.resolved.spec, session.seat
     return Served(
         Axis(0, 1) if joining else worker.axis,
         parts.loss,
@@ -144,6 +181,6 @@ _MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]
     "single": _replicated,
     "mirrored": _replicated,
     "multi_worker": _replicated,
-    "parameter_server": _served,
+    "parameter_server": _with_servers,
     "local_sgd": _averaged,
 }

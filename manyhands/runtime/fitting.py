@@ -108,6 +108,7 @@ class Fit:
                 arrival = self._steps.recover(lost)
                 if arrival.received:  # others have committed it
                     assert self._training.last_stats is not None
+                    self._steps.settle_rows()
                     self._tell_hooks(step, self._training.last_stats)
                     return self._training.last_stats
                 going_on = arrival.same_step and engine.can_go_on
@@ -135,6 +136,7 @@ class Fit:
         if self._settings.scheduler_every == "step" and not stats.skipped:
             self._advance_schedule({})
         self._steps.done(step, stats)
+        self._steps.settle_rows()
         self._tell_hooks(step, stats)
 
     def _tell_hooks(self, step: Step, stats: StepStats) -> None:

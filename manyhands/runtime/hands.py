@@ -366,6 +366,7 @@ class Hands:
         taken = self._taken
         assert taken is not None
         self._last_step, self._means, self.loss = step, 0, stats.loss
+        taken.settle_rows()
         if stats.stop == LEAVE:
             taken.leave()
         taken.after_step(save=stats.stop == SAVE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -299,7 +299,9 @@ def take_shared(
 
 
 def _packed(training: Training, from_shared_memory: bool) -> tuple[dict[str, Tensor], bytes]:
-    tensors, parts = training.parts()
+    rows = training.engine.served_rows
+    with rows.telling_peers() if rows is not None else nullcontext():
+        tensors, parts = training.parts()
     where = training.engine.held.where if from_shared_memory else lambda tensor: None
     shapes = [_shape(name, one, where(one)) for name, one in tensors.items()]
     last = training.last_stats

@@ -258,7 +258,7 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
-        if isinstance(self.worker.strategy, ParameterServer):
+        if isinstance(self.worker.strategy, ParameterServer) and self.worker.strategy.leases:
             _check_leasable(source)
         return Batches(
             source,

@@ -1,7 +1,8 @@
 """What a parameter server's process does where a worker would begin to train: it serves until the run ends.
 
 Servers run the script from the top, as workers do, up to `Trainer(...)`; `serve` is called there with what the script
-made, and never returns. It owns the socket and the clock; what a message means is `parallel/served_server.py`'s.
+made, and never returns. It owns the socket and the clock; what a message means is `parallel/served_server.py`'s,
+or `parallel/row_server.py`'s where servers have nothing but rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.events import ServerWentOn, Warned
+from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.served_memory import Attendance
 from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
@@ -49,30 +51,39 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             script=sys.argv[0],
         )
     )
-    model = parts.model
+    _Serving(session, _make_server(worker, session, parts, scheduler), worker.warn).run()
+    worker.close()
+    raise SystemExit(0)
+
+
+def _make_server(
+    worker: Worker, session: Session, parts: Parts, scheduler: Callable[[Any], Any] | None
+) -> PartServer | RowServer:
+    """Of what the strategy has on servers."""
+    spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
+    assert isinstance(strategy, ParameterServer)
+    if strategy.mode == "hybrid":
+        return RowServer(session.seat.server, model, session.shared_memory, seed=spec.run.seed)
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = parts.make_optimizer(model)
-    server = PartServer(
+    return PartServer(
         session.seat.server,
         model,
         optimizer,
         scheduler(optimizer) if scheduler is not None else None,
         session.shared_memory,
         clip_norm=spec.train.clip_norm,
-        place=choice.place or {},
+        place=strategy.place or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
     )
-    _Serving(session, server, worker.warn).run()
-    worker.close()
-    raise SystemExit(0)
 
 
 class _Serving:
-    """The loop around a `PartServer`."""
+    """The loop around a server."""
 
-    def __init__(self, session: Session, server: PartServer, tell: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, server: PartServer | RowServer, tell: Callable[[str], None]) -> None:
         self._session, self._server, self._tell, seat = session, server, tell, session.seat
         self._context: zmq.Context[Any] = zmq.Context()
         self._ports: list[Port[FromWorker]] = []

@@ -38,7 +38,14 @@ class Steps:
         self._training.start_clock()
         self._training.meter.start()
         self._training.keep()
+        self._open_rows()
         self._garbage.begin()
+
+    def _open_rows(self) -> None:
+        """Where servers have rows of embeddings and nothing else. A newcomer finds that done."""
+        rows = self._training.engine.served_rows
+        if rows is not None and not rows.is_open:
+            self._regrouping.agreed(lambda: rows.open(self._worker.axis, self._training.progress.step))
 
     @property
     def batches(self) -> Batches:
@@ -77,6 +84,12 @@ class Steps:
         if self._training.engine.round_closed:
             self._training.keep()
         self._garbage.release()
+
+    def settle_rows(self) -> None:
+        """After a step that this worker has committed, or received: have the servers of rows apply it."""
+        rows = self._training.engine.served_rows
+        if rows is not None:
+            self._regrouping.agreed(lambda: rows.settle(self._worker.axis))
 
     def after_step(self, *, save: bool) -> None:
         """Start the save that the workers agreed on, and tell of those that have ended."""

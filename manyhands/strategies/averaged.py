@@ -150,7 +150,7 @@ class Averaged:
 
     # Ranks that come and go: whoever stays goes back to where the last round closed, and its steps are taken again.
 
-    goes_back, can_go_on, compares_copies, has_residuals = True, False, False, True
+    goes_back, can_go_on, compares_copies, has_residuals, served_rows = True, False, False, True, None
 
     def abandon(self) -> None:
         self._local.abandon()

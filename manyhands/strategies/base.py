@@ -20,6 +20,7 @@ from manyhands.comm.axis import Axis
 from manyhands.parallel.divergence import Hashes
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.phases import Phases
+from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import Sharing
 
 __all__ = ["Engine", "Evaluator", "LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
@@ -138,6 +139,10 @@ class Engine(Strategy, Protocol):
     def end_step(self) -> StepStats: ...
     def evaluating(self) -> AbstractContextManager[None]: ...
     def using_loss(self, loss_fn: LossFn) -> AbstractContextManager[None]: ...
+    @property
+    def served_rows(self) -> ServedStep | None:
+        """Rows of embeddings that parameter servers have, while all else is in this process; None: there are none."""
+
     @property
     def has_residuals(self) -> bool:
         """Whether each rank has state of its own, so that `gather_state` needs all of them."""

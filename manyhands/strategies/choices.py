@@ -13,7 +13,7 @@ from manyhands.errors import SpecError
 
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
-MODES = ("sync", "async", "ssp")
+MODES = ("sync", "async", "ssp", "hybrid")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,8 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     mode: str = "async"
     """async: each worker takes a batch at a time, and its gradient is applied when it arrives. sync: the slices of a
     batch are shared out and applied together, as `Mirrored` does. ssp: the same, but a slice of step t may be computed
-    with weights that lack the last `staleness` steps before it."""
+    with weights that lack the last `staleness` steps before it. hybrid: dense weights
+    as `Mirrored` has them, and only rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
     """Of ssp; 0 is sync."""
     backup_workers: int = 0
@@ -92,6 +93,21 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         if self.damping and self.mode == "sync":
             what = "damping is for stale gradients, and sync has none"
             raise _wrong(what, "damping=False", 'mode="async"', where="mh.ParameterServer")
+        if self.mode == "hybrid":
+            self._check_hybrid()
+
+    @property
+    def leases(self) -> bool:
+        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
+        return self.mode != "hybrid"
+
+    def _check_hybrid(self) -> None:
+        for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):
+            value = getattr(self, name)
+            usual = next(field.default for field in msgspec.structs.fields(self) if field.name == name)
+            if value != usual:
+                what = f"{name} is {value!r}, but in hybrid mode all workers take every step together"
+                raise _wrong(what, f"no {name}=", 'mode="sync"', where="mh.ParameterServer")
 
 
 class LocalSGD(_Settings, frozen=True, kw_only=True):

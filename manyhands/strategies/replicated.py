@@ -28,6 +28,7 @@ from manyhands.parallel.holding import Holding
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
+from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
@@ -68,9 +69,10 @@ class Replicated(Computing):
         sharing: Sharing | None = None,
         network: Callable[[], Axis] | None = None,
         tell: Callable[[str], None] = lambda text: None,
+        rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
     ) -> None:
         """`sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
-        start with what follows from `seed`.
+        start with what follows from `seed`, and live where `rows` has them.
 
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
         With `audit_seed` a slice of every step is computed twice, and must come out the same: to the bit if `exact`.
@@ -81,7 +83,7 @@ class Replicated(Computing):
         self._codec = _CODECS[reducer]() if reducer != "exact" else None
         self._gathered: dict[int, Tensor] = {}
         self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
-        self._check_every, self._redone, self._seed = check_every, 0, seed
+        self._check_every, self._redone, self._seed, self._make_rows = check_every, 0, seed, rows
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
@@ -108,10 +110,10 @@ class Replicated(Computing):
             tell=self._tell,
         )
         self._buffers = StepBuffers(model, self._foreign)
-        self._rows = SparseStep(model, self._seed)
+        self._rows = self._make_rows(model, self._seed)
+        self._tell_where_rows_are()
         if self._rows:
             _check_rows(optimizer)
-            self._tell("no parameter servers in this strategy: every worker keeps all rows of the embeddings")
         if self.has_residuals and _wants_closure(optimizer):
             raise TrainingFailed(
                 f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
@@ -125,6 +127,17 @@ class Replicated(Computing):
             )
         if not joining:
             self.synchronise()
+
+    def _tell_where_rows_are(self) -> None:
+        if self._rows and self._rows.are_here:
+            self._tell("no parameter servers in this strategy: every worker keeps all rows of the embeddings")
+        elif not self._rows and not self._rows.are_here:
+            self._tell("the parameter servers have nothing to do: no layer is an mh.Embedding or mh.EmbeddingBag")
+
+    @property
+    def served_rows(self) -> ServedStep | None:
+        """Rows that parameter servers have, if the model has any."""
+        return self._rows if self._rows and isinstance(self._rows, ServedStep) else None
 
     @property
     def held(self) -> Holding:
@@ -387,6 +400,8 @@ class Replicated(Computing):
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
+        if self.served_rows is not None:
+            state["rows"] = self.served_rows.state()
         if self._precision.scale:
             state["loss_scale"] = self._precision.scale.state()
         if (coded := self.held.coded) is not None:
@@ -400,6 +415,8 @@ class Replicated(Computing):
         """After the weights themselves."""
         self.held.accept_weights()
         self._buffers = StepBuffers(self._model, self._foreign)  # they have other values now
+        if self.served_rows is not None:
+            self.served_rows.restore(state.get("rows", {}))
         if self._precision.scale and "loss_scale" in state:
             self._precision.scale.restore(state["loss_scale"])
         if (coded := self.held.coded) is not None and "residuals" in state:
@@ -409,6 +426,8 @@ class Replicated(Computing):
             coded.restore(order if order and len(order) == len(place) else None, rows)
 
     def close(self) -> None:
+        if self._held is not None and isinstance(self._rows, ServedStep):
+            self._rows.close()
         self._axis.close()
 
     def _train_step_with_closure(self, step: StepLike, stop: int, collect: bool) -> StepStats:

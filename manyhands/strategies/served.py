@@ -218,6 +218,8 @@ class Served(Computing):
     has_residuals = True
     """A save needs all workers: it happens between courses."""
     compares_copies = False
+    served_rows = None
+    """Apart from the weights, that is."""
     averaging = "none"
     round_closed, goes_back = True, False
     """Workers may come and go between courses, and a loss takes nothing back."""

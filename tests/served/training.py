@@ -21,10 +21,13 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.parallel import served_server
+from manyhands.parallel.row_server import RowServer
+from manyhands.parallel.rows import RowTable
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Register
 from manyhands.parallel.served_part import FusedPart
+from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.served_talks import Push
 from manyhands.runtime.saving import Saver
@@ -101,6 +104,12 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after commit": lambda act: before(FusedPart, "updated", act),
     "in the register": lambda act: before(Register, "write", act),
     "before the answer": lambda act: after(served_server.PartServer, "take", act),
+    "before the rows are sent": lambda act: before(ServedStep, "_send", act),
+    "after the rows are sent": lambda act: after(ServedStep, "_send", act),
+    "before the step is taken": lambda act: before(ServedStep, "apply", act),
+    "before rows are applied": lambda act: before(RowServer, "_apply", act),
+    "between two parts of a table": lambda act: after(RowTable, "update", act),
+    "before the answer of rows": lambda act: after(RowServer, "_apply", act),
     "while saving": lambda act: before(Saver, "save_now", act),
 }
 
@@ -118,6 +127,13 @@ def arm() -> None:
             return original(self, version, gradient)
 
         FusedPart.update = update  # type: ignore[method-assign]
+        before(RowServer, "_apply", lambda: None, see_step)
+
+
+def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> bool:
+    global STEP
+    STEP = message.step
+    return False
 
 
 class Counted(nn.Module):
@@ -130,6 +146,9 @@ class Counted(nn.Module):
         self.seen = None
         if ASKED.get("rows"):  # the same once more, with ids anywhere and rows on servers
             self.seen = mh.Embedding(1, name="seen", optimizer=mh.rows.SGD(lr=1.0), init="zeros")
+        self.groups = None
+        if ASKED.get("deep"):  # what its rows are, every gradient depends on
+            self.groups = mh.Embedding(8, name="groups", optimizer=mh.rows.Adam(lr=0.05), keep_steps=3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -138,7 +157,7 @@ class Counted(nn.Module):
 def loss(model: Counted, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     x, y, row = batch
     time.sleep(ASKED.get("slow_s", {}).get(WHO, 0.0))
-    outputs = model(x)
+    outputs = model(x if model.groups is None else x + model.groups(ids_of(row % 40)))
     for act in IN_BACKWARD if outputs.requires_grad else ():
         outputs.register_hook(lambda grad, act=act: act())
     counted = model.counter[row]
@@ -199,6 +218,9 @@ if __name__ == "__main__":
     digest = hashlib.sha256()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(name.encode() + value.detach().numpy().tobytes())
+    if model.groups is not None:
+        for name, value in model.groups.get_extra_state().items():
+            digest.update(name.encode() + value.numpy().tobytes())
     counts = [model.counter.detach()]
     if model.seen is not None:
         with torch.no_grad():

@@ -30,6 +30,11 @@ def test_a_flag_wins_over_the_script_and_the_script_over_the_environment():
         ({"staleness": -1}, "staleness is -1", "staleness=0"),
         ({"backup_workers": -2}, "backup_workers is -2", "backup_workers=0"),
         ({"aggregate": 0}, "aggregate is 0", "aggregate=1"),
+        ({"mode": "hybrid", "staleness": 1}, "staleness is 1, but in hybrid mode", "no staleness="),
+        ({"mode": "hybrid", "backup_workers": 1}, "backup_workers is 1, but in hybrid mode", 'mode="sync"'),
+        ({"mode": "hybrid", "aggregate": 2}, "aggregate is 2, but in hybrid mode", "no aggregate="),
+        ({"mode": "hybrid", "damping": True}, "damping is True, but in hybrid mode", "no damping="),
+        ({"mode": "hybrid", "place": {"x": 1}}, "place is {'x': 1}, but in hybrid mode", "no place="),
     ],
 )
 def test_what_cannot_work_is_refused_where_it_is_written(wrong, what, fix):

@@ -1,0 +1,87 @@
+"""Whole runs with rows on parameter servers and all else on the workers: the bits of mirrored, whoever is killed -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.docs.test_guide import blocks
+from tests.served.conftest import Start, steps_of
+from tests.served.test_served_runs import TWO_AND_TWO, faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+ROWS = {"rows": True, "deep": True, "exact": True}
+
+
+def test_rows_on_servers_have_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+    places = faults(("server 1", 3, "between two parts of a table"), ("worker 0", 6, "before the rows are sent"))
+    run = served({"mode": "hybrid", **ROWS, "epochs": 1, "faults": places}, *TWO_AND_TWO)
+    told = run.wait()
+    assert told == mirrored(**ROWS, epochs=1)
+    assert told["counter"] == [1.0]
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
+@pytest.mark.long
+def test_deaths_at_every_turn_of_a_step_change_nothing(served: Start, mirrored: Any) -> None:
+    places = faults(
+        ("worker 1", 4, "before the step is taken"),
+        ("server 0", 7, "before rows are applied"),
+        ("worker 0", 13, "before the rows are sent"),
+        ("server 1", 16, "between two parts of a table"),
+        ("worker 1", 22, "after the rows are sent"),
+        ("server 0", 28, "before the answer of rows"),
+        ("worker 0", 34, "backward"),
+    )
+    asked = {**ROWS, "epochs": 3, "clip": 5.0, "validate": True}
+    slow = {"worker 0": 0.05, "worker 1": 0.05}  # so that replacements come in time to die, too
+    run = served({"mode": "hybrid", **asked, "slow_s": slow, "save_every": 9, "faults": places}, *TWO_AND_TWO)
+    assert run.wait() == mirrored(**asked)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_with_another_number_of_servers(
+    served: Start, mirrored: Any
+) -> None:
+    asked = {"mode": "hybrid", **ROWS, "slow_s": {"worker 0": 0.02, "worker 1": 0.02}}
+    first = served(asked, *TWO_AND_TWO, folder="run")
+    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 5, "five steps")
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.process.wait(60) == 75
+    assert steps_of(first)[-1]["step"] < 32
+    again = served({**asked, "slow_s": {}}, "-n", "1", "--servers", "3", folder="run")
+    assert again.wait() == mirrored(**ROWS)
+    assert [one["step"] for one in steps_of(again)] == list(range(1, 33)), "a step was taken again, or left out"
+
+
+@pytest.mark.long
+def test_a_model_without_embeddings_is_told_that_servers_have_nothing_to_do(served: Start, mirrored: Any) -> None:
+    run = served({"mode": "hybrid", "exact": True, "epochs": 1}, "-n", "2", "--servers", "1")
+    assert run.wait() == mirrored(exact=True, epochs=1)
+    assert "the parameter servers have nothing to do" in run.output()
+
+
+@pytest.mark.long
+def test_the_example_of_the_docs_runs_with_rows_on_servers(tmp_path: Path) -> None:
+    example = blocks("docs/embeddings.md")[0]
+    assert '"mirrored"' in example
+    strategy = 'mh.ParameterServer(mode="hybrid", servers=2, workers=2)'
+    (tmp_path / "clicks.py").write_text(example.replace('"mirrored"', strategy))
+    ended = subprocess.run(
+        [sys.executable, "clicks.py"], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "clicks.safetensors").exists()
