@@ -32,6 +32,10 @@ class Segment:
         self._first = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(self._first)
 
+    def words(self) -> memoryview:
+        """All of it as 64-bit numbers, each read and written in one go; `struct` writes zeros first."""
+        return memoryview(self.buffer).cast("Q")
+
     def free(self) -> None:
         """Give the memory back to the system; for everybody who maps it, it is zero from now on."""
         self.buffer.madvise(mmap.MADV_REMOVE)

@@ -7,7 +7,6 @@ counted and changes nothing. Start reading at `Hatch.take`.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,8 +18,6 @@ from manyhands.parallel.served_streams import Streams
 
 __all__ = ["Hatch", "Intake"]
 
-# Native order and alignment: written and read in one go.
-_FILLING = struct.Struct("@Q")
 _PAGE = 4096
 
 
@@ -37,7 +34,7 @@ class Hatch:
         self._rows: dict[int, Stream] = {}
         self._refused = refused
         if opened.away:
-            num_bytes = -(-2 * _FILLING.size * opened.rows // _PAGE) * _PAGE
+            num_bytes = -(-16 * opened.rows // _PAGE) * _PAGE
             self._table = served.segment(f"arrivals {num_bytes} of server {number}", num_bytes)
             for row in range(opened.rows):  # where there is no room for them, nothing has begun yet
                 self._rows[row] = streams.row(self.row(row))
@@ -66,7 +63,7 @@ class Hatch:
             return self._got(held, received)
         stream.write(piece.offset, piece.data)
         received += len(piece.data)
-        _FILLING.pack_into(self._table.buffer, 16 * held.row + 8, received)
+        self._table.words()[2 * held.row + 1] = received
         return self._got(held, received)
 
     def enough(self, held: Held) -> Got:
@@ -79,13 +76,12 @@ class Hatch:
         filling, received = self._arrived(held.row)
         if filling == held.filling:
             return received
-        _FILLING.pack_into(self._table.buffer, 16 * held.row + 8, 0)  # first: whoever is killed here has lost nothing
-        _FILLING.pack_into(self._table.buffer, 16 * held.row, held.filling)
+        self._table.words()[2 * held.row + 1] = 0  # first: whoever is killed here has lost nothing
+        self._table.words()[2 * held.row] = held.filling
         return 0
 
     def _arrived(self, row: int) -> tuple[int, int]:
-        filling: int = _FILLING.unpack_from(self._table.buffer, 16 * row)[0]
-        received: int = _FILLING.unpack_from(self._table.buffer, 16 * row + 8)[0]
+        filling, received = self._table.words()[2 * row : 2 * row + 2]
         return filling, received
 
     def _got(self, held: Held, received: int) -> Got:

@@ -225,11 +225,11 @@ class ServedMemory:
         return Journal(self.segment("journal", JOURNAL_LENGTH * _ENTRY_BYTES))
 
     def set_version(self, server: int, version: int) -> None:
-        struct.pack_into("<Q", self._clock.buffer, 8 * server, version)
+        self._clock.words()[server] = version
 
     def version(self, server: int) -> int:
         """The newest version of a server's part, once it was committed."""
-        number: int = struct.unpack_from("<Q", self._clock.buffer, 8 * server)[0]
+        number: int = self._clock.words()[server]
         return number
 
     @property
@@ -238,10 +238,10 @@ class ServedMemory:
 
     def begin_filling(self, row: int, filling: int) -> None:
         """Whoever had found another filling there knows now that it is gone."""
-        struct.pack_into("<Q", self._fillings.buffer, 8 * row, filling)
+        self._fillings.words()[row] = filling
 
     def filling(self, row: int) -> int:
-        number: int = struct.unpack_from("<Q", self._fillings.buffer, 8 * row)[0]
+        number: int = self._fillings.words()[row]
         return number
 
     @property
