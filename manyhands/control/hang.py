@@ -70,8 +70,13 @@ def pace_of(step_s: Sequence[float]) -> float | None:
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ ")
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# Where a worker's thread is while it waits for others: in a collective, or for its agent's word.
-_WAITING = ("/manyhands/comm/", "/manyhands/control/session.py", "/torch/distributed/")
+# Where a worker's thread is while it waits for others: in a collective, or for the word of its agent or of a server.
+_WAITING = (
+    "/manyhands/comm/",
+    "/manyhands/control/session.py",
+    "/manyhands/parallel/served_link.py",
+    "/torch/distributed/",
+)
 _INNERMOST = 6
 
 

@@ -53,11 +53,13 @@ class ServedStep(SparseStep):
         num_servers: Callable[[], int],
         generation: Callable[[], tuple[int, int]],
         wait_for_chief: Callable[[str], None],
+        tell: Callable[[str], None],
     ) -> None:
         """`num_servers` says how many there should be, `generation` which one of workers this is."""
         super().__init__(model, seed)
         self._served, self._link = ServedRows(model, seed, link, memory), link
         self._num_servers, self._generation, self._wait_for_chief = num_servers, generation, wait_for_chief
+        self._tell, self._told_servers = tell, 0
         self._opening: OpenRows | None = None
         self._openings = 0
         self._owed: _Owed | None = None
@@ -108,6 +110,7 @@ class ServedStep(SparseStep):
             self._send(self._owed, axis)
         axis.barrier("rows on servers")
         self._owed = None
+        self._look_at_servers()
 
     def _send(self, owed: _Owed, axis: Axis) -> None:
         """This rank's share of the sending: to every server one rank does it."""
@@ -128,6 +131,14 @@ class ServedStep(SparseStep):
             tables=[one.table for one in owed.contributions],
             factor=owed.factor,
         )
+
+    def _look_at_servers(self) -> None:
+        """Rows do not move while they are served."""
+        assert self._opening is not None
+        wanted, there = self._num_servers(), self._opening.servers
+        if wanted not in (there, self._told_servers):
+            self._told_servers = wanted
+            self._tell(f'servers wanted: {wanted}; but with mode="hybrid" rows stay on {there} while the run lasts')
 
     # ---- ranks that come, and what they are told ----
 

@@ -89,6 +89,7 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
             num_servers=lambda: session.servers_wanted,
             generation=lambda: parse_generation(worker.group.generation),
             wait_for_chief=worker.wait_for_chief,
+            tell=worker.warn,
         )
 
     return _replicated(worker, parts, model, pacing, joining, rows)

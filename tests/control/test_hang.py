@@ -7,7 +7,9 @@ import threading
 
 import pytest
 
+from manyhands.comm import shared_memory
 from manyhands.control.hang import Limits, Pulse, judge, main_stack, pace_of, place_in, waits_for_others
+from manyhands.parallel import served_link
 
 LIMITS = Limits(heartbeat_s=3.0, hang_s=10.0)
 QUICK = (0.1,) * 5
@@ -79,9 +81,10 @@ def test_the_stack_that_python_writes_is_understood(tmp_path):
     assert not waits_for_others(frames)
 
 
-def test_a_thread_inside_a_collective_waits_for_others():
+@pytest.mark.parametrize("module", [shared_memory, served_link])
+def test_a_thread_inside_a_collective_or_a_question_to_a_server_waits_for_others(module):
     frames = [
-        '  File "/x/manyhands/comm/shared_memory.py", line 110 in meet',
+        f'  File "{module.__file__}", line 110 in meet',
         '  File "/x/train.py", line 9 in main',
     ]
     assert waits_for_others(frames)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.control.client import request_scale
 from manyhands.native import why_not
 from tests.docs.test_guide import blocks
 from tests.served.conftest import Start, steps_of
@@ -65,6 +66,16 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_with_another_number_
     again = served({**asked, "slow_s": {}}, "-n", "1", "--servers", "3", folder="run")
     assert again.wait() == mirrored(**ROWS)
     assert [one["step"] for one in steps_of(again)] == list(range(1, 33)), "a step was taken again, or left out"
+
+
+@pytest.mark.long
+def test_rows_stay_where_they_are_when_other_servers_are_wanted(served: Start, mirrored: Any) -> None:
+    slow = {"worker 0": 0.05, "worker 1": 0.05}
+    run = served({"mode": "hybrid", **ROWS, "slow_s": slow}, *TWO_AND_TWO)
+    run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    request_scale(run.directory, None, 1)
+    assert run.wait() == mirrored(**ROWS)
+    assert "servers wanted: 1; but" in run.output()
 
 
 @pytest.mark.long
