@@ -18,6 +18,7 @@ from tests.served.test_served_runs import faults
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(300),
     pytest.mark.faults,
     pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
 ]
@@ -54,7 +55,7 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
     tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
     processes = [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
     try:
-        codes = [process.wait(90) for process in processes]
+        codes = [process.wait(240) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -30,7 +30,7 @@ EVERYBODY = [
     *faults(("server 1", 8, "giving a frame"), ("worker 1", 40, "between frames"), ("server 0", 60, "after commit")),
 ]
 # So that whoever was killed is back before the next one is.
-LONGER = {"epochs": 5, "slow_s": {"worker 0": 0.1, "worker 1": 0.1}, "faults": EVERYBODY}
+LONGER = {"epochs": 5, "slow_s": {"worker 0": 0.05, "worker 1": 0.05}, "faults": EVERYBODY}
 
 
 def num_happened(folder: Path) -> int:
@@ -48,11 +48,12 @@ def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoev
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode: str) -> None:
     asked = {"mode": mode, "rows": True, "save_every": 20, **LONGER}
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as run:
-        told = run.wait()
+        told = run.wait(240)
     assert (told["counter"], told["reached"]) == ([5.0], 80)
     assert num_happened(tmp_path) == len(EVERYBODY)
 
@@ -67,6 +68,7 @@ REASON = namespaces.why_not()
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_networks_train_one_model_whoever_dies(
@@ -76,7 +78,7 @@ def test_two_networks_train_one_model_whoever_dies(
     address = namespaces.ADDRESSES[0]
     options = (*ONE_AND_TWO, "--insecure-data-plane")
     with two_hosts_run(tmp_path, asked, *options, address=address, prefixes=networks) as run:
-        told = run.wait()
+        told = run.wait(240)
     if mode == "sync":
         assert told == mirrored(exact=True, epochs=5)
     assert told["counter"] == [5.0]
