@@ -26,6 +26,7 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
 from manyhands.runtime.wishes import LEAVE, REGROUP, SAVE
@@ -111,14 +112,17 @@ class Hands:
                 where="audit",
                 fix=["audit = false", "mh.Trainer"],
             )
-        if isinstance(self._worker.strategy, ParameterServer):
+        choice = self._worker.strategy
+        if isinstance(choice, ParameterServer) and choice.leases:
             raise SpecError(
                 "Parameter servers lease slices to whoever is free, so workers do not take steps together: a loop of "
                 "your own could not tell when.",
                 where="mh.join",
-                fix=["mh.Trainer", 'mh.join(strategy="mirrored")'],
+                fix=["mh.Trainer", 'mh.ParameterServer(mode="hybrid")', 'strategy="mirrored"'],
             )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
+        if self._worker.is_server:
+            serve(self._worker, parts, lambda _: scheduler)
         self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
         self._run.ready(resume=False)
         return model, optimizer

@@ -61,8 +61,8 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     mode: str = "async"
     """async: each worker takes a batch at a time, and its gradient is applied when it arrives. sync: the slices of a
     batch are shared out and applied together, as `Mirrored` does. ssp: the same, but a slice of step t may be computed
-    with weights that lack the last `staleness` steps before it. hybrid: dense weights
-    as `Mirrored` has them, and only rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
+    with weights that lack the last `staleness` steps before it. hybrid: dense weights as `Mirrored` has them, and only
+    rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
     """Of ssp; 0 is sync."""
     backup_workers: int = 0
