@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.transport import MAX_MESSAGE_BYTES
 from manyhands.errors import SpecError, TrainingFailed
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.fused import state_names
@@ -46,6 +47,8 @@ __all__ = ["Reach", "Served"]
 
 # In async a worker copies a version while servers go on: it has to be there until they have made two more.
 ASYNC_COPIES = 3
+# A port drops what is longer than a message may be, and the push would be said again for ever.
+MOST_CHANGES_BYTES = MAX_MESSAGE_BYTES // 2
 
 
 class Reach(Protocol):
@@ -398,12 +401,23 @@ class Served(Computing):
             total=sum(total for total, _, _, _ in results),
             weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
-            changes=self._buffers.first_changes() if work.place == 0 else b"",
+            changes=self._changes() if work.place == 0 else b"",
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
         self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
         self.phases.mark("reduce")
+
+    def _changes(self) -> bytes:
+        """What the first slice made of buffers other than batch statistics; it travels in a message."""
+        changes = self._buffers.first_changes()
+        if len(changes) > MOST_CHANGES_BYTES:
+            raise TrainingFailed(
+                f"A forward pass changed {len(changes) / 1e6:.1f} MB of buffers, but servers are told of "
+                f"{MOST_CHANGES_BYTES / 1e6:.1f} MB at most with each slice.",
+                fix=["keep large state out of buffers that forward changes", 'strategy="mirrored"'],
+            )
+        return changes
 
     def _push(self, push: Pushed) -> None:
         self._reach.send(push.filled.held)

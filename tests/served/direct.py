@@ -104,65 +104,55 @@ class Direct:
         return reply
 
 
-def train(
-    mode: str, optimizer: Optimizers, *, clip: float | None, servers: int, die_every: int = 0, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
-    """Two epochs; with `die_every`, after as many answers a server is replaced, in turns."""
-    host, known = HostMemory(), dict[str, int]()
+class World:
+    """The memory of a host, servers on it, and one worker."""
 
-    def memory(name: str, num_bytes: int) -> Segment:
-        if name not in known:
-            known[name] = host.allot(name, num_bytes)
-        return Segment(host.fd, num_bytes, known[name])
+    def __init__(self, mode: str, optimizer: Optimizers, clip: float | None, servers: int, settings: Any) -> None:
+        self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
+        self._host, self._known = HostMemory(), dict[str, int]()
+        self.is_async = mode == "async"
+        self.link = Direct(servers, self._new_server)
+        self.model = make_model()
+        self.optimizer = optimizer(self.model.parameters())
+        self.engine = Served(
+            Axis(0, 1),
+            loss,
+            Precision("fp32", torch.device("cpu")),
+            ParameterServer(mode=mode, servers=servers, **settings),
+            self.link,  # type: ignore[arg-type]
+            Local(self.link, self._memory),  # type: ignore[arg-type]
+            seed=0,
+            clip_norm=clip,
+            num_servers=lambda: servers,
+            worker=WORKER,
+            most_workers=2,
+            foreign=ForeignState(),
+            wait_for_chief=lambda what: None,
+        )
+        self.model.train()
+        self.engine.setup(self.model, self.optimizer)
 
-    def new_server(number: int) -> PartServer:
+    def _memory(self, name: str, num_bytes: int) -> Segment:
+        if name not in self._known:
+            self._known[name] = self._host.allot(name, num_bytes)
+        return Segment(self._host.fd, num_bytes, self._known[name])
+
+    def _new_server(self, number: int) -> PartServer:
         theirs = make_model()
         server = PartServer(
             number,
             theirs,
-            optimizer(theirs.parameters()),
+            self._optimizer(theirs.parameters()),
             None,
-            memory,
-            clip_norm=clip,
-            place=settings.get("place", {}),
+            self._memory,
+            clip_norm=self._clip,
+            place=self._place,
             foreign=ForeignState(),
         )
         server.hear_living([WORKER])
         return server
 
-    link = Direct(servers, new_server)
-    model = make_model()
-    mine = optimizer(model.parameters())
-    engine = Served(
-        Axis(0, 1),
-        loss,
-        Precision("fp32", torch.device("cpu")),
-        ParameterServer(mode=mode, servers=servers, **settings),
-        link,  # type: ignore[arg-type]
-        Local(link, memory),  # type: ignore[arg-type]
-        seed=0,
-        clip_norm=clip,
-        num_servers=lambda: servers,
-        worker=WORKER,
-        most_workers=2,
-        foreign=ForeignState(),
-        wait_for_chief=lambda what: None,
-    )
-    model.train()
-    engine.setup(model, mine)
-    batches = Batches(
-        as_source(data()),
-        batch_size=BATCH,
-        slices=SLICES,
-        rank=0,
-        world_size=1,
-        seed=0,
-        position=Position(0, 0, 0),
-        epochs=2,
-    )
-    told: list[Done] = []
-    answers = itertools.count(1)
-    for epoch in range(2):
+    def open(self, epoch: int) -> None:
         steps = -(-ROWS // BATCH)
         course = Course(
             call=1,
@@ -172,17 +162,30 @@ def train(
             num_rows=ROWS,
             batch_size=BATCH,
             slices=SLICES,
-            whole=mode == "async",
+            whole=self.is_async,
         )
-        engine.open((1, 1, epoch + 1), course, None, scheduled=False)
+        self.engine.open((1, 1, epoch + 1), course, None, scheduled=False)
+
+
+def train(
+    mode: str, optimizer: Optimizers, *, clip: float | None, servers: int, die_every: int = 0, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
+    """Two epochs; with `die_every`, after as many answers a server is replaced, in turns."""
+    world = World(mode, optimizer, clip, servers, settings)
+    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
+    batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, position=start, epochs=2, **place)
+    told: list[Done] = []
+    answers = itertools.count(1)
+    for epoch in range(2):
+        world.open(epoch)
         while True:
             if die_every and (number := next(answers)) % die_every == 0:
-                link.replace(number // die_every % servers)
-            reply = engine.ask(lambda: 0)
+                world.link.replace(number // die_every % servers)
+            reply = world.engine.ask(lambda: 0)
             told += reply.done
             if reply.meet is not None:
                 break
             if reply.work is not None:
-                engine.compute(batches.at(reply.work.step), reply.work, reply.version)
-        engine.gather_state()
-    return model, mine, told
+                world.engine.compute(batches.at(reply.work.step), reply.work, reply.version)
+        world.engine.gather_state()
+    return world.model, world.optimizer, told

@@ -72,6 +72,24 @@ def test_a_parameter_is_kept_where_the_user_says() -> None:
         train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 2})
 
 
+class Remembers(torch.nn.Linear):
+    """Keeps all that it has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 3)
+        self.register_buffer("memory", torch.zeros(200_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory += 1
+        return super().forward(x)
+
+
+def test_buffers_that_are_too_large_to_travel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.served.direct.make_model", Remembers)
+    with pytest.raises(TrainingFailed, match=r"changed 0\.8 MB of buffers"):
+        train("sync", OPTIMIZERS["SGD"], clip=None, servers=1)
+
+
 def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
     with pytest.raises(TrainingFailed, match="LBFGS evaluates the loss several times"):
         train("sync", lambda params: torch.optim.LBFGS(params), clip=None, servers=1)
