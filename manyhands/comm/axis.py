@@ -114,6 +114,14 @@ class Axis:
             return Done()
         return self._start(lambda group: group._allgather_base(output, input), name)
 
+    def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
+        """To one rank, which receives it with the same tag. The tensor must not change until it has gone."""
+        return self._start(lambda group: group.send([tensor], to, tag), name)
+
+    def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
+        """Into `tensor`, of the size that was sent."""
+        return self._start(lambda group: group.recv([tensor], source, tag), name)
+
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """Every rank's `data`, of any length, in rank order."""
         if self.size == 1:
