@@ -28,6 +28,7 @@ class Values:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._going: list[tuple[Pending, Tensor]] = []
+        self._coming: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
         self.bytes_sent = 0
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
@@ -38,10 +39,17 @@ class Values:
             if len(part):
                 self._going.append((self.axis.send_start(part, to, number, name), data))
 
+    def expect(self, source: int, tag: int, name: str) -> None:
+        """Be ready for what will be received next, so that its first part can arrive in the meantime."""
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self._coming[source, tag] = self.axis.receive_start(first, source, 2 * tag, name), first
+
     def receive(self, source: int, tag: int, name: str) -> Any:
         """What `source` sends with this tag, in tensors of its own."""
-        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
-        self.axis.receive_start(first, source, 2 * tag, name).wait()
+        if (source, tag) not in self._coming:
+            self.expect(source, tag, name)
+        coming, first = self._coming.pop((source, tag))
+        coming.wait()
         (length,) = struct.unpack("<q", first[:8].numpy().tobytes())
         data = first[:length]
         if length > FIRST_BYTES:

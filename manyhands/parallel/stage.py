@@ -25,7 +25,7 @@ from manyhands.parallel.cutting import Inputs, Part
 from manyhands.parallel.halves import Entrance, InputsFirst, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
 from manyhands.parallel.stand_in import StandIn, call_up_to_model, call_with_model
-from manyhands.parallel.timeline import Span
+from manyhands.parallel.timeline import Span, needs
 
 __all__ = ["Hooks", "Slice", "StageRunner"]
 
@@ -134,7 +134,10 @@ class StageRunner:
         self._left = [len(self.stages)] * len(pieces)
         self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
-        for op in self._plan.rows[self._axis.rank]:
+        row = self._plan.rows[self._axis.rank]
+        for op, following in zip(row, [*row[1:], None], strict=True):
+            if following is not None:
+                self._expect(following)
             {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
         self._values.flush()
 
@@ -225,6 +228,14 @@ class StageRunner:
         return [buffer for module in self._parts[stage].modules.values() for buffer in module.buffers()]
 
     # ---- between stages ----------------------------------------------------------------------------------------
+
+    def _expect(self, op: Op) -> None:
+        """Be ready for what this operation will need from another rank."""
+        for needed in needs(op, self._plan):
+            source = self._plan.ranks_of_stages[needed.stage]
+            if source != self._axis.rank:
+                tag = self._tag(op.kind, needed.stage, op.microbatch)
+                self._values.expect(source, tag, f"{op} of {self._step}, from stage {needed.stage}")
 
     def _receive(self, op: Op, stage: int) -> Any:
         """What that stage sent to this one; from this rank itself, if both are here."""

@@ -24,6 +24,8 @@ from manyhands.parallel.traced import Traced
 def axis_of(store: str, world: int) -> Axis:
     from manyhands.runtime.worker import _seated
 
+    if world == 1:
+        return Axis(0, 1)
     session, _ = _seated.get()
     device = torch.device("cpu")
     return connect(FileStore(store, world), session.seat.rank, world, address="127.0.0.1", device=device, timeout_s=30)
@@ -346,7 +348,43 @@ def count_activations(store: str, world: int, schedule: str, microbatches: int) 
     return Token.most * chunks // 2, Token.alive
 
 
+class Widen(nn.Module):
+    """Hands on a dict: values that take gradients and that do not, numbers and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        if isinstance(x, Tensor):
+            x = {"h": x, "skip": x, "times": 3, "none": None, "rows": torch.arange(len(x))}
+        return {**x, "h": self.layer(x["h"]).tanh(), "skip": x["skip"] + x["times"] * x["h"]}
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, x: dict[str, Any]) -> Tensor:
+        out: Tensor = self.layer(x["h"] + x["skip"]) * (1 + x["rows"][:, None])
+        return out
+
+
+def dicts() -> nn.Module:
+    return nn.Sequential(Widen(), Widen(), Widen(), Narrow())
+
+
+def half_frozen() -> nn.Module:
+    model = sequential()
+    for param in list(model.parameters())[:8]:
+        param.requires_grad_(False)
+    return model
+
+
 CASES = {
+    "dicts": Case(dicts, flat_data),
+    "half frozen": Case(half_frozen, flat_data),
     "sequential": Case(sequential, flat_data),
     "unet": Case(UNet, pictures),
     "gpt2": Case(gpt2, tokens, language_loss),

@@ -74,6 +74,14 @@ def test_a_sequential_trains_as_in_one_process(
         assert len(one["spans"]) == len(ran)
 
 
+@pytest.mark.parametrize("name", ["dicts", "half frozen"])
+@pytest.mark.parametrize(
+    ("schedule", "options"), [("interleaved", {"chunks": 4, "recompute": True}), ("zero_bubble", {})], ids=str
+)
+def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str, options: dict[str, Any]) -> None:
+    assert_same([train_pipelined("", 1, CASES[name], PLAN, schedule, options)], alone(name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "gpt2", "towers"])
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
