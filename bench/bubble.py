@@ -27,6 +27,8 @@ from manyhands.parallel.stage import StageRunner
 from manyhands.parallel.timeline import Span, Timeline, play
 from manyhands.testing import RankPool
 
+STEPS = 3
+
 
 class _Nap(torch.autograd.Function):
     """Passes on, both ways; backward takes its time."""
@@ -81,12 +83,12 @@ def run(store: str, rank: int, ranks: int, name: str, microbatches: int, seconds
         axis, model, Chain(model).parts(range(stages)), lambda model, x: model(x).sum(), Nothing(), schedule=name
     )
     found = []
-    for step in range(3):
+    for step in range(STEPS + 1):
         pieces = [Piece(v, torch.ones(2, 4)) for v in range(microbatches)]
         axis.barrier("before the step")
         runner.train(pieces, f"step {step}")
         found.append(runner.spans)
-    return found
+    return found[1:]  # the first has what is done once
 
 
 def seated_run(*args: Any) -> list[list[Span]]:
@@ -115,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.1, help="that a rank's forward of a slice sleeps")
+    parser.add_argument("--seconds", type=float, default=0.2, help="that a rank's forward of a slice sleeps")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     rows = measure(asked.ranks, asked.microbatches, asked.seconds)

@@ -116,9 +116,7 @@ class _Way:
     def parameters_between(self, begins: Sequence[str], number: int) -> list[str]:
         """Parameters that a stage uses outside its blocks."""
         used = {node.name for step in self._plan(begins)[number].steps for node in step.all_input_nodes}
-        named = [name for key, name in self.trace.attributes.items() if key in used and isinstance(name, str)]
-        known = dict(self._model.named_parameters(remove_duplicate=False))
-        return [name for name in named if name in known]
+        return [str(name) for key, name in self.trace.attributes.items() if key in used & self.trace.parameters]
 
     def run(self, begins: Sequence[str], number: int, tensors: Sequence[Tensor], carried: Sequence[Any]) -> list[Any]:
         plan = self._plan(begins)[number]
@@ -223,11 +221,10 @@ def _follows_from_inputs(nodes: Sequence[fx.Node], traced: Trace) -> set[fx.Node
 
     Parameters do not count: a gradient would be computed in several places.
     """
-    parameters = dict.fromkeys(name for name in traced.attributes if name.startswith("p_"))
     found: set[fx.Node] = set()
     for node in nodes:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        fixed = _is_block(node) or random or _writes(node) or node.name in parameters or node.op == "output"
+        fixed = _is_block(node) or random or _writes(node) or node.name in traced.parameters or node.op == "output"
         if not fixed and all(source in found for source in node.all_input_nodes):
             found.add(node)
     for node in nodes:

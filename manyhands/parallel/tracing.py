@@ -105,6 +105,8 @@ class Trace:
     calls: list[Call]
     attributes: dict[str, str | Tensor]
     """Placeholders that are no inputs -> the parameter's or buffer's name in the model; or a constant."""
+    parameters: set[str]
+    """Those that are parameters."""
     inputs: list[str]
     """Placeholders of the input tensors, in their order."""
     constants: list[Any]
@@ -179,14 +181,16 @@ def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
             raise _cannot(bare, error) from error
     attributes: dict[str, str | Tensor] = {}
     given: list[str] = []
-    for spec in program.graph_signature.input_specs:
+    specs = program.graph_signature.input_specs
+    for spec in specs:
         if spec.kind == InputKind.USER_INPUT:
             given.append(spec.arg.name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             attributes[spec.arg.name] = str(spec.target).removeprefix("model.")
         else:
             attributes[spec.arg.name] = program.constants[str(spec.target)]
-    return Trace(program.graph_module, calls, attributes, given, constants, shell.output, shell.output_spec)
+    parameters = {spec.arg.name for spec in specs if spec.kind == InputKind.PARAMETER}
+    return Trace(program.graph_module, calls, attributes, parameters, given, constants, shell.output, shell.output_spec)
 
 
 class _Shell(nn.Module):

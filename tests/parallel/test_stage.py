@@ -83,11 +83,12 @@ def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["unet", "gpt2", "towers"])
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     schedule = "1f1b" if name == "towers" else "zero_bubble"
-    found = ranks(2, train_pipelined, str(tmp_path / "store"), 2, case, PLAN, schedule, {}, deadline_s=110.0)
+    found = ranks(2, train_pipelined, str(tmp_path / "store"), 2, case, PLAN, schedule, {}, deadline_s=220.0)
     assert_same(found, alone(name))
     assert bool(found[0]["tied"]) == (name == "gpt2")
 
