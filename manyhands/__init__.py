@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from manyhands.strategies.choices import MultiWorker as MultiWorker
     from manyhands.strategies.choices import ParameterServer as ParameterServer
     from manyhands.strategies.choices import Single as Single
+    from manyhands.strategies.divided import Mesh as Mesh
+    from manyhands.strategies.divided import Pipeline as Pipeline
+    from manyhands.strategies.divided import Tensor as Tensor
 
 __version__ = "0.1.0"
 
@@ -52,12 +55,15 @@ _HOME = {
     "History": "runtime.trainer",
     "InputContext": "data.source",
     "LocalSGD": "strategies.choices",
+    "Mesh": "strategies.divided",
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
+    "Pipeline": "strategies.divided",
     "RemoteValue": "runtime.dispatching",
     "Server": "runtime.server",
     "Single": "strategies.choices",
+    "Tensor": "strategies.divided",
     "TensorBoardHook": "runtime.summaries",
     "Trainer": "runtime.trainer",
     "Worker": "runtime.dispatch_worker",
@@ -79,12 +85,15 @@ __all__ = [
     "InputContext",
     "LocalSGD",
     "ManyhandsError",
+    "Mesh",
     "Mirrored",
     "MultiWorker",
     "ParameterServer",
+    "Pipeline",
     "RemoteValue",
     "Server",
     "Single",
+    "Tensor",
     "TensorBoardHook",
     "Trainer",
     "Worker",

@@ -22,6 +22,7 @@ from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.sparse_step import SparseStep
+from manyhands.runtime.dividing import spread_of
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.wishes import END_FIT
@@ -53,7 +54,7 @@ def _replicated(
 ) -> Replicated:
     spec = worker.resolved.spec
     return Replicated(
-        Axis(0, 1) if joining else worker.axis,
+        Axis(0, 1) if joining else worker.replicas,
         parts.loss,
         Precision(spec.train.precision, worker.device),
         lambda count: pacing.division.shares(count),
@@ -64,11 +65,12 @@ def _replicated(
         audit_seed=spec.run.seed if spec.train.audit else None,
         exact=spec.train.exact,
         seed=spec.run.seed,
-        sharing=None if joining else worker.sharing,
-        network=lambda: worker.network,
+        sharing=None if joining or worker.is_divided else worker.sharing,
+        network=lambda: worker.replicas if worker.is_divided else worker.network,
         tell=worker.warn,
         foreign=foreign_state(model),
         rows=rows,
+        spread=spread_of(worker) if worker.is_divided else None,
     )
 
 
@@ -184,4 +186,7 @@ _MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]
     "multi_worker": _replicated,
     "parameter_server": _with_servers,
     "local_sgd": _averaged,
+    "tensor": _replicated,
+    "pipeline": _replicated,
+    "mesh": _replicated,
 }

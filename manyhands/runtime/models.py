@@ -70,11 +70,14 @@ def _as_module(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def save_model(model: nn.Module, path: Path) -> None:
+def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """`weights` are given where the model's own are not all here."""
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
-    save_tensors(path, _flat(model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True)
+    save_tensors(
+        path, _flat(weights or model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True
+    )
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -82,11 +85,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if path.suffix in keras_models.SUFFIXES:
         keras_models.load_weights(model, path)
         return
-    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     try:
-        model.load_state_dict(_nested(weights))
+        model.load_state_dict(read_weights(path))
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Of a file that `save_model` has written, but for Keras's own kinds."""
+    return _nested(load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True))
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

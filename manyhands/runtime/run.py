@@ -34,8 +34,11 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
+from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.divided import microbatches
+from manyhands.strategies.replicated import Replicated
 
 __all__ = ["Run"]
 
@@ -154,7 +157,8 @@ class Run:
             )
         if spec.train.audit and worker.most_workers == 1:
             worker.warn("audit compares the gradients of two workers, and this run has one.")
-        pacing = Pacing(spec.train, worker.world_size)
+        whole = WholeState(model, optimizer) if worker.is_divided else None
+        pacing = Pacing(spec.train, worker.num_replicas)
         engine = make_engine(worker, parts, model, pacing, joining=joining)
         model.train()
         try:
@@ -162,10 +166,13 @@ class Run:
         except PeerLost:
             engine.abandon()
             raise
+        if whole is not None:
+            assert isinstance(engine, Replicated) and engine.spread is not None
+            whole.divided(engine.spread.divided.shares, engine.spread.divided.present)
         if engine.held.common is not None:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
-        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing)
+        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing, whole)
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train
@@ -186,16 +193,23 @@ class Run:
         return slices
 
     def _default_slices(self) -> int:
-        """Where one worker computes a whole batch, it has nobody to share it with."""
+        """Where one worker computes a whole batch, it has nobody to share it with; a microbatch is a slice."""
         worker = self.worker
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        return self.spec.train.accumulate * (1 if choice and choice.mode == "async" else worker.most_workers)
+        if choice is not None and choice.mode == "async":
+            return self.spec.train.accumulate
+        return self.spec.train.accumulate * self._most_replicas * microbatches(worker.strategy, worker.grid)
+
+    @property
+    def _most_replicas(self) -> int:
+        """How many workers, or groups of workers, may ever share a batch."""
+        return self.worker.num_replicas if self.worker.is_divided else self.worker.most_workers
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
-        if self.spec.train.balance and worker.world_size > 1 and slices <= worker.world_size:
+        if self.spec.train.balance and worker.num_replicas > 1 and slices <= worker.num_replicas:
             worker.warn(f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}.")
         worker.emit(
             RunStarted(
@@ -220,16 +234,16 @@ class Run:
     def source(self, data: Any, *, collate: Any = None, num_workers: int | None = None, shuffle: bool = True) -> Source:
         worker, slices = self.worker, self.ready().slices
         context = InputContext(
-            worker=worker.rank,
-            num_workers=worker.world_size,
-            slices=() if worker.is_waiting else tuple(slices_of(worker.rank, worker.world_size, slices)),
+            worker=worker.replica,
+            num_workers=worker.num_replicas,
+            slices=() if worker.is_waiting else tuple(slices_of(worker.replica, worker.num_replicas, slices)),
             num_slices=slices,
             host=worker.session.seat.host,
         )
 
         def work() -> Source:
             # Those who are training already have told each other what data they have.
-            exchange = worker if worker.world_size > 1 and not worker.is_waiting else None
+            exchange = worker if worker.num_replicas > 1 and not worker.is_waiting else None
             return as_source(
                 data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
             )
@@ -246,7 +260,7 @@ class Run:
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
         if per_worker is not None:
-            return per_worker * self.worker.most_workers
+            return per_worker * self._most_replicas
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
             raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
@@ -264,15 +278,15 @@ class Run:
             source,
             batch_size=batch_size,
             slices=training.slices,
-            rank=self.worker.rank,
-            world_size=self.worker.world_size,
+            rank=self.worker.replica,
+            world_size=self.worker.num_replicas,
             seed=self.spec.run.seed,
             position=training.position(),
             epochs=progress.call_epoch + epochs if epochs is not None else None,
             steps=progress.call_step + steps if steps is not None else None,
             first_step=progress.step + 1,
             device=self.worker.device,
-            exchange=self.worker if self.worker.world_size > 1 else None,
+            exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
 
@@ -281,7 +295,7 @@ class Run:
 
         def work() -> tuple[dict[str, float], int]:
             pieces = self.pieces(source, batch_size)
-            return evaluating.evaluate(training.engine, worker.axis, pieces, self.parts.metrics)
+            return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
 
         results, rows = self.regrouping.agreed(work)
         if tell:
@@ -291,7 +305,7 @@ class Run:
     def predict(self, source: Source, batch_size: int) -> Any:
         engine = self.ready().engine
         return self.regrouping.agreed(
-            lambda: evaluating.predict(engine, self.worker.axis, self.parts.call, self.pieces(source, batch_size))
+            lambda: evaluating.predict(engine, self.worker.replicas, self.parts.call, self.pieces(source, batch_size))
         )
 
     def pieces(self, source: Source, batch_size: int) -> Iterator[Piece]:
@@ -300,11 +314,11 @@ class Run:
         return eval_pieces(
             source,
             batch_size=batch_size,
-            rank=worker.rank,
-            world_size=worker.world_size,
+            rank=worker.replica,
+            world_size=worker.num_replicas,
             seed=self.spec.run.seed,
             device=worker.device,
-            exchange=worker if worker.world_size > 1 else None,
+            exchange=worker if worker.num_replicas > 1 else None,
         )
 
 

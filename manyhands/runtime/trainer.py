@@ -20,7 +20,7 @@ from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, load_weights, save_model
+from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
@@ -217,8 +217,9 @@ class Trainer:
             return
 
         def work() -> None:
+            weights = training.whole_weights()
             if self.is_chief and not run.worker.in_trial:
-                save_model(training.model, Path(path))
+                save_model(training.model, Path(path), weights)
             run.worker.wait_for_chief("save")
 
         run.regrouping.agreed(work)
@@ -230,9 +231,7 @@ class Trainer:
         training = run.begin_call("load")
         if run.is_call_over():
             return
-        if self.is_chief:
-            load_weights(training.model, Path(path))
-        training.engine.synchronise()
+        training.load_weights(Path(path))
         run.calls.finish(None)
 
     @contextmanager

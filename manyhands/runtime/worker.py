@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from manyhands.comm.axis import Axis, connect
+from manyhands.comm.mesh import Grid
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.store import ControlStore
 from manyhands.control.session import RunFacts, Session
@@ -38,10 +39,11 @@ from manyhands.spec.load import Resolved
 from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
 from manyhands.strategies.choices import LocalSGD, Mirrored, MultiWorker, ParameterServer, Single
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 
-StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer | LocalSGD
+StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh
 _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "single": Single,
     "mirrored": Mirrored,
@@ -49,6 +51,9 @@ _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "parameter_server": ParameterServer,
     "local_sgd": LocalSGD,
     "diloco": partial(LocalSGD, outer="nesterov"),
+    "tensor": Tensor,
+    "pipeline": Pipeline,
+    "mesh": Mesh,
 }
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
@@ -105,6 +110,25 @@ class Worker:
         return self.session.group
 
     @property
+    def grid(self) -> Grid:
+        """How the workers stand: where the strategy does not divide the model, each is a replica of it."""
+        return grid_of(self.strategy, self.world_size)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a replica of the model takes several workers."""
+        return isinstance(self.strategy, DIVIDED)
+
+    @property
+    def replica(self) -> int:
+        """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
+        return self.grid.place(self.rank).data if self.is_divided else int(self.rank)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.grid.data if self.is_divided else int(self.world_size)
+
+    @property
     def is_waiting(self) -> bool:
         """Started into a running run, and not admitted yet."""
         return self.session.group.rank < 0
@@ -136,6 +160,35 @@ class Worker:
     def network(self) -> Axis:
         """The same workers over sockets, whatever they share."""
         return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
+
+    def line(self, *axes: str) -> Axis:
+        """The workers that differ from this one in their places on `axes` alone.
+
+        Through shared memory where they follow one another on this host, which the ones on the tensor axis do.
+        """
+        ranks = self.grid.line(self.rank, *axes)
+        key = f"step along {' and '.join(axes)} from {ranks[0]}"
+        if len(ranks) == self.world_size:
+            return self.axis
+        if key not in self._connected:
+            place, size, plane = ranks.index(self.rank), len(ranks), None
+            if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
+                plane = self._connect_plane(key, place, size)
+            self._connected[key] = plane or self._connect(key, self.device, place, size)
+        return self._connected[key]
+
+    def line_over_sockets(self, *axes: str) -> Axis:
+        """The same workers, for those who send to one another."""
+        ranks = self.grid.line(self.rank, *axes)
+        key = f"messages along {' and '.join(axes)} from {ranks[0]}"
+        if key not in self._connected:
+            self._connected[key] = self._connect(key, self.device, ranks.index(self.rank), len(ranks))
+        return self._connected[key]
+
+    @property
+    def replicas(self) -> Axis:
+        """One worker of every replica, for what replicas tell each other."""
+        return self.line("data") if self.is_divided else self.axis
 
     @property
     def sharing(self) -> Sharing | None:
@@ -169,8 +222,14 @@ class Worker:
         return True
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
-        """For rows that some workers lack: a group of its own, because these travel while a step is under way."""
-        return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
+        """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
+        if not self.is_divided:
+            return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
+        ranks = self.grid.line(self.rank, "data")
+        key = f"rows from {ranks[0]}"
+        if key not in self._connected:
+            self._connected[key] = self._connect(key, torch.device("cpu"), ranks.index(self.rank), len(ranks))
+        return self._connected[key].all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
@@ -437,6 +496,13 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
         )
+    if isinstance(strategy, DIVIDED):
+        grid_of(strategy, seat.world_size)
+        if seat.most_workers:
+            raise SpecError(
+                f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
+                fix=["no elastic=", 'strategy="mirrored"'],
+            )
     if strategy.name != "parameter_server" and seat.num_servers:
         raise SpecError(
             f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',

@@ -12,11 +12,22 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+__all__ = [
+    "AVERAGING",
+    "DIVIDING",
+    "CheckpointSection",
+    "CommSection",
+    "LaunchSection",
+    "RunSection",
+    "RunSpec",
+    "TrainSection",
+]
 
 
 AVERAGING = ("local_sgd", "diloco")
 """Strategies whose workers train weights of their own."""
+DIVIDING = ("tensor", "pipeline", "mesh")
+"""Strategies whose workers have parts of the model."""
 
 
 DEFAULT_SERVERS = 2
@@ -57,7 +68,17 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    strategy: Literal["single", "mirrored", "multi_worker", "parameter_server", "local_sgd", "diloco"] = "mirrored"
+    strategy: Literal[
+        "single",
+        "mirrored",
+        "multi_worker",
+        "parameter_server",
+        "local_sgd",
+        "diloco",
+        "tensor",
+        "pipeline",
+        "mesh",
+    ] = "mirrored"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
@@ -196,6 +217,32 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.train.strategy in AVERAGING:
             self._check_averaging()
+        if self.train.strategy in DIVIDING:
+            self._check_dividing()
+
+    def _check_dividing(self) -> None:
+        """Whatever rests on each worker having the whole model is refused."""
+        train, name = self.train, self.train.strategy
+        if train.exact:
+            raise SpecError(
+                f"[train] exact promises the same bits for any number of workers, but {name} adds up parts of the "
+                "model's own sums, and rounds otherwise: to about 1e-6 the results are the same.",
+                fix=["exact = false", 'strategy = "mirrored"'],
+            )
+        if train.audit:
+            raise SpecError(
+                f"[train] audit has another worker compute a slice again, but with {name} none has the whole model.",
+                fix=["audit = false"],
+            )
+        if self.comm.reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
+            )
+        if self.launch.elastic is not None:
+            raise SpecError(
+                f"[launch] elastic is for workers that come and go, but {name} divides the model over a fixed number.",
+                fix=['elastic = "none"', 'strategy = "mirrored"'],
+            )
 
     def _check_averaging(self) -> None:
         """Workers with weights of their own: whatever rests on all having the same is refused."""

@@ -32,6 +32,7 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
+from manyhands.parallel.spread import Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
 
@@ -70,8 +71,11 @@ class Replicated(Computing):
         network: Callable[[], Axis] | None = None,
         tell: Callable[[str], None] = lambda text: None,
         rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
+        spread: Spread | None = None,
     ) -> None:
-        """`sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
+        """With `spread`, each replica is spread over several ranks, and `axis` are those with the same part of it.
+
+        `sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
         start with what follows from `seed`, and live where `rows` has them.
 
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
@@ -87,6 +91,7 @@ class Replicated(Computing):
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
+        self.spread, self._local = spread, nn.Module()
         self._held: Holding | None = None
         self._layout: _Layout | None = None
         self._reports: list[Report] = []
@@ -97,9 +102,13 @@ class Replicated(Computing):
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
         """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
-        self._model, self._optimizer = model, optimizer
+        self._model, self._local, self._optimizer = model, model, optimizer
+        if self.spread is not None:
+            _check_divisible(optimizer)
+            divided = self.spread.divide_(model, optimizer)
+            self._model, self._local = divided.stand_in, divided.local
         self._held = Holding(
-            model,
+            self._local,
             optimizer,
             self._axis,
             self._sharing,
@@ -109,8 +118,8 @@ class Replicated(Computing):
             check_every=self._check_every,
             tell=self._tell,
         )
-        self._buffers = StepBuffers(model, self._foreign)
-        self._rows = self._make_rows(model, self._seed)
+        self._buffers = StepBuffers(self._local, self._foreign)
+        self._rows = self._make_rows(self._local, self._seed)
         self._tell_where_rows_are()
         if self._rows:
             _check_rows(optimizer)
@@ -148,6 +157,11 @@ class Replicated(Computing):
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
+        if self.spread is not None:
+            raise TrainingFailed(
+                "No worker has all of the model's weights, so none can edit them.",
+                fix=["change the weights before the trainer has them", "trainer.load(FILE), of whole weights"],
+            )
         alone = self.held.common.editing() if self.held.common is not None else nullcontext()
         with torch.no_grad(), alone:
             yield self._model
@@ -155,17 +169,17 @@ class Replicated(Computing):
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
-        for param in self._model.parameters():
+        for param in self._local.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout = None
         self.held.divide()
         shared = set(map(id, self.held.gradients.params)) if self.held.common is not None else set()
-        own = [param for param in self._model.parameters() if id(param) not in shared]
-        self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
+        own = [param for param in self._local.parameters() if id(param) not in shared]
+        self._axis.broadcast_([*own, *self._local.buffers()], "weights of rank 0")
         self._axis.barrier("weights of rank 0")
         self.held.accept_weights()
         self._rows.synchronise(self._axis)
-        self._buffers = StepBuffers(self._model, self._foreign)
+        self._buffers = StepBuffers(self._local, self._foreign)
 
     # Ranks that come and go, between steps or in the middle of one.
 
@@ -235,9 +249,9 @@ class Replicated(Computing):
         """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
         shared = self.held.common
         seeds = {seed.data_ptr() for seed in self._foreign.seeds}
-        names = {id(param): name for name, param in self._model.named_parameters()}
+        names = {id(param): name for name, param in self._local.named_parameters()}
         with self._rows.sparse.hidden():
-            weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
+            weights = [(name, one) for name, one in self._local.state_dict().items() if isinstance(one, Tensor)]
         own = [
             (name, one)
             for name, one in [*weights, *states_of(self._optimizer, names)]
@@ -414,7 +428,7 @@ class Replicated(Computing):
     def restore(self, state: dict[str, Any]) -> None:
         """After the weights themselves."""
         self.held.accept_weights()
-        self._buffers = StepBuffers(self._model, self._foreign)  # they have other values now
+        self._buffers = StepBuffers(self._local, self._foreign)  # they have other values now
         if self.served_rows is not None:
             self.served_rows.restore(state.get("rows", {}))
         if self._precision.scale and "loss_scale" in state:
@@ -460,6 +474,9 @@ class Replicated(Computing):
             self._exchange.post(())
         self.held.gradients.finish()
         heard = self._exchange.finish()
+        if self.spread is not None:
+            self.spread.settle()
+            heard = self.spread.agree(heard)
         self._rows.exchange(self._axis, self._step.number)
         if self._exchange.hashes:
             self.compare([Hashes.of(numbers) for numbers in self._exchange.hashes])
@@ -483,7 +500,8 @@ class Replicated(Computing):
         self._rows.factor = factor
         if self._clip_norm is None and scale is None:
             return
-        stats.grad_norm = math.hypot(self.held.update.norm(), self._rows.norm())
+        norm = self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
+        stats.grad_norm = math.hypot(norm, self._rows.norm())
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
@@ -544,6 +562,14 @@ def _check_rows(optimizer: Optimizer) -> None:
         raise TrainingFailed(
             f"{type(optimizer).__name__} evaluates the loss several times per step; rows of embeddings change once.",
             fix=["another optimizer", "torch.nn.Embedding"],
+        )
+
+
+def _check_divisible(optimizer: Optimizer) -> None:
+    if _wants_closure(optimizer):
+        raise TrainingFailed(
+            f"{type(optimizer).__name__} looks at all of the model's gradients at once, and each worker has some.",
+            fix=["another optimizer", 'strategy="mirrored"'],
         )
 
 
