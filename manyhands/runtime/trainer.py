@@ -18,6 +18,7 @@ from manyhands.data.randomness import seed_all
 from manyhands.data.source import split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
+from manyhands.runtime.check_record import Recording
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
@@ -27,6 +28,7 @@ from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.worker import StrategyChoice, enter
+from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.strategies.served import Served
@@ -95,6 +97,9 @@ class Trainer:
         parts = assemble(model, loss, optimizer, metrics)
         if worker.is_server:
             serve(worker, parts, scheduler)
+        order = order_of_this_worker()
+        if order is not None:
+            hooks = [*hooks, Recording(order, lambda: self._run)]
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None

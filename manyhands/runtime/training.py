@@ -225,6 +225,12 @@ class Training:
         self.whole.gather(self.worker.network)
         return self.whole.gathered().state_dict() if self.worker.is_chief else {}
 
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """What the last step left in `.grad`, on the chief. For all workers alike."""
+        if self.whole is not None:
+            return self.whole.gradients(self.worker.network)
+        return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+
     def load_weights(self, path: Path) -> None:
         """Have the weights of a file that the chief reads. For all workers alike."""
         if self.whole is None:

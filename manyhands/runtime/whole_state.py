@@ -67,13 +67,17 @@ class WholeState:
         """Have the whole on rank 0 of `axis`, whose ranks send to one another. For all of them alike."""
         mine = {f"model/{name}": one for name, one in self._local() if name not in self._aliases}
         packed = pack(optimizer_state(self._optimizer, self._names), "optimizer", mine)
-        told = self._exchange(axis, mine, packed)
+        told, whole = self._bring(axis, mine, packed)
         if axis.rank:
-            _send(axis, told, mine)
             return
-        whole = _receive_all(axis, told, mine)
         weights = {name: whole[f"model/{name}"] for name in self._like}
         self._gathered = _Gathered(weights, self._aliases, self._extra, self._merged(told, whole))
+
+    def gradients(self, axis: Axis) -> dict[str, Tensor]:
+        """What the last step left in `.grad`, whole, on rank 0. For all ranks alike."""
+        params = [one for group in self._optimizer.param_groups for one in group["params"] if one.grad is not None]
+        mine = {f"model/{self._names[id(param)]}": param.grad.detach() for param in params}
+        return {name.removeprefix("model/"): one for name, one in self._bring(axis, mine, None)[1].items()}
 
     def gathered(self) -> _Gathered:
         """What `gather` has brought, once: it is as large as everything. On rank 0."""
@@ -112,10 +116,15 @@ class WholeState:
             if name in self._present and isinstance(one, Tensor):
                 yield name, one.detach()
 
-    def _exchange(self, axis: Axis, mine: Mapping[str, Tensor], packed: Any) -> list[_Told]:
+    def _bring(self, axis: Axis, mine: Mapping[str, Tensor], packed: Any) -> tuple[list[_Told], dict[str, Tensor]]:
+        """What each rank says that it has, and on rank 0 all of it."""
         tensors = [(name, str(one.dtype).removeprefix("torch."), self._share(name, one)) for name, one in mine.items()]
         data = msgspec.msgpack.encode(_Told(tensors, packed))
-        return [msgspec.msgpack.decode(each, type=_Told) for each in axis.all_gather_bytes("who has what", data)]
+        told = [msgspec.msgpack.decode(each, type=_Told) for each in axis.all_gather_bytes("who has what", data)]
+        if axis.rank == 0:
+            return told, _receive_all(axis, told, mine)
+        _send(axis, told, mine)
+        return told, {}
 
     def _share(self, name: str, tensor: Tensor) -> Share:
         """Of a weight, or of a state of the optimizer's that has the shape that its weight has here."""

@@ -34,6 +34,7 @@ from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo, watch_ending
 from manyhands.spec import load
+from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import AVERAGING, RunSpec
@@ -424,6 +425,9 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
+    order = order_of_this_worker()
+    if order is not None:
+        chosen = _STRATEGIES[order.strategy](devices=chosen.devices, threads=chosen.threads, **order.settings)
     if seat is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
