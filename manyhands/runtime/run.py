@@ -24,6 +24,7 @@ from manyhands.data.source import InputContext, Source, as_source
 from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
 from manyhands.events import Evaluated, RunStarted
+from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
@@ -146,6 +147,8 @@ class Run:
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if worker.strategy.dtypes:
+            set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
         if worker.is_elastic:
             _check_elastic(optimizer, spec.comm.reducer)

@@ -432,16 +432,27 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
-        return _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        for line in _not_there(chosen, worker.session.seat):
+            worker.warn(line)
+        return worker
     _check_strategy(chosen, seat, resolved.spec)
     if session is None:
         worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
     else:
         worker = Worker(session, resolved, chosen)
         seated_workers.append(worker)
-    for line in (*resolved.overrides, *_differences(resolved, seat)):
+    for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
         worker.warn(line)
     return worker
+
+
+def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
+    """Devices of this worker that the machine does not have: it computes on the CPU instead."""
+    if strategy.devices and not seat.is_server:
+        asked = strategy.devices[seat.local_rank % len(strategy.devices)]
+        if not process.is_there(torch.device(asked)):
+            yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
 
 
 def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:

@@ -21,6 +21,9 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the workers compute, one device each, such as ("cuda:0", "cuda:1"). Default: accelerators, else the CPU."""
     threads: int | None = None
     """Threads per worker. Default: cores / workers; with `exact`, 1."""
+    dtypes: dict[str, str] | None = None
+    """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
+    or "fp16"."""
 
 
 class Single(_Settings, frozen=True, kw_only=True):
