@@ -129,6 +129,13 @@ class StepBuffers:
         after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         return torch.cat([self._added(after, made), made])
 
+    def joined(self, earlier: Tensor, later: Tensor) -> Tensor:
+        """Two contributions of one slice, which went through different layers."""
+        size = len(self._owner)
+        touched = later[size:] > 0
+        averages = torch.where(touched[self._owner], later[:size], earlier[:size])
+        return torch.cat([averages, earlier[size:] + later[size:]])
+
     def put_back(self) -> None:
         """Back to the step's own values. After backward, which may still need what forward left."""
         if not self._alone:
@@ -243,7 +250,7 @@ class _Others:
                     fix=["keep such state in a buffer: register_buffer(...)", "slices=1, which needs no copy of it"],
                 )
         if v == 0:
-            self._from_first = {str(i): self._get(i).detach().clone().contiguous() for i in self._changed}
+            self._from_first |= {str(i): self._get(i).detach().clone().contiguous() for i in self._changed}
 
     def put_back(self) -> None:
         for i in self._changed:

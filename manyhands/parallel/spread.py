@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ class Passes(Protocol):
     @property
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
+
+    def run(self, pieces: Sequence[Any], slices: Any, loss: Callable[[nn.Module, Any], Any]) -> None:
+        """Every slice of the replica through this rank's stages; `slices` is told of each (`strategies.staged`)."""
 
 
 @dataclass(frozen=True)

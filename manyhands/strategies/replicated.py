@@ -24,6 +24,7 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
 from manyhands.parallel.fingerprint import fingerprint, states_of
+from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
@@ -32,9 +33,10 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Spread
+from manyhands.parallel.spread import Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
+from manyhands.strategies.staged import StagedSlices
 
 __all__ = ["Replicated"]
 
@@ -276,9 +278,23 @@ class Replicated(Computing):
         if _wants_closure(self._optimizer):
             return self._train_step_with_closure(step, stop, collect)
         self.begin_step(step, stop=stop, collect=collect)
-        for piece in step.mine():
-            self._compute(piece)
+        if self.spread is not None and self.spread.divided.passes is not None:
+            self._run_stages(self.spread, self.spread.divided.passes, list(step.mine()))
+        else:
+            for piece in step.mine():
+                self._compute(piece)
         return self.end_step()
+
+    def _run_stages(self, spread: Spread, passes: Passes, pieces: Sequence[PieceLike]) -> None:
+        """This rank's layers see every slice of the replica; the loss is known at their end."""
+        assert isinstance(self.held.gradients, GradientSum) and self._loss_fn is not None
+        slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
+        passes.run(pieces, slices, self._loss_fn)
+        self.phases.mark("backward")
+        self._exchange.post(spread.told(slices.reports()))
+
+    def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
+        return self.weigh(piece, result, self._step.rows)
 
     def _compute(self, piece: PieceLike) -> None:
         self.phases.mark("load")
@@ -316,8 +332,7 @@ class Replicated(Computing):
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
-        self._enter_slice(self._place[piece.index])
-        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+        with self.slice_context(piece):
             return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
 
     def _enter_slice(self, place: int) -> None:
@@ -331,6 +346,11 @@ class Replicated(Computing):
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
         """The same around a forward that somebody else runs."""
         self._enter_slice(self._place[piece.index])
+        with self._around(piece):
+            yield
+
+    @contextmanager
+    def _around(self, piece: PieceLike) -> Iterator[None]:
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             yield
 
@@ -358,7 +378,7 @@ class Replicated(Computing):
         piece = self._step.slice(next(v for v, number in self._place.items() if number == place))
         self._buffers.enter(place)
         try:
-            with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+            with self._around(piece):
                 result = self._loss_fn(self._model, piece.batch)
             _, _, scaled = self.weigh(piece, result, self._step.rows)
             self._buffers.leave(-1)  # whatever it made of the buffers, another rank tells
