@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.checkpoint.export import save_tensors
 from manyhands.errors import CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.several_optimizers import SeveralOptimizers, divide_parameters
 from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
 from manyhands.strategies.base import LossFn, MetricFn
@@ -125,6 +126,9 @@ def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimiz
     def make(model: nn.Module) -> torch.optim.Optimizer:
         if is_keras_optimizer(optimizer):
             return keras_optimizer(model, optimizer)
+        if isinstance(optimizer, Mapping):
+            divided = divide_parameters(model, optimizer)
+            return SeveralOptimizers({part: optimizer[part](params) for part, params in divided.items() if params})
         made = (
             optimizer
             if isinstance(optimizer, torch.optim.Optimizer)

@@ -61,7 +61,10 @@ class Trainer:
         self,
         model: nn.Module | Callable[[], nn.Module] | str | Path,
         loss: LossFn | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer]
+        | torch.optim.Optimizer
+        | Mapping[str, Callable[[Any], torch.optim.Optimizer]]
+        | None = None,
         strategy: str | StrategyChoice | None = None,
         *,
         precision: str | None = None,
