@@ -23,10 +23,14 @@ def alone() -> dict[str, Any]:
     return {}
 
 
+def assert_same_weights(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name, one in a.items():
+        assert np.abs(one - b[name]).max() <= tolerance * max(np.abs(one).max(), 1e-3), name
+
+
 def assert_close(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) -> None:
-    assert a["weights"].keys() == b["weights"].keys()
-    for name, one in a["weights"].items():
-        assert np.abs(one - b["weights"][name]).max() <= tolerance * max(np.abs(one).max(), 1e-3), name
+    assert_same_weights(a["weights"], b["weights"], tolerance)
     assert np.abs(a["predictions"] - b["predictions"]).max() <= 10 * tolerance * np.abs(a["predictions"]).max()
     assert b["evaluation"] == pytest.approx(a["evaluation"], rel=10 * tolerance)
     for before, after in zip(a["history"], b["history"], strict=True):
