@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.exchange import Heard, Report
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
+from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.shares import Share
 
 __all__ = ["Divided", "Passes", "Spread", "Tie"]
@@ -78,6 +79,8 @@ class Spread:
             )
         self._world.broadcast_([*model.parameters(), *model.buffers()], "weights of rank 0")
         self.divided = self._divide(model)
+        if self.divided.shares:
+            _check_divisible(optimizer)
         here = {id(param) for param in self.divided.local.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in here]
@@ -116,3 +119,14 @@ class Spread:
         self.mates.broadcast_([numbers], "losses of the last stage", source=self._knowing)
         rows: list[list[float]] = numbers.tolist()
         return [Report(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)]
+
+
+def _check_divisible(optimizer: Optimizer) -> None:
+    """Refuse what updates a matrix by looking at all of it."""
+    found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    for one in found:
+        if isinstance(one, Adafactor | Muon):
+            raise TrainingFailed(
+                f"{type(one).__name__} looks at whole matrices, and each worker has a part of them.",
+                fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
+            )

@@ -14,6 +14,7 @@ PAGES = (
     "README.md",
     "docs/guide.md",
     "docs/exchange.md",
+    "docs/layouts.md",
     "docs/averaging.md",
     "docs/dispatch.md",
     "docs/embeddings.md",
