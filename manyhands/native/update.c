@@ -158,8 +158,9 @@ static void update_block(const struct vector_ops *v, const struct mh_update *u, 
     optimizers[u->optimizer](v, u, b);
 }
 
-/* Whoever sees what this thread writes next sees what it wrote past the caches. */
-static void end_streams(void) {
+/* Stores past the caches come in no order with others. Whoever sees what this thread writes after this sees what it wrote
+ * before it. */
+static void order_stores(void) {
 #ifdef __x86_64__
     __builtin_ia32_sfence();
 #endif
@@ -183,6 +184,7 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
     if (mh_check_program(program, length, num_sources)) return MH_BAD_ARGUMENT;
     unsigned char *memory = malloc((2 + MH_MAX_DEPTH) * MH_BLOCK_BYTES);
     if (memory == NULL) return MH_NO_MEMORY;
+    order_stores();
     uint64_t number = 0;
     struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
     for (size_t i = 0; i < num_pieces; i++) {
@@ -204,7 +206,7 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
             number++;
         }
     }
-    end_streams();
+    order_stores();
     free(memory);
     return 0;
 }
