@@ -9,6 +9,7 @@ native = Extension(
         for name in (
             *(
                 "codec",
+                "copy",
                 "digest",
                 "ids",
                 "module",

@@ -1,7 +1,7 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
  * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
- * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed. Rows
- * of embeddings have a header of their own, rows.h. Start reading at mh_all_reduce. */
+ * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed, `copy.c`
+ * copies. Rows of embeddings have a header of their own, rows.h. Start reading at mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 
@@ -125,6 +125,9 @@ struct mh_watch {
 int mh_update(const struct mh_update *update, const struct mh_piece *pieces, size_t num_pieces,
               const void *const *sources, size_t num_sources, const int32_t *program, size_t length,
               const struct mh_watch *watch);
+
+/* As memcpy, for what is large and not read soon. */
+void mh_copy(void *to, const void *from, size_t bytes);
 
 /* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
  * values first, and holds afterwards what the codes do not tell. */

@@ -237,6 +237,16 @@ static PyObject *digest(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(mh_digest_end(&whole));
 }
 
+static PyObject *copy(PyObject *self, PyObject *args) {
+    unsigned long long to, from;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "KKn:copy", &to, &from, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_copy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *int8_encode(PyObject *self, PyObject *args) {
     unsigned long long values, residual, scales, codes;
     Py_ssize_t count, block;
@@ -287,6 +297,7 @@ static PyMethodDef methods[] = {
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
     {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or nothing): gradients to new weights"},
     {"digest", digest, METH_VARARGS, "digest(address, bytes): what memory holds, in one number"},
+    {"copy", copy, METH_VARARGS, "copy(to, from, bytes): past the caches"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
     {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},
     {"bf16_add", bf16_add, METH_VARARGS, "bf16_add(halves, values, count)"},

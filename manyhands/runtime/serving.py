@@ -20,6 +20,7 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
+from manyhands.control.spare import READY
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.served_memory import Attendance
@@ -49,29 +50,39 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             strategy=worker.strategy.name,
             precision=spec.train.precision,
             script=sys.argv[0],
+            spare=choice.keeps_spare(session.seat.num_hosts),
         )
     )
-    _Serving(session, _make_server(worker, session, parts, scheduler), worker.warn).run()
+    make_server = _prepare(worker, session, parts, scheduler)
+    if not session.seat.is_spare or _is_appointed(session):
+        _Serving(session, make_server(session.seat.server), worker.warn).run()
     worker.close()
     raise SystemExit(0)
 
 
-def _make_server(
+def _is_appointed(session: Session) -> bool:
+    """A spare waits here, with all done that can be, until another server's number is its own."""
+    session.report(0, READY)
+    return session.await_appointment()
+
+
+def _prepare(
     worker: Worker, session: Session, parts: Parts, scheduler: Callable[[Any], Any] | None
-) -> PartServer | RowServer:
-    """Of what the strategy has on servers."""
+) -> Callable[[int], PartServer | RowServer]:
+    """Make what does not depend on a server's number; the rest, of what the strategy has on servers, comes with it."""
     spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
     assert isinstance(strategy, ParameterServer)
     if strategy.mode == "hybrid":
-        return RowServer(session.seat.server, model, session.shared_memory, seed=spec.run.seed)
+        return lambda number: RowServer(number, model, session.shared_memory, seed=spec.run.seed)
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = parts.make_optimizer(model)
-    return PartServer(
-        session.seat.server,
+    schedule = scheduler(optimizer) if scheduler is not None else None
+    return lambda number: PartServer(
+        number,
         model,
         optimizer,
-        scheduler(optimizer) if scheduler is not None else None,
+        schedule,
         session.shared_memory,
         clip_norm=spec.train.clip_norm,
         place=strategy.place or {},

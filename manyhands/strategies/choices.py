@@ -76,6 +76,9 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
     place: dict[str, int] | None = None
     """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
+    spare: bool | None = None
+    """Keep one more server process ready on each host that has servers, to take over at once from one that dies.
+    Default: yes where the run has one host."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -103,6 +106,9 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     def leases(self) -> bool:
         """Whether servers hand out batches; else workers share out each one, and meet in every step."""
         return self.mode != "hybrid"
+
+    def keeps_spare(self, num_hosts: int) -> bool:
+        return num_hosts == 1 if self.spare is None else self.spare
 
     def _check_hybrid(self) -> None:
         for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):

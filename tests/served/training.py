@@ -2,7 +2,8 @@
 
 `python training.py '{"mode": "async", "faults": [{"who": "server 0", "step": 8, "at": "before commit"}]}'`. Every row
 of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
-that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first.
+that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
+"spared", it waits until there is a spare server, and leaves its process number behind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.control.client import query
+from manyhands.control.spare import READY
 from manyhands.parallel import served_server
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.rows import RowTable
@@ -44,15 +47,27 @@ STEP = 0
 
 def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
     def act() -> None:
-        if fault["step"] > STEP:
+        if fault["step"] > STEP or fault["who"] != WHO:
             return
         try:
-            os.close(os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            file = os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return
+        if fault.get("spared"):
+            os.write(file, str(ready_spare()).encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
     return act
+
+
+def ready_spare() -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        spare = query("run").spare
+        if spare is not None and spare.status == READY:
+            return spare.pid
+        time.sleep(0.05)
+    raise AssertionError("there is no spare server")
 
 
 def before(owner: Any, name: str, act: Callable[[], None], only: Callable[..., bool] = lambda *_: True) -> None:
@@ -116,9 +131,11 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
 
 def arm() -> None:
     for number, fault in enumerate(ASKED.get("faults", [])):
-        if fault["who"] == WHO:
+        if fault["who"].split()[0] == WHO.split()[0]:
             PLACES[fault["at"]](once(number, fault))
     if WHO.startswith("server"):
+        before(served_server.PartServer, "__init__", lambda: None, see_number)
+        before(RowServer, "__init__", lambda: None, see_number)
         original = FusedPart.update
 
         def update(self: FusedPart, version: int, gradient: Any) -> Any:
@@ -128,6 +145,13 @@ def arm() -> None:
 
         FusedPart.update = update  # type: ignore[method-assign]
         before(RowServer, "_apply", lambda: None, see_step)
+
+
+def see_number(server: Any, number: int, *_: Any) -> bool:
+    """A spare one has had none until now."""
+    global WHO
+    WHO = f"server {number}"
+    return False
 
 
 def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> bool:
