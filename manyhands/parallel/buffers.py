@@ -129,6 +129,15 @@ class StepBuffers:
         after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         return torch.cat([self._added(after, made), made])
 
+    def joined(self, contributions: Sequence[Tensor]) -> Tensor:
+        """Those of several slices, as `apart` made them, as if one had made them all, one after the other."""
+        total, numel = contributions[0], len(self._owner)
+        for later in contributions[1:]:
+            calls = later[numel:]
+            keep = torch.where(self._cumulative, torch.ones_like(calls), self._keep**calls)
+            total = torch.cat([keep[self._owner] * total[:numel] + later[:numel], total[numel:] + calls])
+        return total
+
     def put_back(self) -> None:
         """Back to the step's own values. After backward, which may still need what forward left."""
         if not self._alone:

@@ -273,14 +273,19 @@ class Ongoing:
             loss = sum(one.total for one in due) / weight
             done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
-        if self.opened.scheduled and self._scheduler is not None:
-            self._scheduler.step()
+        self._advance_schedule(rows)
         self.shard.applied(step)
         self._commit()
         self.part.updated(version)
         self._served.set_version(self._number, version + 1)
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
+
+    def _advance_schedule(self, rows: int) -> None:
+        """Once for each batch that an update has seen."""
+        if self.opened.scheduled and self._scheduler is not None:
+            for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
+                self._scheduler.step()
 
     def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""

@@ -89,6 +89,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """What is not in place yet, and comes in frames before the course begins."""
     tables: list[int] = []
     """Rows of embeddings come, too: in so many bytes for each server."""
+    batches_per_step: int = 1
+    """What servers take for a step is a stretch of so many batches, on which a worker trained by itself."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
-from manyhands.runtime.worker import Worker
+from manyhands.runtime.worker import StrategyChoice, Worker
 from manyhands.strategies.choices import ParameterServer
 
 __all__ = ["Run"]
@@ -191,7 +191,7 @@ class Run:
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        return self.spec.train.accumulate * (1 if choice and choice.mode == "async" else worker.most_workers)
+        return self.spec.train.accumulate * (1 if _mode(worker.strategy) == "async" else worker.most_workers)
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
@@ -258,7 +258,7 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
-        if isinstance(self.worker.strategy, ParameterServer) and self.worker.strategy.leases:
+        if self.worker.strategy.leases:
             _check_leasable(source)
         return Batches(
             source,
@@ -347,8 +347,8 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
         )
 
 
-def _mode(strategy: object) -> str:
+def _mode(strategy: StrategyChoice) -> str:
     """What the mode of parameter servers comes to."""
     if not isinstance(strategy, ParameterServer):
-        return ""
+        return "async" if strategy.leases else ""
     return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -29,7 +29,8 @@ from manyhands.parallel.served_variables import ServedVariable
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.variables import write_variables
 from manyhands.runtime.worker import Worker
-from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.stretched import way_of
 
 __all__ = ["serve"]
 
@@ -41,7 +42,7 @@ TAKE_AT_ONCE = 50
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
     """Join the run, and end the process with 0 when the run has no more use for it."""
     session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
-    assert isinstance(session, Session) and isinstance(choice, ParameterServer)
+    assert isinstance(session, Session) and choice.on_servers
     worker.settle_in(
         RunFacts(
             run_dir=spec.run.run_dir,
@@ -61,20 +62,22 @@ def _make_server(
 ) -> PartServer | RowServer:
     """Of what the strategy has on servers."""
     spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
-    assert isinstance(strategy, ParameterServer)
-    if strategy.mode == "hybrid":
+    assert isinstance(strategy, ParameterServer | LocalSGD)
+    if not strategy.leases:
         return RowServer(session.seat.server, model, session.shared_memory, seed=spec.run.seed)
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = parts.make_optimizer(model)
+    way = way_of(strategy) if strategy.takes_local_steps else None
+    outer = way.make_outer if way is not None else None  # the script's optimizer is each worker's own then
+    optimizer = parts.make_optimizer(model) if outer is None else outer(model.parameters())
     return PartServer(
         session.seat.server,
         model,
         optimizer,
-        scheduler(optimizer) if scheduler is not None else None,
+        scheduler(optimizer) if scheduler is not None and outer is None else None,
         session.shared_memory,
-        clip_norm=spec.train.clip_norm,
-        place=strategy.place or {},
+        clip_norm=None if strategy.takes_local_steps else spec.train.clip_norm,
+        place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
     )

@@ -22,6 +22,21 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     """Threads per worker. Default: cores / workers; with `exact`, 1."""
 
+    @property
+    def on_servers(self) -> bool:
+        """Whether weights, or some of them, are kept by server processes."""
+        return False
+
+    @property
+    def leases(self) -> bool:
+        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
+        return False
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether a worker that leases batches takes several at a time, and trains weights of its own on them."""
+        return False
+
 
 class Single(_Settings, frozen=True, kw_only=True):
     """One worker. The promise is the others': they end where this one ends."""
@@ -73,6 +88,12 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
     place: dict[str, int] | None = None
     """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
+    push_every: int = 1
+    """async: push the sum of so many batches' gradients, and take local steps on a copy meanwhile (Downpour)."""
+    pull_every: int = 1
+    """async: fetch fresh weights once in so many batches."""
+    local_lr: float | None = None
+    """Of those local steps, which are plain SGD's. Default: the optimizer's."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -93,13 +114,33 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         if self.damping and self.mode == "sync":
             what = "damping is for stale gradients, and sync has none"
             raise _wrong(what, "damping=False", 'mode="async"', where="mh.ParameterServer")
+        self._check_periods()
         if self.mode == "hybrid":
             self._check_hybrid()
 
     @property
+    def on_servers(self) -> bool:
+        return True
+
+    @property
     def leases(self) -> bool:
-        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
         return self.mode != "hybrid"
+
+    @property
+    def takes_local_steps(self) -> bool:
+        return self.push_every > 1 or self.pull_every > 1
+
+    def _check_periods(self) -> None:
+        _at_least("push_every", self.push_every, 1)
+        _at_least("pull_every", self.pull_every, 1)
+        if self.takes_local_steps and self.mode != "async":
+            what = (
+                f"push_every is {self.push_every} and pull_every {self.pull_every}, but in {self.mode} every slice is"
+            )
+            raise _wrong(f"{what} pushed, and needs the newest weights", 'mode="async"', where="mh.ParameterServer")
+        if self.local_lr is not None and not (self.takes_local_steps and self.local_lr >= 0):
+            what = f"local_lr is {self.local_lr}, but must be 0 or more, and is for push_every or pull_every above 1"
+            raise _wrong(what, "no local_lr=", "push_every=4", where="mh.ParameterServer")
 
     def _check_hybrid(self) -> None:
         for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):
@@ -139,6 +180,8 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
     """With `overlap`: how much of its own weights a worker keeps when the average arrives."""
     peers: str = "all"
     """Average with "all", or in "pairs" that are drawn anew each round."""
+    asynchronous: bool = False
+    """With "elastic": each worker by itself, after `every` of its own batches. A server keeps the center."""
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None
@@ -160,6 +203,39 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
         self._check_overlap()
         if self.peers == "pairs":
             self._check_pairs()
+        if self.leases:
+            self._check_leases()
+
+    @property
+    def leases(self) -> bool:
+        return self.asynchronous
+
+    @property
+    def on_servers(self) -> bool:
+        return self.leases
+
+    @property
+    def takes_local_steps(self) -> bool:
+        return self.leases
+
+    @property
+    def servers(self) -> int | None:
+        return 1 if self.on_servers else None
+
+    def _check_leases(self) -> None:
+        """What needs all workers at the same time is refused where they are not."""
+        for name, usual in (("post_local", 0), ("fragments", 1), ("overlap", 0), ("peers", "all"), ("reducer", None)):
+            if getattr(self, name) != usual:
+                what = (
+                    f"{name} is {getattr(self, name)!r}, but workers that do not wait for each other push to a server"
+                )
+                raise _wrong(f"{what}, one by one", f"no {name}=", "asynchronous=False")
+        if self.outer != "elastic":
+            what = f"asynchronous is for elastic averaging, where nobody has to wait, but outer is {self.outer!r}"
+            raise _wrong(what, 'outer="elastic"', "asynchronous=False")
+        if self.rule != "mean":
+            what = f"rule is {self.rule!r}, but one worker at a time moves the center, so there is nothing to combine"
+            raise _wrong(what, 'rule="mean"', "asynchronous=False")
 
     def _check_numbers(self) -> None:
         limits = (

@@ -1,0 +1,70 @@
+"""Whole runs of workers that train by themselves and push now and then: whoever is killed -9, a push counts once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from manyhands.native import why_not
+from manyhands.runtime.ledger import audit_run
+from tests.elastic.conftest import Run
+from tests.served.conftest import Start, steps_of
+from tests.served.test_served_runs import faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+
+def pushes_of(run: Run) -> dict[int, float]:
+    """By stretch, what was pushed of it last: once it was applied, nobody is given it again."""
+    lines = (run.folder / "pushes.jsonl").read_text().splitlines()
+    return {push["step"]: push["added"] for push in map(json.loads, lines)}
+
+
+def test_downpour_goes_on_from_its_checkpoint_and_counts_every_gradient_once_whoever_dies(served: Start) -> None:
+    asked = {"mode": "async", "settings": {"push_every": 3, "pull_every": 2}, "epochs": 4, "save_every": 10}
+    slow = {"worker 0": 0.02, "worker 1": 0.02}
+    first = served({**asked, "slow_s": slow}, "-n", "2", "--servers", "2", folder="run")
+    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 5, "five steps")
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.process.wait(60) == 75
+    reached = steps_of(first)[-1]["step"]
+    assert reached < 40
+    places = faults(
+        ("worker 1", reached + 5, "backward"),
+        ("server 1", reached // 3 + 3, "before commit"),
+        ("worker 0", reached + 9, "half-way through the push"),
+        ("server 0", reached // 3 + 5, "after commit"),
+    )
+    again = served({**asked, "faults": places}, "-n", "2", "--servers", "2", folder="run")
+    told = again.wait()
+    assert told["counter"] == [4.0] and told["reached"] == 64
+    assert len(list(again.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    assert not audit_run(again.directory).problems
+
+
+def test_an_exchange_of_asynchronous_easgd_moves_the_center_once_whoever_dies(served: Start) -> None:
+    places = faults(
+        ("worker 1", 6, "backward"),
+        ("server 0", 3, "before commit"),
+        ("worker 2", 14, "before the push"),
+        ("worker 0", 18, "after the push"),
+        ("server 0", 9, "after commit"),
+    )
+    way = {"every": 2, "outer": "elastic", "asynchronous": True}
+    asked = {"mode": "local_sgd", "settings": way, "epochs": 3, "save_every": 20, "record": True, "faults": places}
+    run = served(asked, "-n", "3", "--servers", "1")
+    told = run.wait()
+    assert told["reached"] == 48
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    pushes = pushes_of(run)
+    assert sorted(pushes) == list(range(1, 25))
+    assert min(pushes.values()) > 0.1, "one more or less would not be noticed"
+    assert told["counted"] == pytest.approx(sum(pushes.values()), abs=0.01)
+    assert not audit_run(run.directory).problems
