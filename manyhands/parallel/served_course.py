@@ -41,6 +41,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     more: bytes
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
+    owed: list[Done] = []
+    """Steps of a round that are in the weights, and not counted yet."""
 
     @property
     def version(self) -> int:
@@ -84,6 +86,7 @@ class Ongoing:
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
         self._intent = served.intent(number)
         self.shard.first = self._begun(saved)
+        self._owed = saved.owed
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
         self._rows_of, self._rows = -1, b""
@@ -236,6 +239,10 @@ class Ongoing:
 
     # ---- updates ----
 
+    @property
+    def has_due(self) -> bool:
+        return self.shard.due() is not None
+
     def apply_one(self) -> Outbox:
         due = self.shard.due()
         if due is None:
@@ -310,6 +317,7 @@ class Ongoing:
             more=self.part.more(),
             groups=settings_of(self.part.optimizer),
             scheduler=plain_schedule(self._scheduler),
+            owed=self._owed,
         )
         self._register.write(msgspec.msgpack.encode(saved))
 

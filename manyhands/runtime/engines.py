@@ -134,7 +134,7 @@ def _link(worker: Worker) -> Link:
 def _stretched(
     worker: Worker, choice: ParameterServer | LocalSGD, link: Link, parts: Parts, model: nn.Module, joining: bool
 ) -> Stretched:
-    spec, session = worker.resolved.spec, worker.session
+    spec, session, way = worker.resolved.spec, worker.session, way_of(choice)
     assert isinstance(session, Session), "servers need an agent"
     return Stretched(
         Axis(0, 1) if joining else worker.axis,
@@ -143,11 +143,11 @@ def _stretched(
         choice if isinstance(choice, ParameterServer) else ParameterServer(),
         link,
         _reach(session, link, clips=False),
-        way=way_of(choice),
+        way=way,
         clip_norm=spec.train.clip_norm,
         network=lambda: worker.network,
         seed=spec.run.seed,
-        num_servers=lambda: worker.session.servers_wanted,
+        num_servers=lambda: 1 if way.quorum is not None else worker.session.servers_wanted,
         worker=session.seat.incarnation,
         most_workers=worker.most_workers,
         foreign=foreign_state(model),

@@ -6,9 +6,11 @@ The run's steps are batches, as ever: an update takes it past as many as the str
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from manyhands.data.batches import Step
+from manyhands.events import RoundsClosed
 from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.served_messages import Done
 from manyhands.parallel.stretches import Stretches
@@ -23,6 +25,15 @@ class StretchedFit(ServedFit):
     """Epochs end with everybody at the agreed weights, and so does `fit`."""
 
     _stretches = Stretches(1, 1, 0, 1)
+
+    def run(self) -> list[dict[str, float]]:
+        self._shared: Counter[int] = Counter()
+        try:
+            return super().run()
+        finally:
+            if self._engine.has_rounds:
+                rounds = {workers: steps // workers for workers, steps in self._shared.items()}
+                self._worker.emit(RoundsClosed(step=self._training.progress.step, rounds=rounds))
 
     @property
     def _engine(self) -> Stretched:
@@ -56,7 +67,8 @@ class StretchedFit(ServedFit):
 
     def _hear(self, done: Done) -> None:
         """A stretch was applied. The n-th batch that counts is the run's n-th step, whichever it was."""
-        self._count(done)
+        self._staleness[done.staleness] += 1
+        self._shared[done.together] += 1
         for number in self._stretches.batches(done.step):
             step, batch = self._steps.batches.at(self._training.progress.step + 1), self._steps.batches.at(number)
             self._announce(step.number)
@@ -67,9 +79,7 @@ class StretchedFit(ServedFit):
                 staleness=done.staleness,
                 batch=batch.number,
                 start=(batch.epoch, batch.start),
+                together=done.together if self._engine.has_rounds else None,
                 lr=float(self._training.optimizer.param_groups[0]["lr"]),
             )
             self._commit(step, stats)
-
-    def _count(self, done: Done) -> None:
-        self._staleness[done.staleness] += 1

@@ -437,6 +437,12 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
         )
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
     if not strategy.on_servers and seat.num_servers:
         raise SpecError(
             f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',

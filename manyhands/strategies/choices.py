@@ -14,6 +14,8 @@ from manyhands.errors import SpecError
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
+# A worker that hears nothing from servers for twice as long gives up.
+LONGEST_DEADLINE_S = 300.0
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +184,10 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
     """Average with "all", or in "pairs" that are drawn anew each round."""
     asynchronous: bool = False
     """With "elastic": each worker by itself, after `every` of its own batches. A server keeps the center."""
+    quorum: int | float | None = None
+    """A round closes with so many workers at least, or such a part of them; a server keeps the agreed weights."""
+    deadline_s: float | None = None
+    """With `quorum`: how long others are waited for, once the first has come."""
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None
@@ -208,7 +214,7 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
 
     @property
     def leases(self) -> bool:
-        return self.asynchronous
+        return self.asynchronous or self.quorum is not None or self.deadline_s is not None
 
     @property
     def on_servers(self) -> bool:
@@ -226,16 +232,38 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
         """What needs all workers at the same time is refused where they are not."""
         for name, usual in (("post_local", 0), ("fragments", 1), ("overlap", 0), ("peers", "all"), ("reducer", None)):
             if getattr(self, name) != usual:
-                what = (
-                    f"{name} is {getattr(self, name)!r}, but workers that do not wait for each other push to a server"
-                )
-                raise _wrong(f"{what}, one by one", f"no {name}=", "asynchronous=False")
+                what = f"{name} is {getattr(self, name)!r}, but workers that do not wait for all push to a server"
+                raise _wrong(f"{what}, one by one", f"no {name}=", "neither asynchronous= nor quorum=")
+        if self.asynchronous:
+            self._check_asynchronous()
+        else:
+            self._check_quorum()
+
+    def _check_asynchronous(self) -> None:
+        if self.quorum is not None or self.deadline_s is not None:
+            what = "asynchronous has nobody wait for anybody, but quorum and deadline_s say how long workers wait"
+            raise _wrong(what, "no quorum= and deadline_s=", "asynchronous=False")
         if self.outer != "elastic":
             what = f"asynchronous is for elastic averaging, where nobody has to wait, but outer is {self.outer!r}"
             raise _wrong(what, 'outer="elastic"', "asynchronous=False")
         if self.rule != "mean":
             what = f"rule is {self.rule!r}, but one worker at a time moves the center, so there is nothing to combine"
             raise _wrong(what, 'rule="mean"', "asynchronous=False")
+
+    def _check_quorum(self) -> None:
+        if self.quorum is None or self.deadline_s is None:
+            what = f"quorum is {self.quorum} and deadline_s {self.deadline_s}, but a round needs both to close early"
+            raise _wrong(what, "quorum=0.75, deadline_s=10", "neither of them")
+        whole = isinstance(self.quorum, int) and not isinstance(self.quorum, bool)
+        if not (self.quorum >= 1 if whole else isinstance(self.quorum, float) and 0 < self.quorum < 1):
+            what = f"quorum is {self.quorum!r}, but must be a number of workers from 1 on, or a part of them below 1"
+            raise _wrong(what, "quorum=2", "quorum=0.75", "no quorum=, to wait for all")
+        if not 0 <= self.deadline_s <= LONGEST_DEADLINE_S:
+            what = f"deadline_s is {self.deadline_s}, but must be from 0 to {LONGEST_DEADLINE_S:g}"
+            raise _wrong(what, "deadline_s=10", "no quorum=, to wait for all")
+        if self.outer == "elastic":
+            what = "quorum has workers begin each round with the agreed weights, but elastic leaves each its own"
+            raise _wrong(what, 'outer="mean"', 'outer="nesterov"', "asynchronous=True, and no quorum=")
 
     def _check_numbers(self) -> None:
         limits = (

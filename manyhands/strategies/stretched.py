@@ -9,6 +9,7 @@ have another one, for the weights that all agree on. Start reading at `Stretched
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,10 +21,10 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.combining import to_first_rank
 from manyhands.parallel.leases import Course, Held
-from manyhands.parallel.local_rules import Accrue, Elastic, LocalRule, Pull
+from manyhands.parallel.local_rules import Accrue, Drift, Elastic, LocalRule, Pull
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.own_state import OwnState, check_optimizer, load_optimizer, states_of_optimizer
-from manyhands.parallel.rounds import Downpour
+from manyhands.parallel.rounds import Downpour, Quorum
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_messages import Filled, Number, Open
 from manyhands.strategies.base import StepLike
@@ -43,6 +44,8 @@ class LocalWay(NamedTuple):
     """In words that a checkpoint keeps: a run goes on in the way it began."""
     make_outer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """The servers' optimizer; None: the user's is theirs."""
+    quorum: Quorum | None = None
+    """Stretches are put together in rounds."""
 
 
 def way_of(strategy: ParameterServer | LocalSGD) -> LocalWay:
@@ -54,15 +57,37 @@ def way_of(strategy: ParameterServer | LocalSGD) -> LocalWay:
             f"{periods}, local_lr={lr}",
         )
     assert strategy.leases, "it averages without servers"
-    beta, told = strategy.pull, f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}"
-    return LocalWay(
-        strategy.every, lambda params, pull, optimizer: Elastic(params, pull, optimizer, beta), told, center_optimizer
+    if strategy.asynchronous:
+        beta, told = strategy.pull, f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}"
+        return LocalWay(
+            strategy.every, lambda params, pull, optimizer: Elastic(params, pull, optimizer, beta), told, to_the_mean
+        )
+    return _rounds_of(strategy)
+
+
+def _rounds_of(strategy: LocalSGD) -> LocalWay:
+    assert strategy.quorum is not None and strategy.deadline_s is not None
+    quorum = Quorum(
+        least=strategy.quorum,
+        deadline_s=strategy.deadline_s,
+        rule=strategy.rule,  # type: ignore[arg-type]  # checked where it was written
+        trim=strategy.trim,
     )
+    outer, how = to_the_mean, "the mean"
+    if strategy.outer == "nesterov":
+        outer, how = partial(beyond_the_mean, strategy), f"nesterov {strategy.outer_lr} {strategy.outer_momentum}"
+    return LocalWay(strategy.every, Drift, f"to {how}, every={strategy.every}, {quorum}", outer, quorum)
 
 
-def center_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Adds to the center what it is sent, with its sign turned: no more."""
+def to_the_mean(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Moves the agreed weights by what workers push, and no farther."""
     return torch.optim.SGD(params, lr=1.0)
+
+
+def beyond_the_mean(strategy: LocalSGD, params: Iterable[nn.Parameter]) -> Optimizer:
+    """DiLoCo's outer step."""
+    momentum = strategy.outer_momentum
+    return torch.optim.SGD(params, lr=strategy.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
 class _Stretch:
@@ -131,6 +156,10 @@ class Stretched(Served):
     def every(self) -> int:
         return self._way.every
 
+    @property
+    def has_rounds(self) -> bool:
+        return self._way.quorum is not None
+
     def come_together(self) -> None:
         """Go on from the weights that all agree on."""
         self._rule.take([])
@@ -147,7 +176,7 @@ class Stretched(Served):
         self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
     ) -> Open:
         opened = super()._install(number, course, workers, scheduler, scheduled)
-        return msgspec.structs.replace(opened, batches_per_step=self._way.every)
+        return msgspec.structs.replace(opened, batches_per_step=self._way.every, quorum=self._way.quorum)
 
     # ---- between two meetings ----
 

@@ -86,7 +86,7 @@ class NoAnswer(Exception):
 
 
 class Line:
-    """A worker's link."""
+    """A worker's link. What it pushes is on its way when its turn has come."""
 
     def __init__(self, world: World, sender: bytes) -> None:
         self._world, self._sender = world, sender
@@ -94,6 +94,7 @@ class Line:
         self.replies: list[Reply] = []
         self.applied: dict[int, set[int]] = {}
         self.waiting = Waiting()
+        self._pushed: Pushed | None = None
 
     def open(self, message: Open) -> None:
         for server in self._world.servers:
@@ -110,16 +111,27 @@ class Line:
         return self.replies[-1]
 
     def tell(self, push: Pushed) -> None:
-        for server in self._world.servers:
-            for _ in range(2):  # whatever is said may be said again
-                self._world.deliver(server.take(self._sender, push.filled))
-        self._world.work()
+        self._pushed = push
 
     def await_applied(self, push: Pushed) -> None:
-        step = push.filled.held.step
+        """Others take their turns meanwhile."""
+
+    def push(self) -> None:
+        self.say_again()
         self._world.replace_one()
-        while self._world.waits and len(self.applied.get(step, ())) < len(self._world.servers):
-            self.tell(push)
+        self._world.work()
+
+    def say_again(self) -> None:
+        assert self._pushed is not None
+        for server in self._world.servers:
+            for _ in range(2):  # whatever is said may be said again
+                self._world.deliver(server.take(self._sender, self._pushed.filled))
+
+    @property
+    def is_waiting(self) -> bool:
+        if self._pushed is None:
+            return False
+        return len(self.applied.get(self._pushed.filled.held.step, ())) < len(self._world.servers)
 
     def close(self) -> None: ...
 
@@ -133,11 +145,15 @@ class World:
         workers: int,
         servers: int = 1,
         die_every: int = 0,
+        die_in_rounds: bool = False,
+        begins_early: bool = False,
         clip: float | None = None,
     ) -> None:
-        """With `die_every`, after as many pushes a server is replaced, in turns."""
+        """With `die_every`, after as many pushes a server is replaced that has heard of it and done nothing, in turns;
+        with `die_in_rounds`, after every update that leaves more of its round to be counted. With `begins_early` a
+        worker trains when it is given work, and pushes when its turn comes; else both when its turn comes."""
         self._strategy, self._make, self._die_every = strategy, optimizer, die_every
-        self.now_s, self.waits = 0.0, True
+        self._die_in_rounds, self._begins_early, self.now_s = die_in_rounds, begins_early, 0.0
         self._host, self._known, self._pushes = HostMemory(), dict[str, int](), itertools.count(1)
         self.servers = [self._new_server(number) for number in range(servers)]
         self.lines = [Line(self, f"worker {number}".encode()) for number in range(workers)]
@@ -181,7 +197,15 @@ class World:
         theirs, outer = make_model(), way_of(self._strategy).make_outer
         optimizer = (outer or self._make)(theirs.parameters())
         server = PartServer(
-            number, theirs, optimizer, None, self._memory, clip_norm=None, place={}, foreign=ForeignState()
+            number,
+            theirs,
+            optimizer,
+            None,
+            self._memory,
+            clip_norm=None,
+            place={},
+            foreign=ForeignState(),
+            clock=lambda: self.now_s,
         )
         server.hear_living([FIRST_WORKER + rank for rank in range(8)])
         return server
@@ -192,9 +216,12 @@ class World:
             self.servers[at] = self._new_server(at)
 
     def work(self) -> None:
-        for server in [*self.servers[1:], self.servers[0]]:
-            while server.has_work:
-                self.deliver(server.work())
+        for number in [*range(1, len(self.servers)), 0]:
+            while self.servers[number].has_work:
+                self.deliver(self.servers[number].work())
+                if self._die_in_rounds and self.servers[number]._course._owed:  # type: ignore[union-attr]
+                    self.servers[number] = self._new_server(number)
+            server = self.servers[number]
             if (standing := server.standing()) is not None:
                 self.servers[0].take(b"server", standing)
         self.deliver(self.servers[0].work())
@@ -226,23 +253,44 @@ class World:
         for engine in self.engines:
             engine.open(number, self._stretches.course(by_batch), None, scheduled=False)
 
-    def play(self, order: Iterable[int]) -> Iterator[tuple[int, range]]:
-        """Take turns until all meet, as `order` wishes, of those who have work: who it was, and its batches."""
+    def play(self, order: Iterable[int | float]) -> Iterator[tuple[int, range]]:
+        """Take turns until all meet, as `order` wishes, of those who have work: who it was, and its batches.
+
+        A number with a point in it is no worker, but seconds that go by.
+        """
         work: dict[int, Held] = {}
         met: set[int] = set()
         for worker in itertools.cycle(order):
-            for idle in set(range(len(self.engines))) - work.keys() - met:
-                reply = self._ask(idle)
-                if reply is not None and reply.work is not None:
-                    work[idle] = reply.work
-                elif reply is not None and reply.meet is not None:
-                    met.add(idle)
+            for _ in range(3):  # a book that is new grants nothing before it has heard everybody
+                self._talk(work, met)
             if len(met) == len(self.engines):
                 return
-            if worker in work:
-                batches = self._stretches.batches(work[worker].step)
-                self.engines[worker].train_stretch([self._batches.at(number) for number in batches], work.pop(worker))
-                yield worker, batches
+            if isinstance(worker, float):
+                self.now_s += worker
+            elif worker in work:
+                if not self._begins_early:
+                    self._train(worker, work[worker])
+                self.lines[worker].push()
+                yield worker, self._stretches.batches(work.pop(worker).step)
+
+    def _talk(self, work: dict[int, Held], met: set[int]) -> None:
+        """What workers do that have nothing else to do."""
+        for worker, line in enumerate(self.lines):
+            if worker in work or worker in met:
+                continue
+            if line.is_waiting:
+                line.say_again()
+                self.work()
+            elif (reply := self._ask(worker)) is not None and reply.meet is not None:
+                met.add(worker)
+            elif reply is not None and reply.work is not None:
+                work[worker] = reply.work
+                if self._begins_early:
+                    self._train(worker, reply.work)
+
+    def _train(self, worker: int, work: Held) -> None:
+        steps = [self._batches.at(number) for number in self._stretches.batches(work.step)]
+        self.engines[worker].train_stretch(steps, work)
 
     def _ask(self, worker: int) -> Reply | None:
         try:

@@ -8,11 +8,15 @@ import signal
 
 import pytest
 
+from manyhands.data.order import order
+from manyhands.events import RoundsClosed, StepDone
 from manyhands.native import why_not
-from manyhands.runtime.ledger import audit_run
+from manyhands.runtime.ledger import audit_run, read_run_events
 from tests.elastic.conftest import Run
 from tests.served.conftest import Start, steps_of
 from tests.served.test_served_runs import faults
+
+ROWS = 256  # of training.py, which is no module to import
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,6 +53,30 @@ def test_downpour_goes_on_from_its_checkpoint_and_counts_every_gradient_once_who
     assert not audit_run(again.directory).problems
 
 
+def test_a_round_closes_without_a_late_worker_and_a_dead_one_and_every_batch_counts_once(served: Start) -> None:
+    """A batch adds 1 to cells of its own, and of k workers' mean that is 1 / k: the record says what k was."""
+    places = faults(("worker 1", 5, "backward"), ("server 0", 6, "before commit"), ("server 0", 9, "after commit"))
+    way = {"every": 2, "quorum": 2, "deadline_s": 0.2}
+    asked = {"mode": "local_sgd", "settings": way, "epochs": 2, "record": True, "slow_s": {"worker 2": 0.6}}
+    run = served({**asked, "faults": places}, "-n", "3", "--servers", "1")
+    told = run.wait()
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    events = read_run_events(run.directory)
+    steps = {event.step: event for event in events if isinstance(event, StepDone)}
+    assert sorted(steps) == list(range(1, 33))
+    cells = [0.0] * ROWS
+    for event in steps.values():
+        assert event.start is not None and event.together is not None
+        for row in order(ROWS, 0, event.start[0], event.start[1], event.start[1] + event.rows):
+            cells[row] += 1 / event.together
+    assert told["cells"] == pytest.approx(cells, abs=1e-4)
+    assert max(event.staleness or 0 for event in steps.values()) >= 2, "nobody was late"
+    assert len({event.together for event in steps.values()}) > 1
+    [closed] = [event.rounds for event in events if isinstance(event, RoundsClosed)]
+    assert sum(workers * rounds for workers, rounds in closed.items()) == 16
+    assert not audit_run(run.directory).problems
+
+
 def test_an_exchange_of_asynchronous_easgd_moves_the_center_once_whoever_dies(served: Start) -> None:
     places = faults(
         ("worker 1", 6, "backward"),
@@ -66,5 +94,5 @@ def test_an_exchange_of_asynchronous_easgd_moves_the_center_once_whoever_dies(se
     pushes = pushes_of(run)
     assert sorted(pushes) == list(range(1, 25))
     assert min(pushes.values()) > 0.1, "one more or less would not be noticed"
-    assert told["counted"] == pytest.approx(sum(pushes.values()), abs=0.01)
+    assert sum(told["cells"]) == pytest.approx(sum(pushes.values()), abs=0.01)
     assert not audit_run(run.directory).problems
