@@ -32,6 +32,8 @@ class RoundCourse(Ongoing):
         super().__init__(*ongoing)
         assert self.opened.quorum is not None and self.opened.servers == 1
         self._quorum, self._clock = self.opened.quorum, clock
+        # Beyond the rows that leases name, and as many for frames from other hosts.
+        self._sum_row = 2 * self.opened.rows
         self._arrived: dict[int, float] = {}
         """Filling -> when it came."""
 
@@ -79,11 +81,11 @@ class RoundCourse(Ongoing):
     def _combine(self, rows: Sequence[int], weights: Sequence[float]) -> None:
         """Put rows together, in one beside those that workers have."""
         views = [self._served.row(row).views for row in rows]
-        for into, *each in zip(self._served.row(self.opened.rows).views, *views, strict=True):
+        for into, *each in zip(self._served.row(self._sum_row).views, *views, strict=True):
             into.copy_(combine(torch.stack(each), self._quorum.rule, weights, self._quorum.trim))
 
     def _gradient(self, present: Sequence[int]) -> Gradient:
-        return Gradient((self.opened.rows,), present, 1.0)
+        return Gradient((self._sum_row,), present, 1.0)
 
     def _done(self, version: int, place: int, one: Contribution, together: int) -> Done:
         rows, staleness = self.opened.course.rows(one.step), version - one.based_on

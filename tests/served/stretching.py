@@ -28,8 +28,11 @@ from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_messages import Applied, Ask, Done, Open, Reply
 from manyhands.parallel.served_server import PartServer
 from manyhands.parallel.stretches import Stretches
+from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.stretched import Stretched, way_of
+
+load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
 
 ROWS, BATCH, SEED, FIRST_WORKER = 96, 8, 5, 10
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
