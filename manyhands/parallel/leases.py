@@ -198,6 +198,17 @@ class Book:
     def rows_used(self) -> int:
         return len(self._used_rows())
 
+    def awaited(self) -> set[int]:
+        """Who may fill something before the next meeting: everybody while steps are left to hand out, then who has one.
+
+        For courses whose steps are handed out whole. Before all have said what they hold, nothing is handed out.
+        """
+        leased = {lease.held.step for lease in self._leases.values()}
+        left = (*(item.step for item in self._again), *range(self._next.step, self._boundary + 1))
+        if not self._missing and any(step not in leased and not self._is_applied(step) for step in left):
+            return set(self._living if self._living is not None else self._met)
+        return self._missing | {lease.worker for lease in self._leases.values() if not lease.filled}
+
     def expect(self, workers: Iterable[int]) -> None:
         """These may have leases that this book, which another one preceded, knows nothing of until they ask."""
         self._missing = {worker for worker in workers if self._lives(worker)}

@@ -41,6 +41,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     more: bytes
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
+    owed: list[Done] = []
+    """Steps of a round that are in the weights, and not counted yet."""
 
     @property
     def version(self) -> int:
@@ -84,6 +86,7 @@ class Ongoing:
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
         self._intent = served.intent(number)
         self.shard.first = self._begun(saved)
+        self._owed = saved.owed
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
         self._rows_of, self._rows = -1, b""
@@ -236,6 +239,10 @@ class Ongoing:
 
     # ---- updates ----
 
+    @property
+    def has_due(self) -> bool:
+        return self.shard.due() is not None
+
     def apply_one(self) -> Outbox:
         due = self.shard.due()
         if due is None:
@@ -273,14 +280,19 @@ class Ongoing:
             loss = sum(one.total for one in due) / weight
             done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
-        if self.opened.scheduled and self._scheduler is not None:
-            self._scheduler.step()
+        self._advance_schedule(rows)
         self.shard.applied(step)
         self._commit()
         self.part.updated(version)
         self._served.set_version(self._number, version + 1)
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
+
+    def _advance_schedule(self, rows: int) -> None:
+        """Once for each batch that an update has seen."""
+        if self.opened.scheduled and self._scheduler is not None:
+            for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
+                self._scheduler.step()
 
     def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
@@ -305,6 +317,7 @@ class Ongoing:
             more=self.part.more(),
             groups=settings_of(self.part.optimizer),
             scheduler=plain_schedule(self._scheduler),
+            owed=self._owed,
         )
         self._register.write(msgspec.msgpack.encode(saved))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.rounds import Quorum
 
 __all__ = [
     "Applied",
@@ -89,6 +90,10 @@ class Open(_Message, frozen=True, kw_only=True):
     """What is not in place yet, and comes in frames before the course begins."""
     tables: list[int] = []
     """Rows of embeddings come, too: in so many bytes for each server."""
+    batches_per_step: int = 1
+    """What servers take for a step is a stretch of so many batches, on which a worker trained by itself."""
+    quorum: Quorum | None = None
+    """Steps are applied in rounds, each with whoever has come; None: each by itself."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):
@@ -130,6 +135,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     staleness: int
     """How many updates its gradients had not seen, at most."""
     grad_norm: float | None
+    together: int = 1
+    """Of how many steps, of as many workers, its round was made."""
 
 
 class Reply(_Message, frozen=True, kw_only=True):

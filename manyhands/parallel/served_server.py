@@ -7,8 +7,10 @@ of leases, the buffers, and the journal of updates. Start reading at `PartServer
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from manyhands.parallel.served_messages import (
     Want,
 )
 from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
+from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
 from manyhands.parallel.served_tables import Tables, parts_of
@@ -77,14 +80,15 @@ class PartServer:
         place: Mapping[str, int],
         foreign: ForeignState,
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seed` is the run's, which rows of embeddings begin with."""
+        """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is."""
         sparse = Sparse(model)
         sparse.set_seed(seed)
         self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
-        self._register = course_register(memory, number)
+        self._register, self._clock = course_register(memory, number), clock
         self._course: Ongoing | None = None
         self._intake: Intake | None = None
         self.refused: Counter[str] = Counter()
@@ -172,7 +176,7 @@ class PartServer:
 
     @property
     def has_work(self) -> bool:
-        return self._course is not None and self._course.shard.due() is not None
+        return self._course is not None and self._course.has_due
 
     def hear_living(self, workers: Collection[int]) -> None:
         """Only these workers are still there."""
@@ -243,7 +247,8 @@ class PartServer:
         part.resume(saved.version, saved.counts, saved.more)
         clips = self._clip_norm is not None
         hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
-        self._course = Ongoing(
+        kind = Ongoing if opened.quorum is None else partial(RoundCourse, clock=self._clock)
+        self._course = kind(
             self._number,
             self._model,
             self._scheduler,

@@ -32,6 +32,7 @@ from manyhands.strategies.base import Engine
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import Reach, Served
+from manyhands.strategies.stretched import Stretched, way_of
 
 __all__ = ["AnyEngine", "make_engine"]
 
@@ -78,7 +79,9 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
     session, choice = worker.session, worker.strategy
     assert isinstance(session, Session), "parameter servers need an agent"
     assert isinstance(choice, ParameterServer)
-    link = Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+    link = _link(worker)
+    if choice.takes_local_steps:
+        return _stretched(worker, choice, link, parts, model, joining)
     if choice.mode != "hybrid":
         return _served(worker, session, choice, link, parts, model, joining)
 
@@ -124,6 +127,36 @@ def _served(
     )
 
 
+def _link(worker: Worker) -> Link:
+    session = worker.session
+    assert isinstance(session, Session), "servers need an agent"
+    return Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+
+
+def _stretched(
+    worker: Worker, choice: ParameterServer | LocalSGD, link: Link, parts: Parts, model: nn.Module, joining: bool
+) -> Stretched:
+    spec, session, way = worker.resolved.spec, worker.session, way_of(choice)
+    assert isinstance(session, Session), "servers need an agent"
+    return Stretched(
+        Axis(0, 1) if joining else worker.axis,
+        parts.loss,
+        Precision(spec.train.precision, worker.device),
+        choice if isinstance(choice, ParameterServer) else ParameterServer(),
+        link,
+        _reach(session, link, clips=False),
+        way=way,
+        clip_norm=spec.train.clip_norm,
+        network=lambda: worker.network,
+        seed=spec.run.seed,
+        num_servers=lambda: 1 if way.quorum is not None else worker.session.servers_wanted,
+        worker=session.seat.incarnation,
+        most_workers=worker.most_workers,
+        foreign=foreign_state(model),
+        wait_for_chief=worker.wait_for_chief,
+    )
+
+
 def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
     """Servers of this host share memory with its workers; others are reached by their addresses."""
     if session.server_endpoint(0).startswith("tcp:"):
@@ -131,9 +164,11 @@ def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
     return Local(link, session.shared_memory)
 
 
-def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Averaged:
+def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:
     spec, strategy, foreign = worker.resolved.spec, worker.strategy, foreign_state(model)
     assert isinstance(strategy, LocalSGD)
+    if strategy.leases:
+        return _stretched(worker, strategy, _link(worker), parts, model, joining)
     local = Replicated(
         Axis(0, 1),
         parts.loss,

@@ -120,6 +120,13 @@ class Hands:
                 where="mh.join",
                 fix=["mh.Trainer", 'mh.ParameterServer(mode="hybrid")', 'strategy="mirrored"'],
             )
+        if choice.takes_local_steps:
+            raise SpecError(
+                "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "
+                "could not tell when.",
+                where="mh.join",
+                fix=["mh.Trainer", "mh.LocalSGD(every=H), where workers average together"],
+            )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         if self._worker.is_server:
             serve(self._worker, parts, lambda _: scheduler)

@@ -36,7 +36,7 @@ from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
-from manyhands.runtime.worker import Worker
+from manyhands.runtime.worker import StrategyChoice, Worker
 from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
@@ -201,7 +201,7 @@ class Run:
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        if choice is not None and choice.mode == "async":
+        if _mode(worker.strategy) == "async":
             return self.spec.train.accumulate
         return self.spec.train.accumulate * self._most_replicas * microbatches(worker.strategy, worker.grid)
 
@@ -275,7 +275,7 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
-        if isinstance(self.worker.strategy, ParameterServer) and self.worker.strategy.leases:
+        if self.worker.strategy.leases:
             _check_leasable(source)
         return Batches(
             source,
@@ -364,8 +364,8 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
         )
 
 
-def _mode(strategy: object) -> str:
+def _mode(strategy: StrategyChoice) -> str:
     """What the mode of parameter servers comes to."""
     if not isinstance(strategy, ParameterServer):
-        return ""
+        return "async" if strategy.leases else ""
     return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -11,7 +11,7 @@ from collections import Counter
 
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
-from manyhands.parallel.leases import Course
+from manyhands.parallel.leases import Course, Held
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
 from manyhands.strategies.base import StepStats
@@ -106,11 +106,14 @@ class ServedFit(Fit):
             if reply.meet is not None:
                 return reply.why
             if reply.work is not None:
-                self._announce(reply.work.step)
-                worker.report(reply.work.step, "training")
                 garbage.hold()
-                engine.compute(self._steps.batches.at(reply.work.step), reply.work, reply.version)
+                self._do(reply.work, reply.version)
                 garbage.release()
+
+    def _do(self, work: Held, version: int) -> None:
+        self._announce(work.step)
+        self._worker.report(work.step, "training")
+        self._engine.compute(self._steps.batches.at(work.step), work, version)
 
     def _wish(self) -> int:
         """What all workers should meet for, as far as this one is concerned."""

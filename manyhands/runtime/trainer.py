@@ -27,11 +27,13 @@ from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
+from manyhands.runtime.stretched_fitting import StretchedFit
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.strategies.served import Served
+from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
 
@@ -177,7 +179,9 @@ class Trainer:
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        kind = ServedFit if isinstance(training.engine, Served) else Fit
+        kind: type[Fit] = Fit
+        if isinstance(training.engine, Served):
+            kind = StretchedFit if isinstance(training.engine, Stretched) else ServedFit
         self._fit = kind(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)

@@ -506,7 +506,7 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
             f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
             fix=['strategy="multi_worker"'],
         )
-    if strategy.name == "parameter_server" and not seat.num_servers:
+    if strategy.on_servers and not seat.num_servers:
         raise SpecError(
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
@@ -518,7 +518,13 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
                 f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
                 fix=["no elastic=", 'strategy="mirrored"'],
             )
-    if strategy.name != "parameter_server" and seat.num_servers:
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
+    if not strategy.on_servers and seat.num_servers:
         raise SpecError(
             f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
             fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],

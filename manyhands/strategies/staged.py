@@ -49,7 +49,7 @@ class StagedSlices:
             yield
         made = self._buffers.leave(place)
         before = self._statistics.get(place)
-        self._statistics[place] = made if before is None else self._buffers.joined(before, made)
+        self._statistics[place] = made if before is None else self._buffers.united(before, made)
         self._buffers.put_back()
 
     def weigh(self, piece: PieceLike, result: Any) -> Tensor:

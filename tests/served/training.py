@@ -160,6 +160,14 @@ def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> boo
     return False
 
 
+def record_push(engine: Served, push: Any) -> bool:
+    """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
+    row = engine._memory_now()[0].row(push.filled.held.row).views[0]
+    with open("pushes.jsonl", "a") as file:
+        file.write(json.dumps({"step": push.filled.held.step, "who": WHO, "added": -float(row.double().sum())}) + "\n")
+    return False
+
+
 class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,19 +223,25 @@ def optimizer(model: Counted) -> torch.optim.Optimizer:
 
 if __name__ == "__main__":
     arm()
+    if ASKED.get("record"):
+        before(Served, "_push", lambda: None, record_push)
     random = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS, 8, generator=random)
     data = (x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(ROWS))
     torch.manual_seed(0)
     model = Counted()
     mode = ASKED.get("mode")
-    strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **ASKED.get("settings", {}))
+    settings = ASKED.get("settings", {})
+    if mode == "local_sgd":
+        strategy: Any = mh.LocalSGD(**settings)
+    else:
+        strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **settings)
     trainer = mh.Trainer(
         model,
         loss,
         optimizer(model),
         strategy,
-        slices=None if mode == "async" else 4,
+        slices=None if mode in ("async", "local_sgd") else 4,
         exact=ASKED.get("exact", False),
         clip_norm=ASKED.get("clip"),
         hooks=[Watch()],
@@ -253,6 +267,7 @@ if __name__ == "__main__":
         "reached": trainer.step,
         "weights": digest.hexdigest(),
         "counter": sorted({float(value) for value in torch.cat(counts)}),
+        "cells": model.counter.tolist() if ASKED.get("record") else [],
         "loss": history[-1]["loss"],
     }
     if trainer.is_chief:
