@@ -12,6 +12,7 @@ native = Extension(
                 "digest",
                 "ids",
                 "module",
+                "pages",
                 "plane",
                 "row_rules",
                 "rows",

@@ -18,12 +18,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import RowTable
+from manyhands.parallel.rows import RowTable, in_parts
 from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Lookup, RowGradients, Rows
 from manyhands.parallel.sparse import Contribution, merge
 
-__all__ = ["PARTS", "Tables", "by_part", "ids_from", "in_parts", "part_of", "parts_of", "rows_from", "to_bytes"]
+__all__ = ["PARTS", "Tables", "by_part", "ids_from", "in_order", "part_of", "parts_of", "rows_from", "to_bytes"]
 
 PARTS = 16
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -34,18 +34,18 @@ def part_of(ids: Tensor) -> Tensor:
     return ((ids * _MIX) >> 60) & (PARTS - 1)
 
 
-def in_parts(ids: Tensor) -> tuple[Tensor | slice, list[int]]:
+def in_order(ids: Tensor) -> tuple[Tensor | slice, list[int]]:
     """What puts ids in the order of their parts, and where each part begins there; behind the last, the end."""
-    parts = part_of(ids).numpy().astype(np.uint8)
-    bounds = [0, *np.bincount(parts, minlength=PARTS).cumsum().tolist()]
-    if (parts[1:] >= parts[:-1]).all():  # as workers send them: nothing need be moved
+    is_ordered, bounds = in_parts(ids)
+    if is_ordered:  # as workers send them: nothing need be moved
         return slice(None), bounds
+    parts = part_of(ids).numpy().astype(np.uint8)
     return torch.from_numpy(np.argsort(parts, kind="stable")), bounds  # of single bytes, that is a radix sort
 
 
 def by_part(ids: Tensor) -> list[Tensor]:
     """Places of the ids of each part, in their order."""
-    order, bounds = in_parts(ids)
+    order, bounds = in_order(ids)
     places = torch.arange(len(ids))[order]
     return [places[start:stop] for start, stop in pairwise(bounds)]
 
@@ -90,7 +90,7 @@ class Tables:
         if spec is None or len(asked.ids) % 8:
             return None
         ids = ids_from(asked.ids)
-        order, bounds = in_parts(ids)
+        order, bounds = in_order(ids)
         ids, rows = ids[order], torch.empty(len(ids), spec.dim)
         for part, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop:
@@ -127,7 +127,7 @@ class Tables:
         """
         found = merge(self._contribution(piece) for filling in fillings for piece in self._sorted(filling))
         for name, ids, gradients in [*found, *self._aged(touched, {one.table for one in found})]:
-            order, bounds = in_parts(ids)
+            order, bounds = in_order(ids)
             ids, gradients = ids[order], gradients[order]
             for part, (start, stop) in enumerate(pairwise(bounds)):
                 table, mine = self._tables.get((name, part)), slice(start, stop)
