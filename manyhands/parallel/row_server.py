@@ -98,7 +98,8 @@ class RowServer:
         if message.step > self.version:
             if not self._tables.has(message.step, message.pieces):
                 return []
-            self._tables.apply(message.step + opened.base, [message.step], message.factor, message.tables)
+            found = self._tables.gather([message.step])
+            self._tables.apply(message.step + opened.base, found, message.factor, message.tables)
             self._tables.drop_until(message.step)
             self.version, self.num_made = message.step, self.num_made + 1
         return [(sender, Applied(number=message.number, server=self._number, step=message.step))]

@@ -25,6 +25,7 @@ from manyhands.parallel.row_rules import MOST, OPTIMIZERS, TableSpec
 from manyhands.parallel.served_memory import Memory, Register
 
 __all__ = [
+    "PARTS",
     "Room",
     "RowTable",
     "add_rows",
@@ -37,6 +38,8 @@ __all__ = [
     "unique",
 ]
 
+PARTS = 16
+"""An id belongs to one of so many parts of its table, whoever keeps them; as native/rows.h has it."""
 FIRST_ROWS, FIRST_TOUCHED = 1024, 4096
 _PAGE = mmap.PAGESIZE
 _WHERE = struct.Struct("<QQ")

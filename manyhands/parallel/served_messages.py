@@ -24,6 +24,7 @@ __all__ = [
     "FromServer",
     "FromWorker",
     "Got",
+    "Handed",
     "Lookup",
     "Number",
     "Of",
@@ -146,6 +147,17 @@ class Reply(_Message, frozen=True, kw_only=True):
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
 
 
+class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gradients of a table's rows, in shared memory: see `served_handing`."""
+
+    table: str
+    region: int
+    """How long the region is that they are in."""
+    at: int
+    bounds: list[int]
+    """Where each part's ids begin; behind the last, the end."""
+
+
 class Filled(_Message, frozen=True, kw_only=True):
     """A gradient is in its row; to every server."""
 
@@ -158,6 +170,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     """Parameters without a gradient in it."""
     pieces: int = 0
     """How many messages with gradients of rows this server was sent beside it."""
+    handed: list[Handed] = []
+    """Gradients of rows that lie in memory, for all servers."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 

@@ -50,14 +50,17 @@ class ServedStep(SparseStep):
         link: Link,
         memory: Memory | None,
         *,
+        shares: bool,
         num_servers: Callable[[], int],
         generation: Callable[[], tuple[int, int]],
         wait_for_chief: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
-        """`num_servers` says how many there should be, `generation` which one of workers this is."""
+        """`shares`: the memory is the servers'. `num_servers` says how many there should be, `generation` which one of
+        workers this is.
+        """
         super().__init__(model, seed)
-        self._served, self._link = ServedRows(model, seed, link, memory), link
+        self._served, self._link = ServedRows(model, seed, link, memory, shares=shares), link
         self._num_servers, self._generation, self._wait_for_chief = num_servers, generation, wait_for_chief
         self._tell, self._told_servers = tell, 0
         self._opening: OpenRows | None = None

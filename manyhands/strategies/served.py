@@ -145,7 +145,7 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
-        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory)
+        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory, shares=not self._reach.is_away)
         if self._rows and self._clip_norm is not None:
             raise SpecError(
                 "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
@@ -405,7 +405,9 @@ class Served(Computing):
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
+        handed = self._rows.hand_over(row, rows)
+        sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
+        self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
         self.phases.mark("reduce")
 
     def _changes(self) -> bytes:

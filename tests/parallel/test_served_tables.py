@@ -50,8 +50,8 @@ def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None
         number=(1, 1, 1), filling=4, order=0, table="t", ids=to_bytes(ids), gradients=to_bytes(gradients)
     )
     tables.keep(piece)
-    tables.apply(1, [4], 2.0)
-    tables.apply(1, [4], 2.0)  # done again, nothing
+    tables.apply(1, tables.gather([4]), 2.0)
+    tables.apply(1, tables.gather([4]), 2.0)  # done again, nothing
     whole.update(1, ids, gradients, factor=2.0)
     assert torch.equal(look_up(tables, IDS), whole.lookup(IDS))
     assert torch.equal(look_up(tables, ids.flip(0)), whole.lookup(ids.flip(0)))

@@ -141,7 +141,7 @@ def test_rows_of_embeddings_begin_a_course_and_come_back_for_a_checkpoint(away):
     assert min(opened.tables) > 4 * FRAME_BYTES
     one.open(2, 0, opened.counts)
     other = Remote(one.wire, WORKER, clips=False)
-    fetched = ServedRows(make_model(), 0, one.wire, other.memory).everything()
+    fetched = ServedRows(make_model(), 0, one.wire, other.memory, shares=False).everything()
     assert fetched.snapshot("rows")["ids"].numel() == 0
     other.enter(one.model, one.opened, [[], []], ForeignState())
     other.fetch_rows(fetched)
