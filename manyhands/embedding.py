@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import DataError, SpecError
+from manyhands.parallel.row_autograd import take_rows
 from manyhands.parallel.row_rules import Adagrad, Init, RowOptimizer, TableSpec
 from manyhands.parallel.sparse import RowLayer
 
@@ -64,7 +65,7 @@ class Embedding(RowLayer):
     def forward(self, ids: Tensor) -> Tensor:
         _check_ids(ids, self.spec.name)
         rows, inverse = self.rows_of(ids)
-        return functional.embedding(inverse, rows)
+        return take_rows(rows, inverse)
 
     def extra_repr(self) -> str:
         return f"{self.spec.dim}, name={self.spec.name!r}, optimizer={self.spec.optimizer}"
