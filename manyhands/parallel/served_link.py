@@ -27,10 +27,12 @@ from manyhands.parallel.served_messages import (
     Open,
     Opened,
     OpenRows,
+    Refused,
     Reply,
     RowGradients,
     Rows,
 )
+from manyhands.parallel.served_misfit import refusal
 from manyhands.parallel.served_talks import Talk
 
 __all__ = ["Link", "Pushed"]
@@ -219,6 +221,8 @@ class Link:
                         continue
                     case Opened():
                         self._opened.add(message.server)
+                    case Refused():
+                        raise refusal(message)
                     case Reply():
                         self._reply = message
                     case Rows() if message.ticket in self._asked:

@@ -33,6 +33,7 @@ __all__ = [
     "Opened",
     "Part",
     "Piece",
+    "Refused",
     "Reply",
     "RowGradients",
     "Rows",
@@ -103,6 +104,13 @@ class OpenRows(_Message, frozen=True, kw_only=True):
 
 class Opened(_Message, frozen=True, kw_only=True):
     server: int
+
+
+class Refused(_Message, frozen=True, kw_only=True):
+    """To an Open that does not fit this server: it changes nothing here."""
+
+    server: int
+    why: str
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -280,4 +288,4 @@ class Stand(_Message, frozen=True, kw_only=True):
 
 FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Reply | Applied | Rows | Got | Part
+FromServer = Opened | Refused | Reply | Applied | Rows | Got | Part
