@@ -6,12 +6,14 @@ them to the servers. Start reading at `ServedRows.lookup`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import CheckpointSaveFailed
+from manyhands.parallel.row_cache import RowCache
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import in_parts
 from manyhands.parallel.served_handing import HandedOver
@@ -40,6 +42,10 @@ class ServedRows:
         self._shares = shares and memory is not None
         self._shared: dict[str, SharedRows] = {}
         self._shelf = HandedOver(memory) if memory is not None else None
+        self._caches: dict[str, RowCache] = {}
+        self._at_least: int | None = None
+        self.oldest: int | None = None
+        """How many updates the oldest row has seen that a cache has given since `lacking_at_most` began."""
         self._number: Number | None = None
         self._servers = 0
         self.is_new = True
@@ -59,6 +65,8 @@ class ServedRows:
     def open(self, spec: TableSpec) -> None:
         self._specs[spec.name] = spec
         self._shared.pop(spec.name, None)
+        if spec.cache is not None and not self._shares:
+            self._caches[spec.name] = RowCache(spec.cache, spec.dim)
         self._local.open(spec)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
@@ -70,9 +78,21 @@ class ServedRows:
         if is_ordered and self._shares:
             parts = self._shared_rows(table).look_up(ids, bounds, found)
             left = torch.cat([left[:0], *(left[bounds[part] : bounds[part + 1]] for part in parts)])
+        elif (cache := self._caches.get(table)) is not None and self._at_least is not None:
+            left, seen = cache.find(ids, self._at_least, found)
+            self.oldest = min((one for one in (self.oldest, seen) if one is not None), default=None)
         if len(left):
             self._ask_for(table, ids, left, found)
         return found
+
+    @contextmanager
+    def lacking_at_most(self, updates: int, version: int) -> Iterator[None]:
+        """Inside, rows from a cache count that lack at most so many of the updates to `version`."""
+        self._at_least, self.oldest = version - updates, None
+        try:
+            yield
+        finally:
+            self._at_least = None
 
     def _ask_for(self, table: str, ids: Tensor, places: Tensor, found: Tensor) -> None:
         """The rows at these places."""
@@ -80,8 +100,11 @@ class ServedRows:
         by_server = [(server, places[some]) for server, some in self._by_server(ids[places])]
         wanted = [(server, some) for server, mine in by_server for some in _cut(mine, dim)]
         questions = [(server, self._question(table, ids[some])) for server, some in wanted]
-        for (_, some), rows in zip(wanted, self._link.look_up(questions), strict=True):
-            found[some] = rows_from(rows, dim)
+        cache = self._caches.get(table)
+        for (_, some), answer in zip(wanted, self._link.look_up(questions), strict=True):
+            found[some] = rows_from(answer.rows, dim)
+            if cache is not None:
+                cache.put(ids[some], answer.version, found[some])
 
     def _shared_rows(self, table: str) -> SharedRows:
         assert self._memory is not None
@@ -126,6 +149,8 @@ class ServedRows:
             for spec in self._specs.values():
                 self._local.open(spec)
         self._number, self._servers, self.is_new, self.tells = number, servers, False, False
+        for cache in self._caches.values():
+            cache.clear()  # a course may begin with other rows
 
     def updates_beyond(self, number: int) -> int:
         """How many more updates than that the rows in this process have seen."""

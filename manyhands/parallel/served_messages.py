@@ -196,6 +196,8 @@ class Rows(_Message, frozen=True, kw_only=True):
     ticket: int
     rows: bytes
     """In the order of the ids, each as long as the table's dimension."""
+    version: int = 0
+    """How many updates they have seen; where servers have rows alone, that is not told."""
 
 
 class RowGradients(_Message, frozen=True, kw_only=True):

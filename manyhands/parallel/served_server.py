@@ -146,7 +146,7 @@ class PartServer:
             case RowGradients():
                 course.tables.keep(message)
             case Lookup():
-                rows = course.tables.look_up(message)
+                rows = course.tables.look_up(message, course.shard.num_applied)
                 return [(sender, rows)] if rows is not None else []
             case Piece():
                 return course.take(sender, message)

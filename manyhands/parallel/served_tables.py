@@ -99,8 +99,8 @@ class Tables:
     def __bool__(self) -> bool:
         return bool(self._specs)
 
-    def look_up(self, asked: Lookup) -> Rows | None:
-        """None: no such table, or ids that are not this server's."""
+    def look_up(self, asked: Lookup, version: int = 0) -> Rows | None:
+        """After so many updates. None: no such table, or ids that are not this server's."""
         spec = self._specs.get(asked.table)
         if spec is None or len(asked.ids) % 8:
             return None
@@ -115,7 +115,7 @@ class Tables:
                 rows[start:stop] = table.lookup(ids[start:stop])
         found = torch.empty_like(rows)
         found[order] = rows
-        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found))
+        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found), version=version)
 
     def keep(self, piece: RowGradients) -> None:
         """A part of a lease's gradients; nonsense is dropped."""

@@ -18,7 +18,7 @@ from manyhands.parallel.row_rules import SGD, TableSpec
 from manyhands.parallel.rows import in_parts, unique
 from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_lookup import ServedRows
-from manyhands.parallel.served_messages import Handed, Lookup
+from manyhands.parallel.served_messages import Handed, Lookup, Rows
 from manyhands.parallel.served_shared import SharedRows
 from manyhands.parallel.served_tables import PARTS, Tables, parts_of
 from manyhands.parallel.sparse import Contribution
@@ -102,16 +102,15 @@ class Asked:
     """A link to servers that are here; it counts what it is asked for."""
 
     def __init__(self, tables: Tables) -> None:
-        self._tables, self.num_ids = tables, 0
+        self._tables, self.num_ids, self.version = tables, 0, 1
 
     def ticket(self) -> int:
         return 1
 
-    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[bytes]:
-        found = [self._tables.look_up(question) for _, question in asked]
+    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[Rows]:
+        found = [self._tables.look_up(question, self.version) for _, question in asked]
         self.num_ids += sum(len(question.ids) // 8 for _, question in asked)
-        assert None not in found
-        return [one.rows for one in found if one is not None]
+        return [one for one in found if one is not None]
 
 
 def test_a_worker_asks_for_those_only_that_it_cannot_read(memory) -> None:
