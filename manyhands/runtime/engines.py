@@ -90,9 +90,9 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
             reach.memory,
             shares=not reach.is_away,
             num_servers=lambda: session.servers_wanted,
+            are_up=reach.are_up,
             generation=lambda: parse_generation(worker.group.generation),
             wait_for_chief=worker.wait_for_chief,
-            tell=worker.warn,
         )
 
     return _replicated(worker, parts, model, pacing, joining, rows)
