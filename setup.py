@@ -13,6 +13,7 @@ native = Extension(
                 "digest",
                 "ids",
                 "module",
+                "pages",
                 "plane",
                 "row_rules",
                 "rows",

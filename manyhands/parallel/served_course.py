@@ -22,6 +22,7 @@ from manyhands.parallel.served_part import Gradient, ServedPart
 from manyhands.parallel.served_states import plain_schedule, settings_of
 from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.sparse import Contribution as RowSum
 
 __all__ = ["MAX_TOLD", "Ongoing", "Outbox", "Saved", "more_of"]
 
@@ -157,10 +158,15 @@ class Ongoing:
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
         is_whole = self.tables.has(held.filling, message.pieces)
-        if known and held.filling > 0 and is_whole and self._is_there(contribution):
+        if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
+
+    def _keep_handed(self, message: Filled) -> bool:
+        if message.worker in self._away and message.handed:
+            return False
+        return self.tables.keep_handed(message.held.filling, message.held.row, message.handed)
 
     def take(self, sender: bytes, message: Piece) -> Outbox:
         if self.shard.is_applied(message.held.step):
@@ -271,10 +277,12 @@ class Ongoing:
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
         norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
+        rows_found = self.tables.gather([one.filling for one in due])
         if not self._are_intact(due):  # somebody else was given the row while it was read
             return []
         if self.tables:
-            self._apply_rows(step, version + 1, due, factor)
+            self._apply_rows(step, version + 1, rows_found, factor)
+            self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, [self._row(one) for one in due])
             loss = sum(one.total for one in due) / weight
@@ -294,12 +302,11 @@ class Ongoing:
             for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
                 self._scheduler.step()
 
-    def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
+    def _apply_rows(self, step: int, number: int, found: Sequence[RowSum], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
         if not self.shard.in_order:
             self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, [one.filling for one in due], factor)
-        self.tables.drop([one.filling for one in due])
+        self.tables.apply(number, found, factor)
 
     def _begun(self, saved: Saved) -> int | None:
         """The step that a server before this one had begun to apply to rows, and did not commit."""

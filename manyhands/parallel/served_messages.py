@@ -25,6 +25,7 @@ __all__ = [
     "FromServer",
     "FromWorker",
     "Got",
+    "Handed",
     "Lookup",
     "Number",
     "Of",
@@ -33,6 +34,7 @@ __all__ = [
     "Opened",
     "Part",
     "Piece",
+    "Refused",
     "Reply",
     "RowGradients",
     "Rows",
@@ -109,6 +111,13 @@ class Opened(_Message, frozen=True, kw_only=True):
     server: int
 
 
+class Refused(_Message, frozen=True, kw_only=True):
+    """To an Open that does not fit this server: it changes nothing here."""
+
+    server: int
+    why: str
+
+
 class Ask(_Message, frozen=True, kw_only=True):
     """A worker wants work, from the first server."""
 
@@ -153,6 +162,17 @@ class Reply(_Message, frozen=True, kw_only=True):
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
 
 
+class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gradients of a table's rows, in shared memory: see `served_handing`."""
+
+    table: str
+    region: int
+    """How long the region is that they are in."""
+    at: int
+    bounds: list[int]
+    """Where each part's ids begin; behind the last, the end."""
+
+
 class Filled(_Message, frozen=True, kw_only=True):
     """A gradient is in its row; to every server."""
 
@@ -165,6 +185,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     """Parameters without a gradient in it."""
     pieces: int = 0
     """How many messages with gradients of rows this server was sent beside it."""
+    handed: list[Handed] = []
+    """Gradients of rows that lie in memory, for all servers."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 
@@ -181,6 +203,8 @@ class Rows(_Message, frozen=True, kw_only=True):
     ticket: int
     rows: bytes
     """In the order of the ids, each as long as the table's dimension."""
+    version: int = 0
+    """How many updates they have seen; where servers have rows alone, that is not told."""
 
 
 class RowGradients(_Message, frozen=True, kw_only=True):
@@ -273,4 +297,4 @@ class Stand(_Message, frozen=True, kw_only=True):
 
 FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Reply | Applied | Rows | Got | Part
+FromServer = Opened | Refused | Reply | Applied | Rows | Got | Part

@@ -33,10 +33,12 @@ from manyhands.parallel.served_messages import (
     Open,
     Opened,
     Piece,
+    Refused,
     RowGradients,
     Stand,
     Want,
 )
+from manyhands.parallel.served_misfit import misfit
 from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
 from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
@@ -92,7 +94,7 @@ class PartServer:
         self._course: Ongoing | None = None
         self._intake: Intake | None = None
         self.refused: Counter[str] = Counter()
-        """Messages that changed nothing, because they were "broken", "late" or "repeated"."""
+        """Messages that changed nothing, because they were "broken", "late" or "repeated", or of a "misfit"."""
         self._living: frozenset[int] | None = None
         self.num_made = 0
         """Updates that this process has made."""
@@ -148,7 +150,7 @@ class PartServer:
             case RowGradients():
                 course.tables.keep(message)
             case Lookup():
-                rows = course.tables.look_up(message)
+                rows = course.tables.look_up(message, course.shard.num_applied)
                 return [(sender, rows)] if rows is not None else []
             case Piece():
                 return course.take(sender, message)
@@ -202,6 +204,9 @@ class PartServer:
             return []
         if before is not None and message.number == before.opened.number:
             return [(sender, Opened(number=message.number, server=self._number))]
+        if why := misfit(message, self._number, self._model, self._optimizer):
+            self.refused["misfit"] += 1
+            return [(sender, Refused(number=message.number, server=self._number, why=why))]
         if message.brings:
             if self._intake is None or self._intake.opened.number != message.number:
                 served = open_memory(self._model, self._memory, message, self._foreign)

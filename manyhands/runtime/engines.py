@@ -85,16 +85,19 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
     if choice.mode != "hybrid":
         return _served(worker, session, choice, link, parts, model, joining)
 
+    reach = _reach(session, link, clips=False)
+
     def rows(model: nn.Module, seed: int) -> ServedStep:
         return ServedStep(
             model,
             seed,
             link,
-            _reach(session, link, clips=False).memory,
+            reach.memory,
+            shares=not reach.is_away,
             num_servers=lambda: session.servers_wanted,
+            are_up=reach.are_up,
             generation=lambda: parse_generation(worker.group.generation),
             wait_for_chief=worker.wait_for_chief,
-            tell=worker.warn,
         )
 
     return _replicated(worker, parts, model, pacing, joining, rows)

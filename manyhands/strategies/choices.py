@@ -88,7 +88,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     with weights that lack the last `staleness` steps before it. hybrid: dense weights as `Mirrored` has them, and only
     rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
-    """Of ssp; 0 is sync."""
+    """Of ssp; 0 is sync. async: updates that rows from a worker's cache may lack (`mh.Embedding(cache=...)`)."""
     backup_workers: int = 0
     """sync and ssp: so many slices that somebody is slow with are given to idle workers, too; the first one counts."""
     aggregate: int | None = None

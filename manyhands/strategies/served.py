@@ -145,7 +145,7 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
-        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory)
+        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory, shares=not self._reach.is_away)
         if self._rows and self._clip_norm is not None:
             raise SpecError(
                 "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
@@ -390,14 +390,15 @@ class Served(Computing):
         self.phases.mark("load")
         filler.begin(served.row(row).views, len(pieces))
         self._buffers.begin(len(pieces), 2)
-        results = [self._slice(piece, step) for piece in pieces]
+        with self._rows.lacking_at_most(self._choice.staleness if self.ahead != 0 else 0, self._newest(work, based_on)):
+            results = [self._slice(piece, step) for piece in pieces]
         absent = filler.finish()
         served.write_statistics(row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
             worker=self._worker,
             held=work,
-            based_on=based_on,
+            based_on=based_on if self._rows.oldest is None else min(based_on, self._rows.oldest),
             total=sum(total for total, _, _, _ in results),
             weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
@@ -405,8 +406,14 @@ class Served(Computing):
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
+        handed = self._rows.hand_over(row, rows)
+        sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
+        self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
         self.phases.mark("reduce")
+
+    def _newest(self, work: Held, based_on: int) -> int:
+        """All updates to this one are what a slice would see if it waited for them."""
+        return based_on if self.is_async else work.step - 1
 
     def _changes(self) -> bytes:
         """What the first slice made of buffers other than batch statistics; it travels in a message."""
