@@ -36,6 +36,7 @@ __all__ = [
     "RowGradients",
     "Rows",
     "Stand",
+    "Values",
     "Want",
 ]
 
@@ -50,6 +51,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 Of = Literal["weights", "states", "tables", "standing", "course"]
 """Weights with the buffers, the optimizer's states, rows of embeddings, what a server has committed, or the course that
 it was told of."""
+
+Values = list[tuple[int, float]]
+"""What a worker's own code takes means of: values, each with the rows that it is of."""
 
 
 class Open(_Message, frozen=True, kw_only=True):
@@ -117,6 +121,7 @@ class Ask(_Message, frozen=True, kw_only=True):
     """How many updates of the run it knows of."""
     wish: int = 0
     holding: list[Held] = []
+    values: Values = []
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +149,8 @@ class Reply(_Message, frozen=True, kw_only=True):
     why: int = 0
     done: list[Done] = []
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
+    values: list[Values] = []
+    """What other workers have told last."""
 
 
 class Filled(_Message, frozen=True, kw_only=True):
