@@ -243,6 +243,7 @@ class Ongoing:
             why=answer.why if isinstance(answer, Meet) else 0,
             done=done,
             values=[told for worker, told in self._values.items() if worker != ask.worker],
+            soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
         )
 
     def _news(self, told: int) -> tuple[list[Done], bool]:

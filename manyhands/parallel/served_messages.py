@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.leases import Course, Held, Item
 
 __all__ = [
     "Applied",
@@ -122,6 +122,8 @@ class Ask(_Message, frozen=True, kw_only=True):
     wish: int = 0
     holding: list[Held] = []
     values: Values = []
+    soon: int = 0
+    """How many slices after the next one it wants to know of, to read them ahead."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +153,8 @@ class Reply(_Message, frozen=True, kw_only=True):
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
     values: list[Values] = []
     """What other workers have told last."""
+    soon: list[Item] = []
+    """With work: steps and places that will probably be leased to this worker next."""
 
 
 class Filled(_Message, frozen=True, kw_only=True):

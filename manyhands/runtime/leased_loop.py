@@ -110,6 +110,7 @@ class LeasedLoop(ServedFit):
                 return reply.why
             if reply.work is not None:
                 worker.report(reply.work.step, "training")
+                self._expect(reply.work.item, reply.soon)
                 garbage.hold()
                 yield from engine.computing(self._steps.batches.at(reply.work.step), reply.work, reply.version)
                 garbage.release()

@@ -140,6 +140,8 @@ class Served(Computing):
         self.values: Values = []
         """What this worker tells the others of itself; below, what each of them has told last."""
         self.others: list[Values] = []
+        self.soon = 0
+        """How many leases ahead it wants to know of."""
 
     # ---- the verbs of every strategy ----
 
@@ -382,6 +384,7 @@ class Served(Computing):
             wish=wish,
             holding=[one.filled.held for one in self._held.values()],
             values=self.values,
+            soon=self.soon,
         )
 
     def compute(self, step: StepLike, work: Held, version: int) -> None:

@@ -30,6 +30,20 @@ def digest(model: Counted) -> str:
     return found.hexdigest()
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """The rows with noise, which is the slice's, and the process that has read them."""
+
+    def __init__(self, columns: tuple[torch.Tensor, ...]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Any, ...]:
+        x, *others = (column[row] for column in self._columns)
+        return x + torch.randn(8), *others, os.getpid()
+
+
 def try_together(hands: mh.Hands) -> None:
     """What all workers have to do at the same place."""
     for name, act in (("gather", lambda: hands.gather(torch.zeros(1))), ("evaluate", lambda: hands.evaluate((), loss))):
@@ -53,12 +67,16 @@ if __name__ == "__main__":
         clip_norm=ASKED.get("clip"),
     )
     sgd = optimizer(model)
-    schedule = torch.optim.lr_scheduler.StepLR(sgd, 10, gamma=0.5) if ASKED.get("schedule") else None
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 5, gamma=0.5) if ASKED.get("schedule") else None
     model, sgd = hands.setup(model, sgd, schedule)
     hands.resume()
-    for batch in hands.batches(data, batch_size=BATCH, epochs=ASKED.get("epochs", 2)):
+    rows = Noisy(data) if ASKED.get("noisy") else data
+    settings = {"batch_size": BATCH, "epochs": ASKED.get("epochs", 2), "num_workers": ASKED.get("loaders")}
+    for x, y, row, *readers in hands.batches(rows, **settings):
+        if readers:
+            tell({"is_me": os.getpid() in readers[0]})
         training.STEP = max(training.STEP, hands.steps_done + 1)
-        value = loss(model, batch)
+        value = loss(model, (x, y, row))
         hands.backward(value)
         sgd.zero_grad()
         hands.step()

@@ -42,27 +42,27 @@ def said(run: Run) -> list[list[dict[str, Any]]]:
 
 
 def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) -> None:
-    asked = {"exact": True, "clip": 5.0, "schedule": True}
+    asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1}
     alone = loop(asked, "-n", "1")
-    places = faults(("server 0", 5, "before commit"), ("worker 1", 9, "backward"))
-    run = loop({**asked, "mode": "sync", "faults": places}, *TWO_AND_TWO)
+    places = faults(("server 0", 4, "before commit"), ("worker 1", 6, "backward"))
+    run = loop({**asked, "mode": "sync", "loaders": 1, "faults": places}, "-n", "2", "--servers", "1")
     told, expected = run.wait(), alone.wait()
     assert {**told, "workers": [0.0]} == expected
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    assert not any(one.get("is_me") for worker in said(run) for one in worker), "loader processes read every slice"
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> None:
     places = faults(
-        ("worker 0", 6, "half-way through the push"),
-        ("server 0", 12, "before the answer"),
-        ("worker 1", 18, "after the push"),
-        ("server 1", 24, "after commit"),
+        ("server 0", 5, "before the answer"),
+        ("worker 0", 8, "half-way through the push"),
+        ("server 1", 12, "after commit"),
     )
-    asked = {"mode": mode, "slices": 2, "epochs": 3, "together": True, "faults": places}
+    asked = {"mode": mode, "slices": 2, "together": True, "faults": places}
     run = loop(asked, *TWO_AND_TWO)
     told = run.wait()
-    assert (told["counter"], told["reached"]) == ([3.0], 48)
+    assert (told["counter"], told["reached"]) == ([2.0], 32)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     lines = [one for worker in said(run) for one in worker]
     assert {one["refused"] for one in lines if "refused" in one} == {"gather", "evaluate"}
