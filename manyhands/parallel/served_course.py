@@ -17,7 +17,19 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_memory import ServedMemory
-from manyhands.parallel.served_messages import Applied, Ask, Done, Filled, Number, Open, Piece, Reply, Stand, Want
+from manyhands.parallel.served_messages import (
+    Applied,
+    Ask,
+    Done,
+    Filled,
+    Number,
+    Open,
+    Piece,
+    Reply,
+    Stand,
+    Values,
+    Want,
+)
 from manyhands.parallel.served_part import Gradient, ServedPart
 from manyhands.parallel.served_states import plain_schedule, settings_of
 from manyhands.parallel.served_tables import Tables
@@ -93,6 +105,8 @@ class Ongoing:
         self._rows_of, self._rows = -1, b""
         """Packed rows of embeddings, and how many updates they had seen."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
+        self._values: dict[int, Values] = {}
+        """What workers have told of themselves. Lost with this server: they tell it again."""
         self.book: Book | None = None
         self._standings: dict[int, Standing] = {}
         self._living: frozenset[int] | None = None
@@ -104,6 +118,7 @@ class Ongoing:
     def hear_living(self, living: frozenset[int]) -> None:
         self._living = living.intersection(self.opened.workers)
         self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
+        self._values = {worker: told for worker, told in self._values.items() if worker in living}
         if self.book is not None:
             self.book.lose(self._living)
         else:
@@ -213,6 +228,8 @@ class Ongoing:
         outbox: Outbox = []
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
+            if ask.values:
+                self._values[worker] = ask.values
             answer = None
             if all_told:
                 answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
@@ -234,6 +251,8 @@ class Ongoing:
             meet=answer.step if isinstance(answer, Meet) else None,
             why=answer.why if isinstance(answer, Meet) else 0,
             done=done,
+            values=[told for worker, told in self._values.items() if worker != ask.worker],
+            soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
         )
 
     def _news(self, told: int) -> tuple[list[Done], bool]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.leases import Course, Held, Item
 from manyhands.parallel.rounds import Quorum
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "RowGradients",
     "Rows",
     "Stand",
+    "Values",
     "Want",
 ]
 
@@ -53,6 +54,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 Of = Literal["weights", "states", "tables", "standing", "course"]
 """Weights with the buffers, the optimizer's states, rows of embeddings, what a server has committed, or the course that
 it was told of."""
+
+Values = list[tuple[int, float]]
+"""What a worker's own code takes means of: values, each with the rows that it is of."""
 
 
 class Open(_Message, frozen=True, kw_only=True):
@@ -131,6 +135,9 @@ class Ask(_Message, frozen=True, kw_only=True):
     """How many updates of the run it knows of."""
     wish: int = 0
     holding: list[Held] = []
+    values: Values = []
+    soon: int = 0
+    """How many slices after the next one it wants to know of, to read them ahead."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +167,10 @@ class Reply(_Message, frozen=True, kw_only=True):
     why: int = 0
     done: list[Done] = []
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
+    values: list[Values] = []
+    """What other workers have told last."""
+    soon: list[Item] = []
+    """With work: steps and places that will probably be leased to this worker next."""
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

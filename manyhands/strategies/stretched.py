@@ -27,7 +27,8 @@ from manyhands.parallel.own_state import OwnState, check_optimizer, load_optimiz
 from manyhands.parallel.rounds import Downpour, Quorum
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_messages import Filled, Number, Open
-from manyhands.strategies.base import StepLike
+from manyhands.parallel.sparse import Contribution
+from manyhands.strategies.base import PieceLike, StepLike
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.served import Served
 
@@ -212,7 +213,7 @@ class Stretched(Served):
         self.phases.mark("load")
         filler.begin(self._grads, len(pieces))
         self._buffers.begin(len(pieces), 2)
-        results = [self._slice(piece, step) for piece in pieces]
+        results = [self._computed(piece, step) for piece in pieces]
         absent = set(filler.finish())
         total, weight = sum(total for total, _, _, _ in results), sum(weight for _, weight, _, _ in results)
         self._rule.step(self._scaled([i not in absent for i in range(len(self._grads))], step.rows / weight))
@@ -222,6 +223,16 @@ class Stretched(Served):
         stretch.statistics += [statistics for _, _, statistics, _ in results]
         stretch.loss += total / weight * step.rows
         stretch.rows += step.rows
+
+    def _computed(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor, list[Contribution]]:
+        """A slice, with the loss that this worker has."""
+        assert self._loss_fn is not None
+        slices = self._slice(piece, step)
+        try:
+            slices.send(self._loss_fn(self._model, next(slices).batch))
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
+        raise AssertionError("a slice has one loss")
 
     def _scaled(self, present: Sequence[bool], factor: float) -> list[Tensor | None]:
         """The gradients of a step as its rule sees them."""
