@@ -65,13 +65,13 @@ def _joined(frames: Sequence[Frame]) -> Tensor:
     data = torch.empty(len(head) + sum(lengths), dtype=torch.uint8)
     start = 0
     for frame in (head, *frames):
-        memoryview(data.numpy())[start : start + len(frame)] = frame
+        data.numpy().data[start : start + len(frame)] = frame
         start += len(frame)
     return data
 
 
 def _frames(data: Tensor) -> list[Frame]:
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     (count,) = struct.unpack_from("<q", view, 8)
     lengths = struct.unpack_from(f"<{count}q", view, 16)
     frames: list[Frame] = []

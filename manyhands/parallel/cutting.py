@@ -6,6 +6,7 @@ each block costs: `balance`, or where the user says: `starts_at`. Start reading 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -78,42 +79,45 @@ def balance(
             fix=[f"stages={count}", "smaller blocks: a longer nn.Sequential, or more modules in the model"],
         )
     sizes = [0.0] * count if memory is None else list(memory)
-    best: list[tuple[float, float, list[int]] | None] = [(0.0, 0.0, [])] + [None] * count
-    for _ in range(stages):
-        best = [None, *(_cheapest(best, costs, sizes, stop, limit) for stop in range(1, count + 1))]
-    if best[count] is None:
-        smallest = min(_best(sizes, stages))
+    cheapest = _smallest(costs, stages, sizes, math.inf if limit is None else limit)
+    if cheapest is None:
+        tightest = _smallest(sizes, stages, costs, math.inf)
+        assert tightest is not None
         raise SpecError(
-            f"No cut into {stages} stages keeps each below {limit:g}; the largest block takes {max(sizes):g}.",
-            fix=[f"memory_limit above {smallest:g}", "more stages"],
+            f"No cut into {stages} stages keeps each below {limit:g}; the best has one of {tightest[0]:g}.",
+            fix=[f"memory_limit={tightest[0]:g}", "more stages"],
         )
-    return best[count][2]  # type: ignore[index]
+    smallest = _smallest(sizes, stages, costs, cheapest[0])
+    assert smallest is not None
+    return smallest[1]
 
 
-def _cheapest(
-    before: Sequence[tuple[float, float, list[int]] | None],
-    costs: Sequence[float],
-    sizes: Sequence[float],
-    stop: int,
-    limit: float | None,
-) -> tuple[float, float, list[int]] | None:
+_Cut = tuple[float, list[int]]
+"""What its largest stage has, and where stages begin."""
+
+
+def _smallest(values: Sequence[float], stages: int, others: Sequence[float], cap: float) -> _Cut | None:
+    """The cut whose largest stage has least of `values`, with at most `cap` of `others` in any; None: there is none."""
+    best: list[_Cut | None] = [(0.0, [])] + [None] * len(values)
+    for _ in range(stages):
+        best = [None, *(_one_more(best, values, others, stop, cap) for stop in range(1, len(values) + 1))]
+    return best[-1]
+
+
+def _one_more(
+    before: Sequence[_Cut | None], values: Sequence[float], others: Sequence[float], stop: int, cap: float
+) -> _Cut | None:
     """The best way to cover the first `stop` blocks with one stage more than in `before`."""
-    found: tuple[float, float, list[int]] | None = None
-    cost = size = 0.0
+    found: _Cut | None = None
+    value = other = 0.0
     for start in range(stop - 1, -1, -1):
-        cost, size = cost + costs[start], size + sizes[start]
-        rest = before[start]
-        if limit is not None and size > limit:
+        value, other = value + values[start], other + others[start]
+        if other > cap:
             break
-        if rest is not None:
-            candidate = (max(rest[0], cost), max(rest[1], size), [*rest[2], start])
-            found = candidate if found is None else min(found, candidate)
+        rest = before[start]
+        if rest is not None and (found is None or max(rest[0], value) < found[0]):
+            found = (max(rest[0], value), [*rest[1], start])
     return found
-
-
-def _best(sizes: Sequence[float], stages: int) -> list[float]:
-    starts = balance(sizes, stages)
-    return [max(sum(sizes[a:b]) for a, b in zip(starts, [*starts[1:], len(sizes)], strict=True))]
 
 
 def starts_at(names: Sequence[str], at: Sequence[str], stages: int) -> list[int]:

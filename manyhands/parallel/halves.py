@@ -33,10 +33,10 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance = entrance
         ctx.set_materialize_grads(False)
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[no-any-return]
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         ctx.entrance.grad = grad
         return None, None, None
 
@@ -48,7 +48,7 @@ Roots = Sequence[tuple[GradientEdge, Tensor | None]]
 def backward(roots: Roots) -> None:
     """Both halves: gradients are added to the weights', and left at the entrances."""
     if roots:
-        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
+        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
 
 
 class InputsFirst:
@@ -67,7 +67,7 @@ class InputsFirst:
             grads = torch.autograd.grad(
                 [edge for edge, _ in roots],
                 [entrance.edge for entrance in entrances],
-                [grad for _, grad in roots],  # type: ignore[arg-type]
+                [grad for _, grad in roots],
                 retain_graph=True,
                 allow_unused=True,
             )

@@ -8,8 +8,8 @@ and sums, is the engine's: `Hooks`. Start reading at `StageRunner.train`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -132,6 +132,7 @@ class StageRunner:
         self._here: dict[int, Any] = {}
         self._aside: dict[int, dict[nn.Parameter, Tensor]] = {}
         self._left = [len(self.stages)] * len(pieces)
+        self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
         for op in self._plan.rows[self._axis.rank]:
             {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
@@ -157,7 +158,7 @@ class StageRunner:
         if entered.randomness is not None:
             torch.default_generator.set_state(entered.randomness)
         part = self._parts[stage]
-        with _buffers_apart(part):
+        with _apart(self._places.get(stage, ())):
             if not self._recompute or not torch.is_grad_enabled():
                 return part(inputs, entered.value)
             return checkpoint(part, inputs, entered.value, use_reentrant=False)
@@ -215,11 +216,13 @@ class StageRunner:
     @contextmanager
     def _unchanged_buffers(self, stage: int) -> Iterator[None]:
         """A forward that is computed again must not count twice in running averages."""
-        modules = self._parts[stage].modules.values() if self._recompute else ()
-        before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        before = [(buffer, buffer.clone()) for buffer in (self._buffers(stage) if self._recompute else ())]
         yield
         for buffer, value in before:
             buffer.copy_(value)
+
+    def _buffers(self, stage: int) -> list[Tensor]:
+        return [buffer for module in self._parts[stage].modules.values() for buffer in module.buffers()]
 
     # ---- between stages ----------------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class StageRunner:
     def forward_only(self, inputs: Inputs) -> Any:
         """The model's output on every rank of the line. Without gradients."""
         plan = self.schedule(1)
-        self._plan, self._step, self._here = plan, "evaluation", {}
+        self._plan, self._step, self._here, self._places = plan, "evaluation", {}, {}
         output: Any = None
         with torch.no_grad():
             for stage in self.stages:
@@ -299,17 +302,16 @@ class _Entered:
 
 
 @contextmanager
-def _buffers_apart(part: Part) -> Iterator[None]:
-    """Backward finds buffers as forward left them, though other slices' forwards have changed them since.
+def _apart(places: Collection[int]) -> Iterator[None]:
+    """Backward finds the buffers at these places as forward left them, though other slices have changed them since.
 
     BatchNorm keeps its running averages for backward, and torch refuses those that were written to.
     """
-    places = {buffer.data_ptr() for module in part.modules.values() for buffer in module.buffers()}
-    if not places or not torch.is_grad_enabled():
-        yield
-        return
-    keep = lambda tensor: tensor.clone() if tensor.data_ptr() in places else tensor  # noqa: E731 - shorter than its name
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.data_ptr() in places else tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor) if places else nullcontext():
         yield
 
 

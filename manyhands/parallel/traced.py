@@ -133,9 +133,10 @@ class _Way:
     def _do(self, node: fx.Node, known: dict[str, Any]) -> Any:
         if node.op == "get_attr":
             return getattr(self.trace.graph_module, str(node.target))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._value(arg.name, known))
+        given: Any = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._value(arg.name, known))
+        args, kwargs = given
         if not _is_block(node):
-            return node.target(*args, **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
         call = self.trace.calls[args[0]]
         inputs = call.fill(args[1], args[2])
         result = self._model.get_submodule(call.module)(*inputs.args, **inputs.kwargs)

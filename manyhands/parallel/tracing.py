@@ -48,7 +48,7 @@ _calls: list[Call] = []
 @functools.cache
 def block_operation() -> Any:
     """What stands in a graph for a call of a block. It is there to be traced, and never runs."""
-    library = torch.library.Library("manyhands", "DEF")
+    library: Any = torch.library.Library("manyhands", "DEF")  # type: ignore[no-untyped-call]
     library.define("block(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
     library._register_fake("block", lambda call, tensors, sizes: _calls[call].run_fake(tensors, sizes))
     _kept.append(library)
@@ -129,7 +129,7 @@ class Trace:
                     return False
         return True
 
-    @property
+    @functools.cached_property
     def _expected(self) -> dict[str, Tensor]:
         return {node.name: node.meta["val"] for node in self.graph_module.graph.nodes if node.op == "placeholder"}
 
@@ -163,6 +163,7 @@ def bare_copy(model: nn.Module) -> nn.Module:
 def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
     """What the model does with such inputs, in its present mode; `SpecError` with torch's reason where that fails."""
     tensors, constants = leaves_of(inputs)
+    _check_plain("The model is called with", constants)
     shell = _Shell(bare, inputs)
     # A size of 1 means something else than other sizes; torch keeps it fixed, and would warn.
     shapes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors)

@@ -299,6 +299,53 @@ def two_inputs(model: Any, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(x[:, :5], b=x[:, 5:]), y)
 
 
+class Token:
+    """Lives as long as the graph that it was made in."""
+
+    alive = most = 0
+
+    def __init__(self) -> None:
+        Token.alive += 1
+        Token.most = max(Token.most, Token.alive)
+
+    def __del__(self) -> None:
+        Token.alive -= 1
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = Token()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = Kept.apply(self.layer(x))
+        return kept
+
+
+def count_activations(store: str, world: int, schedule: str, microbatches: int) -> tuple[int, int]:
+    """Graphs of forwards that this rank keeps at once, at most; and at the end."""
+    case = Case(lambda: nn.Sequential(*(Counted() for _ in range(2 * world))), flat_data)
+    Token.alive = Token.most = 0
+    chunks = 2 if schedule in ("interleaved", "zero_bubble") else 1
+    axis, model = axis_of(store, world), case.make()
+    parts = Chain(model).parts(range(0, 2 * world, 2 // chunks))
+    sums = Sums(model, 12, microbatches)
+    runner = StageRunner(axis, model, parts, case.loss, sums, schedule=schedule)
+    runner.train(slices(case.data(0, 12), microbatches), "step 0")
+    return Token.most * chunks // 2, Token.alive
+
+
 CASES = {
     "sequential": Case(sequential, flat_data),
     "unet": Case(UNet, pictures),

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.parallel.schedule import make_schedule
+from manyhands.parallel.timeline import play
 from manyhands.testing import RankPool
-from tests.parallel.pipelines import CASES, train_alone, train_pipelined
+from tests.parallel.pipelines import CASES, count_activations, train_alone, train_pipelined
 
 # The last step has fewer rows, in slices of two sizes; the one before has fewer slices.
 PLAN = ((24, 4), (12, 2), (11, 4))
@@ -60,8 +62,16 @@ def test_a_sequential_trains_as_in_one_process(
     ranks: RankPool, tmp_path: Path, world: int, schedule: str, options: dict[str, Any]
 ) -> None:
     case = CASES["sequential"]
-    found = ranks(world, train_pipelined, str(tmp_path / "store"), world, case, PLAN, schedule, options)
+    found = ranks(
+        world, train_pipelined, str(tmp_path / "store"), world, case, PLAN, schedule, options, deadline_s=110.0
+    )
     assert_same(found, alone("sequential"))
+    timelines = [play(make_schedule(schedule, world, count, options.get("chunks"))) for _, count in PLAN]
+    for rank, one in enumerate(found):
+        assert one["alive"] == max(timeline.most_alive[rank] for timeline in timelines)
+        ran = dict.fromkeys(span.op for span in one["spans"])
+        assert list(ran) == [span.op for span in timelines[-1].spans[rank] if span.op in ran]
+        assert len(one["spans"]) == len(ran)
 
 
 @pytest.mark.slow
@@ -72,3 +82,10 @@ def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path:
     found = ranks(2, train_pipelined, str(tmp_path / "store"), 2, case, PLAN, schedule, {}, deadline_s=110.0)
     assert_same(found, alone(name))
     assert bool(found[0]["tied"]) == (name == "gpt2")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_activations_are_kept_as_long_as_the_schedule_says(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    found = ranks(4, count_activations, str(tmp_path / "store"), 4, schedule, 6, deadline_s=110.0)
+    expected = play(make_schedule(schedule, 4, 6)).most_alive
+    assert found == [(most, 0) for most in expected]
