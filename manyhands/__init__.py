@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
+    from manyhands.strategies.choices import CentralStorage as CentralStorage
     from manyhands.strategies.choices import LocalSGD as LocalSGD
     from manyhands.strategies.choices import Mirrored as Mirrored
     from manyhands.strategies.choices import MultiWorker as MultiWorker
     from manyhands.strategies.choices import ParameterServer as ParameterServer
+    from manyhands.strategies.choices import Sharded as Sharded
     from manyhands.strategies.choices import Single as Single
     from manyhands.strategies.divided import Mesh as Mesh
     from manyhands.strategies.divided import Pipeline as Pipeline
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CentralStorage": "strategies.choices",
     "Checkpoints": "runtime.saving",
     "Cluster": "runtime.cluster",
     "ClusterSpec": "spec.cluster",
@@ -62,6 +65,7 @@ _HOME = {
     "Pipeline": "strategies.divided",
     "RemoteValue": "runtime.dispatching",
     "Server": "runtime.server",
+    "Sharded": "strategies.choices",
     "Single": "strategies.choices",
     "Tensor": "strategies.divided",
     "TensorBoardHook": "runtime.summaries",
@@ -73,6 +77,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CentralStorage",
     "Checkpoints",
     "Cluster",
     "ClusterSpec",
@@ -92,6 +97,7 @@ __all__ = [
     "Pipeline",
     "RemoteValue",
     "Server",
+    "Sharded",
     "Single",
     "Tensor",
     "TensorBoardHook",

@@ -44,6 +44,8 @@ class ForeignState:
     norms: tuple[NormLayer, ...] = ()
     seeds: tuple[Tensor, ...] = ()
     """States of the model's own generators. They are no buffers: `in_slice` sets them and puts them back."""
+    divided: tuple[Tensor, ...] = ()
+    """Frozen parameters of which a rank has a part between steps: no forward pass changes them."""
     in_slice: Callable[[], AbstractContextManager[object]] = nullcontext
     """Open during the forward pass of a slice, inside its randomness."""
 
@@ -77,7 +79,7 @@ class StepBuffers:
         foreign = foreign or ForeignState()
         self._layers = [*norm_layers(model), *foreign.norms]
         statistics = {id(t) for layer in self._layers for t in (*layer.averages, layer.calls) if t is not None}
-        self._others = _Others(model, statistics | {id(seed) for seed in foreign.seeds})
+        self._others = _Others(model, statistics | {id(one) for one in (*foreign.seeds, *foreign.divided)})
         self._averages = [t for layer in self._layers for t in layer.averages]
         self._owner = torch.tensor(
             [i for i, layer in enumerate(self._layers) for t in layer.averages for _ in range(t.numel())],

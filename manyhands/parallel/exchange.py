@@ -13,6 +13,7 @@ from manyhands.comm.axis import Axis, Pending
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.phases import PHASES
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import SharedGradients
 
 __all__ = ["NO_TIMES", "Exchange", "Heard", "Note", "Report"]
@@ -67,7 +68,7 @@ class Exchange:
     def __init__(
         self,
         axis: Axis,
-        gradients: GradientSum | SharedGradients,
+        gradients: GradientSum | SharedGradients | ShardedSum,
         shares: Sequence[range],
         note: Note,
         buffers: StepBuffers,

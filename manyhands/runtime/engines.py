@@ -14,8 +14,10 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Bf16
 from manyhands.control.roster import parse_generation
 from manyhands.control.session import Session
+from manyhands.errors import SpecError
 from manyhands.parallel.outer import OuterStep
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.recompute import recompute
 from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
@@ -29,7 +31,8 @@ from manyhands.runtime.wishes import END_FIT
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.averaged import Averaged, Averaging
 from manyhands.strategies.base import Engine
-from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.choices import LocalSGD, ParameterServer, Sharded
+from manyhands.strategies.one_copy import OneCopy
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import Reach, Served
 from manyhands.strategies.stretched import Stretched, way_of
@@ -52,9 +55,10 @@ def _replicated(
     pacing: Pacing,
     joining: bool,
     rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
+    kind: type[Replicated] = Replicated,
 ) -> Replicated:
     spec = worker.resolved.spec
-    return Replicated(
+    return kind(
         Axis(0, 1) if joining else worker.replicas,
         parts.loss,
         Precision(spec.train.precision, worker.device),
@@ -72,6 +76,56 @@ def _replicated(
         foreign=foreign_state(model),
         rows=rows,
         spread=spread_of(worker) if worker.is_divided else None,
+    )
+
+
+def _stored_once(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
+    if worker.world_size > 1 and worker.sharing is None:
+        raise SpecError(
+            f"The workers share no memory that could hold the weights: {worker.why_no_plane}.",
+            where="mh.CentralStorage",
+            fix=['strategy=mh.Sharded("optimizer")', 'strategy="mirrored"'],
+        )
+    kind = OneCopy if worker.world_size > 1 else Replicated
+    return _replicated(worker, parts, model, pacing, joining, kind=kind)
+
+
+def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
+    choice = worker.strategy
+    assert isinstance(choice, Sharded)
+    offload = choice.offload is not None and worker.device.type != "cpu"
+    if choice.offload is not None and not offload:
+        worker.warn('offload="host" changes nothing here: the workers compute in the host\'s memory.')
+    if choice.recompute is not None:
+        recompute(model, choice.recompute, "mh.Sharded(recompute=...)")
+    if worker.world_size == 1:
+        worker.warn("There is one worker, and nobody to divide its memory with: mh run -n 2")
+        return _replicated(worker, parts, model, pacing, joining)
+    if choice.level != "parameters" and worker.sharing is not None:
+        return _replicated(worker, parts, model, pacing, joining, kind=OneCopy)
+    return _fully_sharded(worker, parts, model, pacing, keep_whole=choice.level != "parameters", offload=offload)
+
+
+def _fully_sharded(
+    worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, keep_whole: bool, offload: bool
+) -> Replicated:
+    # Torch's part of it takes a second to import, and all other strategies do without.
+    from manyhands.parallel.fully_sharded import Sharding
+    from manyhands.strategies.fully_sharded import FullySharded
+
+    train = worker.resolved.spec.train
+    return FullySharded(
+        worker.axis,
+        parts.loss,
+        Precision(train.precision, worker.device),
+        lambda count: pacing.division.shares(count),
+        Sharding(keep_whole, offload),
+        clip_norm=train.clip_norm,
+        seed=worker.resolved.spec.run.seed,
+        device=worker.device,
+        foreign=foreign_state(model),
+        network=lambda: worker.network,
+        tell=worker.warn,
     )
 
 
@@ -227,4 +281,6 @@ _MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]
     "tensor": _replicated,
     "pipeline": _replicated,
     "mesh": _replicated,
+    "sharded": _sharded,
+    "central_storage": _stored_once,
 }

@@ -37,7 +37,7 @@ from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import StrategyChoice, Worker
-from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
 
@@ -160,7 +160,8 @@ class Run:
             )
         if spec.train.audit and worker.most_workers == 1:
             worker.warn("audit compares the gradients of two workers, and this run has one.")
-        whole = WholeState(model, optimizer) if worker.is_divided else None
+        # Made before the model is divided; only then is it known whether it is.
+        whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
         pacing = Pacing(spec.train, worker.num_replicas)
         engine = make_engine(worker, parts, model, pacing, joining=joining)
         model.train()
@@ -169,13 +170,15 @@ class Run:
         except PeerLost:
             engine.abandon()
             raise
-        if whole is not None:
-            assert isinstance(engine, Replicated) and engine.spread is not None
-            whole.divided(engine.spread.divided.shares, engine.spread.divided.present)
+        divided = engine.divided if isinstance(engine, Replicated) else None
+        if whole is not None and divided is not None:
+            whole.divided(divided.shares, divided.present)
         if engine.held.common is not None:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
-        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing, whole)
+        return Training(
+            worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing, whole if divided else None
+        )
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train

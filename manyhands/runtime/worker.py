@@ -39,12 +39,22 @@ from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
-from manyhands.strategies.choices import LocalSGD, Mirrored, MultiWorker, ParameterServer, Single
+from manyhands.strategies.choices import (
+    CentralStorage,
+    LocalSGD,
+    Mirrored,
+    MultiWorker,
+    ParameterServer,
+    Sharded,
+    Single,
+)
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 
-StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh
+StrategyChoice = (
+    Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
+)
 _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "single": Single,
     "mirrored": Mirrored,
@@ -55,6 +65,8 @@ _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "tensor": Tensor,
     "pipeline": Pipeline,
     "mesh": Mesh,
+    "sharded": Sharded,
+    "central_storage": CentralStorage,
 }
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
@@ -317,7 +329,8 @@ class Worker:
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         what = "weights" if self.strategy.name in AVERAGING else "gradients"
         exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        return f"{machine}, workers talk {way}{exchange}"
+        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
+        return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property
     def stop_requested(self) -> str | None:
@@ -505,6 +518,11 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
         raise SpecError(
             f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
             fix=['strategy="multi_worker"'],
+        )
+    if strategy.name == "central_storage" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
+            fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
         )
     if strategy.on_servers and not seat.num_servers:
         raise SpecError(

@@ -11,11 +11,12 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
+__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
 # A worker that hears nothing from servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
+LEVELS = ("optimizer", "gradients", "parameters")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,47 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     elastic: tuple[int, int] | None = None
     """Over all hosts; hosts come and go, too."""
     name = "multi_worker"
+
+
+class CentralStorage(_Settings, frozen=True, kw_only=True):
+    """Weights once in the host's memory, updated once; the workers of that host compute with them."""
+
+    workers: int | None = None
+    name = "central_storage"
+
+
+class _Level(_Settings, frozen=True):
+    level: str = "parameters"
+    """What is divided over the workers: the "optimizer"'s states, "gradients" too, or "parameters" as well."""
+
+
+class Sharded(_Level, frozen=True, kw_only=True):
+    """Replicas whose memory is divided over the workers. (ZeRO 1, 2 and 3; FSDP.)
+
+    Workers that share memory have one copy of the weights, and states and sums of gradients in parts, at the first two
+    levels alike. At "parameters", and where no memory is shared, each worker has a part of everything, and gathers the
+    rest while it computes: block by block, or at the lower levels once per step.
+    """
+
+    offload: str | None = None
+    """Where parts wait while nobody needs them: on the device, or in the "host"'s memory."""
+    recompute: str | tuple[str, ...] | None = None
+    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
+    workers: int | None = None
+    """Workers on each host."""
+    cluster: Any = None
+    name = "sharded"
+
+    def __post_init__(self) -> None:
+        _one_of("level", self.level, LEVELS, "mh.Sharded")
+        if self.offload not in (None, "host"):
+            raise _wrong(f"offload is {self.offload!r}", 'offload="host"', "offload=None", where="mh.Sharded")
+
+    @property
+    def divided(self) -> str:
+        """In words, for the run's first line."""
+        words = ("optimizer's states", "gradients", "parameters")[: LEVELS.index(self.level) + 1]
+        return ", ".join(reversed(words))
 
 
 class ParameterServer(_Settings, frozen=True, kw_only=True):

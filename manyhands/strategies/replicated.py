@@ -33,7 +33,7 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Passes, Spread
+from manyhands.parallel.spread import Divided, Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
 from manyhands.strategies.staged import StagedSlices
@@ -109,17 +109,7 @@ class Replicated(Computing):
             _check_divisible(optimizer)
             divided = self.spread.divide_(model, optimizer)
             self._model, self._local = divided.stand_in, divided.local
-        self._held = Holding(
-            self._local,
-            optimizer,
-            self._axis,
-            self._sharing,
-            self._network,
-            self._codec,
-            bucket_bytes=self._bucket_bytes,
-            check_every=self._check_every,
-            tell=self._tell,
-        )
+        self._held = self._hold(self._local, optimizer)
         self._buffers = StepBuffers(self._local, self._foreign)
         self._rows = self._make_rows(self._local, self._seed)
         self._tell_where_rows_are()
@@ -138,6 +128,24 @@ class Replicated(Computing):
             )
         if not joining:
             self.synchronise()
+
+    def _hold(self, model: nn.Module, optimizer: Optimizer) -> Holding:
+        return Holding(
+            model,
+            optimizer,
+            self._axis,
+            self._sharing,
+            self._network,
+            self._codec,
+            bucket_bytes=self._bucket_bytes,
+            check_every=self._check_every,
+            tell=self._tell,
+        )
+
+    @property
+    def divided(self) -> Divided | None:
+        """What this rank has of the model, where that is not all of it."""
+        return self.spread.divided if self.spread is not None else None
 
     def _tell_where_rows_are(self) -> None:
         if self._rows and self._rows.are_here:

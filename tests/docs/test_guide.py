@@ -20,6 +20,7 @@ PAGES = (
     "docs/embeddings.md",
     "docs/parameter-servers.md",
     "docs/pipeline.md",
+    "docs/sharding.md",
 )
 
 
