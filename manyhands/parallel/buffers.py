@@ -89,6 +89,11 @@ class StepBuffers:
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
         self._nothing = torch.empty(0, dtype=torch.float64)
 
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Moving averages: what layers write in forward, and do not look at in backward."""
+        return tuple(self._averages)
+
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
         self._alone = num_slices == num_ranks == 1
         if not self._alone:

@@ -24,7 +24,8 @@ from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.runtime.dividing import spread_of
+from manyhands.parallel.spread import Spread
+from manyhands.runtime.dividing import Sample, spread_of
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.wishes import END_FIT
@@ -43,8 +44,21 @@ AnyEngine = Engine | Served
 """Served workers do not take steps in turns."""
 
 
-def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> AnyEngine:
-    """The engine of this worker's strategy. With `joining`, the other workers are training already."""
+def make_engine(
+    worker: Worker,
+    parts: Parts,
+    model: nn.Module,
+    pacing: Pacing,
+    *,
+    joining: bool,
+    sample: Callable[[], Sample | None],
+) -> AnyEngine:
+    """The engine of this worker's strategy. With `joining`, the other workers are training already.
+
+    `sample` gives some data, where there is any, for strategies that look at it before they divide the model.
+    """
+    if worker.is_divided:
+        return _replicated(worker, parts, model, pacing, joining, spread=spread_of(worker, parts.loss, sample))
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
 
 
@@ -56,6 +70,7 @@ def _replicated(
     joining: bool,
     rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
     kind: type[Replicated] = Replicated,
+    spread: Spread | None = None,
 ) -> Replicated:
     spec = worker.resolved.spec
     return kind(
@@ -75,7 +90,7 @@ def _replicated(
         tell=worker.warn,
         foreign=foreign_state(model),
         rows=rows,
-        spread=spread_of(worker) if worker.is_divided else None,
+        spread=spread,
     )
 
 
@@ -278,9 +293,6 @@ _MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]
     "multi_worker": _replicated,
     "parameter_server": _with_servers,
     "local_sgd": _averaged,
-    "tensor": _replicated,
-    "pipeline": _replicated,
-    "mesh": _replicated,
     "sharded": _sharded,
     "central_storage": _stored_once,
 }

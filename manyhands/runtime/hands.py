@@ -116,6 +116,13 @@ class Hands:
                 where="audit",
                 fix=["audit = false", "mh.Trainer"],
             )
+        if self._worker.grid.pipeline > 1:
+            raise SpecError(
+                "A pipeline runs several slices at a time through its stages, and a loop of your own has one: it could "
+                "not say what comes next.",
+                where="mh.join",
+                fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
+            )
         if self._worker.strategy.takes_local_steps:
             raise SpecError(
                 "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "

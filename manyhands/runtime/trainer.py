@@ -154,6 +154,7 @@ class Trainer:
         run = self._run
         if resume not in ("auto", "never"):
             raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
+        run.offer(data, collate, batch_size or batch_per_worker)
         training = run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
@@ -195,6 +196,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
         run = self._run
+        run.offer(data, collate, batch_size)
         run.begin_call("evaluate")
         if run.is_call_over():
             return dict(run.calls.recorded())
@@ -211,6 +213,7 @@ class Trainer:
         Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
         """
         run = self._run
+        run.offer(data, collate, batch_size, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
         if run.is_call_over():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -192,10 +192,13 @@ class Worker:
 
     def line_over_sockets(self, *axes: str) -> Axis:
         """The same workers, for those who send to one another."""
-        ranks = self.grid.line(self.rank, *axes)
-        key = f"messages along {' and '.join(axes)} from {ranks[0]}"
+        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+
+    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+        """These workers, of which this is one, over sockets."""
+        key = f"{purpose} of {' '.join(map(str, ranks))}"
         if key not in self._connected:
-            self._connected[key] = self._connect(key, self.device, ranks.index(self.rank), len(ranks))
+            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
         return self._connected[key]
 
     @property
@@ -238,11 +241,7 @@ class Worker:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
         if not self.is_divided:
             return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
-        ranks = self.grid.line(self.rank, "data")
-        key = f"rows from {ranks[0]}"
-        if key not in self._connected:
-            self._connected[key] = self._connect(key, torch.device("cpu"), ranks.index(self.rank), len(ranks))
-        return self._connected[key].all_gather_bytes(name, data)
+        return self.among(self.grid.line(self.rank, "data"), "rows").all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
