@@ -20,6 +20,7 @@ __all__ = [
     "Event",
     "GenerationStarted",
     "Logged",
+    "PipelineTimed",
     "ResourcesUsed",
     "Resumed",
     "RoundRestarted",
@@ -208,6 +209,18 @@ class Divided(_Event, frozen=True):
     slices: list[int]
 
 
+class PipelineTimed(_Event, frozen=True):
+    """How much of a step the workers of a pipeline waited: as the schedule says, and in a step that was measured."""
+
+    step: int
+    schedule: str
+    microbatches: int
+    theory: float
+    measured: float
+    path: str
+    """A picture of both."""
+
+
 class CheckpointSaved(_Event, frozen=True):
     step: int
     path: str
@@ -304,6 +317,7 @@ Event = (
     | RoundsClosed
     | Straggler
     | Divided
+    | PipelineTimed
     | EpochDone
     | Evaluated
     | Logged

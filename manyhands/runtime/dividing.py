@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
-from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, shared_between, starts_at
+from manyhands.parallel.cutting import Inputs, Part, shared_between
+from manyhands.parallel.pipelined import blocks_of, cut, measure
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
 from manyhands.parallel.spread import Divided, Spread, Tie
@@ -22,7 +23,6 @@ from manyhands.parallel.stage import StageRunner
 from manyhands.parallel.stand_in import learn_inputs
 from manyhands.parallel.tensor_plan import plan_tensor
 from manyhands.parallel.tensor_split import split_model_
-from manyhands.parallel.traced import Traced
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import LossFn
 from manyhands.strategies.divided import Mesh, Pipeline
@@ -64,32 +64,21 @@ def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
     choice = worker.strategy
     assert isinstance(choice, Pipeline | Mesh)
     stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
-    blocks = _blocks(model, stages, sample, choice.cuts or ())
-    if choice.cuts:
-        return list(blocks.parts(starts_at(blocks.names, choice.cuts, stages)))
-    costs = torch.tensor(_costs(blocks), dtype=torch.float64)
-    worker.axis.broadcast_([costs], "costs of blocks")  # measured: each worker would come to other numbers
-    return list(blocks.parts(balance(costs.tolist(), stages)))
-
-
-def _blocks(model: nn.Module, stages: int, sample: Sample | None, cuts: Sequence[str]) -> Blocks:
-    if is_chain(model):
-        chain = Chain(model)
-        if len(chain.names) >= stages:
-            return chain
     if sample is None:
         raise SpecError(
             f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
             where="mh.Pipeline",
-            fix=["fit or evaluate before this", "an nn.Sequential, which says itself where it can be cut"],
+            fix=["fit or evaluate before this"],
         )
-    return Traced(model, learn_inputs(sample.call, model, sample.batch), stages, cuts)
-
-
-def _costs(blocks: Blocks) -> list[float]:
-    """Of each block, as far as that is known without running it: its weights are what it computes with."""
-    parts = blocks.parts(range(len(blocks.names)))
-    return [1.0 + sum(param.numel() for param in part.params.values()) for part in parts]
+    inputs = learn_inputs(sample.call, model, sample.batch)
+    blocks = blocks_of(model, inputs, stages, choice.cuts or ())
+    if choice.cuts:
+        return list(cut(blocks, stages, at=choice.cuts))
+    costs = torch.zeros(len(blocks.names), dtype=torch.float64)
+    if worker.is_chief and len(costs) > stages:
+        costs[:] = torch.tensor(measure(blocks, inputs))
+    worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
+    return list(cut(blocks, stages, costs=costs.tolist()))
 
 
 def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:

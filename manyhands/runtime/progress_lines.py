@@ -18,6 +18,7 @@ from manyhands.events import (
     Event,
     GenerationStarted,
     Logged,
+    PipelineTimed,
     ResourcesUsed,
     Resumed,
     RoundRestarted,
@@ -157,6 +158,9 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return slow_line(event)
         case Divided():
             return _divided(event)
+        case PipelineTimed():
+            bubble = f"bubble {event.measured:.0%} in step {event.step}, {event.theory:.0%} in theory"
+            return f"pipeline {event.schedule}, {event.microbatches} microbatches: {bubble}; {event.path}"
         case StalenessSeen():
             told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
             return f"updates by the staleness of their gradients: {told}"

@@ -28,6 +28,7 @@ from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import load_weights, read_weights
 from manyhands.runtime.pacing import Pacing, Verdict
+from manyhands.runtime.pipeline_report import report_pipeline
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.state import (
     model_state,
@@ -204,6 +205,12 @@ class Training:
         used = self.meter.used(self.progress.step, ended=ended)
         if used is not None:
             self.worker.tell(used)
+
+    def tell_layout(self) -> None:
+        """What the layout cost in the last step, where there is something to tell. For all workers alike."""
+        spread = getattr(self.engine, "spread", None)
+        if spread is not None and spread.divided.passes is not None:
+            report_pipeline(self.worker, spread.divided.passes.runner, self.progress.step)
 
     def position(self) -> Position:
         return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)
