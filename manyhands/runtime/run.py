@@ -32,6 +32,7 @@ from manyhands.runtime.calls import Calls
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.memory_limit import check_memory
 from manyhands.runtime.models import Parts, randomness_in
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
@@ -75,7 +76,10 @@ class Run:
 
     def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
         """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
-        if self._training is not None or not self.worker.is_divided:
+        worker = self.worker
+        if self._training is not None or not (
+            worker.is_divided or worker.planned or worker.strategy.memory_limit is not None
+        ):
             return
 
         def sample() -> Sample:
@@ -86,6 +90,19 @@ class Run:
                 return Sample(next(pieces).batch, self.parts.loss if with_loss else self.parts.call)
 
         self._sample = sample
+
+    def sample(self) -> Sample:
+        """Some of the data that was offered."""
+        found = self._sample()
+        assert found is not None, "offer comes first"
+        return found
+
+    def check_memory(self) -> None:
+        """`SpecError` where the layout needs more memory than the strategy allows; before anything is divided."""
+        worker, limit = self.worker, self.worker.strategy.memory_limit
+        if limit is not None and self._training is None:
+            slices = self.spec.train.slices
+            check_memory(limit, self.parts, worker.strategy, worker.world_size, slices, self.sample())
 
     def is_call_over(self) -> bool:
         """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""

@@ -22,6 +22,7 @@ from manyhands.runtime.check_record import Recording
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
@@ -155,6 +156,9 @@ class Trainer:
         if resume not in ("auto", "never"):
             raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
         run.offer(data, collate, batch_size or batch_per_worker)
+        if run.worker.planned is not None:
+            tell_plan(run.worker.planned, run.parts, run.sample())
+        run.check_memory()
         training = run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())

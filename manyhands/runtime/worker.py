@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ from manyhands.spec import load
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
+from manyhands.spec.plan_order import PlanOrder, plan_order
 from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
 from manyhands.strategies.choices import (
@@ -105,6 +106,8 @@ class Worker:
         devices = ("cpu",) if seat.is_server else strategy.devices
         self.device = process.choose_device(devices, seat.local_rank)
         self.in_trial = load.in_trial()
+        self.planned: Planned | None = None
+        """Only to say how others would do it."""
         self.recorder: Recorder | None = None
         self.why_no_plane = _why_no_plane(session.group, spec, self.device)
         self.call = 0
@@ -418,6 +421,9 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     With `tune`, a script started by hand first measures which settings to go on with.
     """
     load_compiler_late()
+    order = plan_order()
+    if order is not None:
+        return _planning(as_strategy(strategy), order, arguments)
     seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
     session, seated_workers = seated_here
     seat = session.seat if session is not None else load.seat()
@@ -437,9 +443,9 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
-    order = order_of_this_worker()
-    if order is not None:
-        chosen = _STRATEGIES[order.strategy](devices=chosen.devices, threads=chosen.threads, **order.settings)
+    checked = order_of_this_worker()
+    if checked is not None:
+        chosen = _STRATEGIES[checked.strategy](devices=chosen.devices, threads=chosen.threads, **checked.settings)
     if seat is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
@@ -456,6 +462,27 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         seated_workers.append(worker)
     for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
         worker.warn(line)
+    return worker
+
+
+class Planned(NamedTuple):
+    """What `mh plan show` wants to know."""
+
+    strategy: StrategyChoice
+    workers: int
+    slices: int | None
+    path: str
+
+
+def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
+    """One process that trains nothing: it says how others would."""
+    if order.strategy and order.strategy != chosen.name:
+        chosen = as_strategy(order.strategy)
+    workers = order.workers or getattr(chosen, "workers", None) or 1
+    alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
+    resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
+    worker = Worker(Solo(resolved), resolved, Single())
+    worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
     return worker
 
 

@@ -27,6 +27,9 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: dict[str, str] | None = None
     """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
     or "fp16"."""
+    memory_limit: int | str | None = None
+    """Of each worker, in bytes or as "2GB": what the layout needs is predicted before it starts, and refused if it is
+    more. The interpreter and torch are not counted."""
 
     @property
     def on_servers(self) -> bool:
