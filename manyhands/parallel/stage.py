@@ -118,6 +118,16 @@ class StageRunner:
         return self.schedule(1).stages_of(self._axis.rank)
 
     @property
+    def microbatches(self) -> int:
+        """Of the last step."""
+        return len(self._pieces)
+
+    @property
+    def began(self) -> float:
+        """When the last step began, on this host's clock."""
+        return self._began
+
+    @property
     def bytes_sent(self) -> int:
         return self._values.bytes_sent
 

@@ -1,0 +1,63 @@
+"""Writing down the plan that `mh plan show` asked a script for, and asking for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from manyhands.control.launch_request import WorkerCommand
+from manyhands.errors import TrainingFailed
+from manyhands.runtime.dividing import Sample
+from manyhands.runtime.models import Parts
+from manyhands.runtime.planning import ModelPlan, plan_model
+from manyhands.runtime.worker import Planned
+from manyhands.spec.load import PLAN_VARIABLE, environment
+from manyhands.spec.plan_order import PlanOrder
+
+__all__ = ["ask_for_plan", "tell_plan"]
+
+
+class _Told(msgspec.Struct):
+    plan: ModelPlan | None = None
+    problem: str = ""
+
+
+def tell_plan(planned: Planned, parts: Parts, sample: Sample) -> NoReturn:
+    """Write the plan, and end the process: nothing of the script runs after this."""
+    try:
+        optimizer = parts.make_optimizer(parts.model)
+        plan = plan_model(parts.model, optimizer, planned.strategy, planned.workers, sample, planned.slices)
+        told = _Told(plan)
+    except Exception as error:
+        told = _Told(problem=str(error))
+    Path(planned.path).write_bytes(msgspec.json.encode(told))
+    os._exit(0)
+
+
+def ask_for_plan(command: WorkerCommand, strategy: str, workers: int, timeout_s: float) -> ModelPlan:
+    """Run the script up to its training, for its plan."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        order = msgspec.json.encode(PlanOrder(str(path), strategy, workers)).decode()
+        call = ["-m", command.target] if command.kind == "module" else [command.target]
+        ended = subprocess.run(
+            [sys.executable, *call, *command.args],
+            env={**environment(), PLAN_VARIABLE: order},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=timeout_s,
+            check=False,
+        )
+        if not path.exists():
+            last = ended.stderr.decode(errors="replace").strip().splitlines()[-5:]
+            raise TrainingFailed("The script did not come to fit.\n  " + "\n  ".join(last))
+        told = msgspec.json.decode(path.read_bytes(), type=_Told)
+    if told.plan is None:
+        raise TrainingFailed(told.problem)
+    return told.plan
