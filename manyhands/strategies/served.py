@@ -282,6 +282,7 @@ class Served(Computing):
             ahead=self.ahead,
             backups=self._choice.backup_workers,
             damping=self._choice.damping,
+            alone=self._choice.warm_steps,
             groups=settings_of(self._optimizer),
             counts=[],
             more=b"",

@@ -176,7 +176,9 @@ class Stretched(Served):
         self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
     ) -> Open:
         opened = super()._install(number, course, workers, scheduler, scheduled)
-        return msgspec.structs.replace(opened, batches_per_step=self._way.every, quorum=self._way.quorum)
+        every = self._way.every
+        alone = -(-opened.alone // every)
+        return msgspec.structs.replace(opened, batches_per_step=every, alone=alone, quorum=self._way.quorum)
 
     # ---- between two meetings ----
 

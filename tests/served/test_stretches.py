@@ -64,6 +64,15 @@ def test_downpour_ends_where_the_formula_ends_while_servers_die(push_every: int,
     assert pull_every > push_every or not any(done.staleness for done in world.told)
 
 
+def test_a_warm_start_has_one_worker_at_a_time_and_nothing_stale() -> None:
+    strategy = mh.ParameterServer(mode="async", push_every=2, pull_every=2, warm_steps=5)
+    world = World(strategy, lambda params: torch.optim.SGD(params, lr=LR), workers=3, begins_early=True)
+    world.open(12)
+    assert len(list(world.play((0, 1, 2)))) == 6
+    assert [done.step for done in world.told[:3]] == [1, 2, 3]
+    assert [done.staleness for done in world.told] == [0, 0, 0, 0, 1, 2]
+
+
 def test_one_worker_with_plain_sgd_is_one_process_whatever_the_periods() -> None:
     """What it pushes is what it has done itself, so its copy is never behind."""
     strategy = mh.ParameterServer(mode="async", push_every=4, pull_every=4)
@@ -195,6 +204,7 @@ def test_statistics_of_several_slices_join_to_those_of_one() -> None:
     [
         ({"mode": "sync", "push_every": 2}, "every slice is pushed", 'mode="async"'),
         ({"push_every": 0}, "push_every is 0", "push_every=1"),
+        ({"mode": "ssp", "warm_steps": 9}, "ssp needs no such beginning", "warm_steps=0"),
         ({"pull_every": True}, "pull_every is True", "pull_every=1"),
         ({"local_lr": 0.1}, "local_lr is 0.1", "no local_lr="),
     ],

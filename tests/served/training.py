@@ -138,7 +138,7 @@ def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> boo
 
 def record_push(engine: Served, push: Any) -> bool:
     """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
-    row = engine._memory_now()[0].row(push.filled.held.row).views[0]
+    row = engine._memory_now()[0].row(engine._reach.row(push.filled.held)).views[0]
     with open("pushes.jsonl", "a") as file:
         file.write(json.dumps({"step": push.filled.held.step, "who": WHO, "added": -float(row.double().sum())}) + "\n")
     return False
