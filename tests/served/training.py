@@ -222,13 +222,14 @@ if __name__ == "__main__":
         clip_norm=ASKED.get("clip"),
         hooks=[Watch()],
     )
-    history = trainer.fit(
-        data,
-        epochs=ASKED.get("epochs", 2),
-        batch_size=BATCH,
-        validation=data if ASKED.get("validate") else None,
-        checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
-    )
+    for _ in range(ASKED.get("fits", 1)):
+        history = trainer.fit(
+            data,
+            epochs=ASKED.get("epochs", 2),
+            batch_size=BATCH,
+            validation=data if ASKED.get("validate") else None,
+            checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
+        )
     digest = hashlib.sha256()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(name.encode() + value.detach().numpy().tobytes())
