@@ -169,6 +169,7 @@ class Stretched(Served):
     def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
         if self._inner is not None:
             scheduler, scheduled = None, False  # it is the workers' own
+        self._gathered = []  # for a checkpoint that was not written
         super().open(number, course, scheduler, scheduled=scheduled)
         self._rule.enter(len(self._course_now.workers))
 
