@@ -78,6 +78,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """A slice of step t is computed with weights of step t - 1 - ahead or later; None: with whatever there is."""
     backups: int = 0
     """How many slices may be handed out a second time to workers with nothing else to do; the first to fill wins."""
+    alone: int = 0
+    """To this step, one is handed out at a time, as if there were one worker."""
 
     def admits(self, step: int, low: int) -> bool:
         return step <= low + (WINDOW if self.ahead is None else 1 + self.ahead)
@@ -329,6 +331,8 @@ class Book:
                 return Grant(lease.held, self.low) if lease.held.filling not in known else None
         # Whoever has missed a meeting waits for the next one, while there are others to bring it about.
         if self._missing or not max(self._met.values()) <= self._met[worker] < self._boundary:
+            return None
+        if self._leases and self.low < self._rule.alone:
             return None
         row = self._free_row()
         item = self._pick(worker) if row is not None else None

@@ -134,7 +134,7 @@ class Ongoing:
         same = before.minutes if before.course == opened.number else None
         self.book = Book(
             opened.course,
-            Rule(ahead=opened.ahead, backups=opened.backups),
+            Rule(ahead=opened.ahead, backups=opened.backups, alone=opened.alone),
             [self._standings[server] for server in range(opened.servers)],
             num_rows=opened.rows,
             number=before.book + 1,

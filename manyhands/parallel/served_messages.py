@@ -98,6 +98,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """Rows of embeddings come, too: in so many bytes for each server."""
     batches_per_step: int = 1
     """What servers take for a step is a stretch of so many batches, on which a worker trained by itself."""
+    alone: int = 0
+    """To this step, one is handed out at a time."""
     quorum: Quorum | None = None
     """Steps are applied in rounds, each with whoever has come; None: each by itself."""
 

@@ -27,9 +27,6 @@ REOPEN, REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4, 5
 class ServedFit(Fit):
     """The same duties around steps as `Fit`; other steps."""
 
-    _generation = ""
-    _opened = 0
-
     def run(self) -> list[dict[str, float]]:
         self._staleness: Counter[int] = Counter()
         try:
@@ -91,11 +88,11 @@ class ServedFit(Fit):
         self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
 
     def _number(self) -> Number:
-        """The same on every worker of the generation: each has opened as many courses in it."""
-        generation = self._worker.group.generation
-        self._opened = self._opened + 1 if generation == self._generation else 1
-        self._generation = generation
-        return *parse_generation(generation), self._opened
+        """The same on every worker of the generation: each has opened as many courses in it, in all calls."""
+        generation, (before, opened) = self._worker.group.generation, self._engine.opened_in
+        opened = opened + 1 if generation == before else 1
+        self._engine.opened_in = generation, opened
+        return *parse_generation(generation), opened
 
     def _take_course(self) -> int:
         """Why all workers have met."""

@@ -151,6 +151,8 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """async: fetch fresh weights once in so many batches."""
     local_lr: float | None = None
     """Of those local steps, which are plain SGD's. Default: the optimizer's."""
+    warm_steps: int = 0
+    """async: until this step of the run, work for one worker at a time, before gradients begin to be stale."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -198,6 +200,10 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
                 f"push_every is {self.push_every} and pull_every {self.pull_every}, but in {self.mode} every slice is"
             )
             raise _wrong(f"{what} pushed, and needs the newest weights", 'mode="async"', where="mh.ParameterServer")
+        _at_least("warm_steps", self.warm_steps, 0)
+        if self.warm_steps and self.mode != "async":
+            what = f"warm_steps is {self.warm_steps}, but {self.mode} needs no such beginning: its workers wait"
+            raise _wrong(what, "warm_steps=0", 'mode="async"', where="mh.ParameterServer")
         if self.local_lr is not None and not (self.takes_local_steps and self.local_lr >= 0):
             what = f"local_lr is {self.local_lr}, but must be 0 or more, and is for push_every or pull_every above 1"
             raise _wrong(what, "no local_lr=", "push_every=4", where="mh.ParameterServer")

@@ -135,6 +135,8 @@ class Served(Computing):
         self._are_states_new = True
         """Those of the optimizer, in this process, are what a course begins with; else those in memory are."""
         self._is_gathered = False
+        self.opened_in = ("", 0)
+        """The generation of the last course, and how many it has opened."""
         self.phases = Phases()
         self.held = _Held()
         self.values: Values = []
@@ -288,6 +290,7 @@ class Served(Computing):
             ahead=self.ahead,
             backups=self._choice.backup_workers,
             damping=self._choice.damping,
+            alone=self._choice.warm_steps,
             groups=settings_of(self._optimizer),
             counts=[],
             more=b"",

@@ -170,6 +170,7 @@ class Stretched(Served):
     def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
         if self._inner is not None:
             scheduler, scheduled = None, False  # it is the workers' own
+        self._gathered = []  # for a checkpoint that was not written
         super().open(number, course, scheduler, scheduled=scheduled)
         self._rule.enter(len(self._course_now.workers))
 
@@ -177,7 +178,9 @@ class Stretched(Served):
         self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
     ) -> Open:
         opened = super()._install(number, course, workers, scheduler, scheduled)
-        return msgspec.structs.replace(opened, batches_per_step=self._way.every, quorum=self._way.quorum)
+        every = self._way.every
+        alone = -(-opened.alone // every)
+        return msgspec.structs.replace(opened, batches_per_step=every, alone=alone, quorum=self._way.quorum)
 
     # ---- between two meetings ----
 

@@ -157,6 +157,7 @@ class World:
         worker trains when it is given work, and pushes when its turn comes; else both when its turn comes."""
         self._strategy, self._make, self._die_every = strategy, optimizer, die_every
         self._die_in_rounds, self._begins_early, self.now_s = die_in_rounds, begins_early, 0.0
+        self._living = {FIRST_WORKER + rank for rank in range(workers)}
         self._host, self._known, self._pushes = HostMemory(), dict[str, int](), itertools.count(1)
         self.servers = [self._new_server(number) for number in range(servers)]
         self.lines = [Line(self, f"worker {number}".encode()) for number in range(workers)]
@@ -210,20 +211,29 @@ class World:
             foreign=ForeignState(),
             clock=lambda: self.now_s,
         )
-        server.hear_living([FIRST_WORKER + rank for rank in range(8)])
+        server.hear_living(self._living)
         return server
+
+    def lose(self, worker: int) -> None:
+        """Kill it, in the middle of whatever it does."""
+        self._living.discard(FIRST_WORKER + worker)
+        for server in self.servers:
+            server.hear_living(self._living)
+
+    def replace(self, server: int) -> None:
+        self.servers[server] = self._new_server(server)
 
     def replace_one(self) -> None:
         if self._die_every and (number := next(self._pushes)) % self._die_every == 0:
             at = number // self._die_every % len(self.servers)
-            self.servers[at] = self._new_server(at)
+            self.replace(at)
 
     def work(self) -> None:
         for number in [*range(1, len(self.servers)), 0]:
             while self.servers[number].has_work:
                 self.deliver(self.servers[number].work())
                 if self._die_in_rounds and self.servers[number]._course._owed:  # type: ignore[union-attr]
-                    self.servers[number] = self._new_server(number)
+                    self.replace(number)
             server = self.servers[number]
             if (standing := server.standing()) is not None:
                 self.servers[0].take(b"server", standing)
@@ -263,14 +273,14 @@ class World:
         """
         work: dict[int, Held] = {}
         met: set[int] = set()
-        for worker in itertools.cycle(order):
+        for worker in order:
             for _ in range(3):  # a book that is new grants nothing before it has heard everybody
                 self._talk(work, met)
-            if len(met) == len(self.engines):
+            if len(met) == len(self._living):
                 return
             if isinstance(worker, float):
                 self.now_s += worker
-            elif worker in work:
+            elif worker in work and self._lives(worker):
                 if not self._begins_early:
                     self._train(worker, work[worker])
                 self.lines[worker].push()
@@ -279,7 +289,7 @@ class World:
     def _talk(self, work: dict[int, Held], met: set[int]) -> None:
         """What workers do that have nothing else to do."""
         for worker, line in enumerate(self.lines):
-            if worker in work or worker in met:
+            if worker in work or worker in met or not self._lives(worker):
                 continue
             if line.is_waiting:
                 line.say_again()
@@ -290,6 +300,9 @@ class World:
                 work[worker] = reply.work
                 if self._begins_early:
                     self._train(worker, reply.work)
+
+    def _lives(self, worker: int) -> bool:
+        return FIRST_WORKER + worker in self._living
 
     def _train(self, worker: int, work: Held) -> None:
         steps = [self._batches.at(number) for number in self._stretches.batches(work.step)]

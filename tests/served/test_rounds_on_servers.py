@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import random
+from collections.abc import Iterator
+from itertools import cycle, groupby
 from typing import Any
 
 import pytest
@@ -71,7 +73,7 @@ def play(order: tuple[int | float, ...], **more: Any) -> World:
     dies = words.pop("dies", {})
     world = World(mh.LocalSGD(every=EVERY, **words), sgd, workers=3, begins_early=True, **dies)
     world.open(12)
-    list(world.play(order))
+    list(world.play(cycle(order)))
     assert sorted(done.step for done in world.told) == [1, 2, 3, 4, 5, 6], "a stretch is lost, or counted twice"
     return world
 
@@ -102,10 +104,34 @@ def test_all_who_may_come_are_waited_for_until_the_deadline_and_a_quorum_beyond_
         assert [len(one) for one in rounds_of(play(order).told)] == sizes, order
 
 
+def chance(world: World, seed: int) -> Iterator[int | float]:
+    """Turns in any order; servers die, and workers but for the first; and then everybody gets some."""
+    draw = random.Random(seed)
+    for _ in range(40):
+        if draw.random() < 0.15:
+            world.replace(0)
+        if draw.random() < 0.05:
+            world.lose(draw.choice((1, 2)))
+        yield draw.choice((0, 1, 2, 0.3, 3.0))
+    yield from (0, 1, 2, 6.0) * 20
+    raise AssertionError("all who live wait, and nothing happens any more")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 13])
+def test_whoever_dies_when_rounds_close_and_every_stretch_counts_once(seed: int) -> None:
+    quorum = (1, 2, 3, 0.5)[seed % 4]
+    strategy = mh.LocalSGD(every=EVERY, quorum=quorum, deadline_s=5.0, outer="nesterov")
+    world = World(strategy, sgd, workers=3, begins_early=True, die_in_rounds=seed % 2 == 0)
+    world.open(12)
+    list(world.play(chance(world, seed)))
+    assert sorted(done.step for done in world.told) == [1, 2, 3, 4, 5, 6], "a stretch is lost, or counted twice"
+    torch.testing.assert_close(world.weights(), by_hand(world.told, "mean", "nesterov"), rtol=1e-5, atol=1e-6)
+
+
 def test_the_last_stretches_are_not_held_up_by_workers_that_have_none() -> None:
     world = World(mh.LocalSGD(every=3, quorum=3, deadline_s=100.0), sgd, workers=3)
     world.open(12)  # four stretches for three workers
-    list(world.play((0, 1, 2)))
+    list(world.play(cycle((0, 1, 2))))
     assert world.now_s == 0.0
     assert [len(list(group)) for _, group in groupby(world.told, lambda done: done.together)] == [3, 1]
 

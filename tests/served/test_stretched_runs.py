@@ -33,7 +33,7 @@ def pushes_of(run: Run) -> dict[int, float]:
 
 def test_downpour_counts_every_gradient_once_whoever_dies(served: Start) -> None:
     places = faults(("worker 1", 8, "half-way through the push"), ("server 0", 8, "before commit"))
-    asked = {"mode": "async", "settings": {"push_every": 3, "pull_every": 2}, "epochs": 3, "save_every": 10}
+    asked = {"mode": "async", "settings": {"push_every": 3, "pull_every": 2}, "fits": 3, "epochs": 1, "save_every": 10}
     run = served({**asked, "faults": places}, "-n", "2", "--servers", "2")
     told = run.wait()
     assert told["counter"] == [3.0] and told["reached"] == 48

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -58,10 +59,19 @@ def test_downpour_ends_where_the_formula_ends_while_servers_die(push_every: int,
     strategy = mh.ParameterServer(mode="async", push_every=push_every, pull_every=pull_every)
     world = World(strategy, lambda params: torch.optim.Adagrad(params, lr=LR), workers=3, servers=2, die_every=2)
     world.open(12)
-    turns = list(world.play(ORDER))
+    turns = list(world.play(cycle(ORDER)))
     assert_all_close(world.weights(), downpour_by_hand(turns, pull_every))
     assert len(world.told) == len(turns) == 12 // push_every
     assert pull_every > push_every or not any(done.staleness for done in world.told)
+
+
+def test_a_warm_start_has_one_worker_at_a_time_and_nothing_stale() -> None:
+    strategy = mh.ParameterServer(mode="async", push_every=2, pull_every=2, warm_steps=5)
+    world = World(strategy, lambda params: torch.optim.SGD(params, lr=LR), workers=3, begins_early=True)
+    world.open(12)
+    assert len(list(world.play(cycle((0, 1, 2))))) == 6
+    assert [done.step for done in world.told[:3]] == [1, 2, 3]
+    assert [done.staleness for done in world.told] == [0, 0, 0, 0, 1, 2]
 
 
 def test_one_worker_with_plain_sgd_is_one_process_whatever_the_periods() -> None:
@@ -69,7 +79,7 @@ def test_one_worker_with_plain_sgd_is_one_process_whatever_the_periods() -> None
     strategy = mh.ParameterServer(mode="async", push_every=4, pull_every=4)
     world = World(strategy, lambda params: torch.optim.SGD(params, lr=LR), workers=1)
     world.open(12)
-    assert len(list(world.play([0]))) == 3
+    assert len(list(world.play(cycle([0])))) == 3
     weights = begun()
     for number in range(1, 13):
         weights = [value - LR * grad for value, grad in zip(weights, gradients(weights, number), strict=True)]
@@ -107,7 +117,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 def test_asynchronous_easgd_ends_where_the_formula_ends_while_its_servers_die() -> None:
     world = World(EASGD, momentum, workers=3, servers=2, die_every=2)
     world.open(12)
-    turns = list(world.play(ORDER))
+    turns = list(world.play(cycle(ORDER)))
     assert len({worker for worker, _ in turns}) == 3
     center = begun()
     alone = [Alone(center) for _ in range(3)]
@@ -145,12 +155,12 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit() -> None:
     """Each worker with its own weights and momentum."""
     world = World(EASGD, momentum, workers=3)
     world.open(6)
-    assert len(list(world.play(ORDER))) == 3
+    assert len(list(world.play(cycle(ORDER)))) == 3
     again = resumed(*saved(world))
     again.done = world.done
     world.open(6)
     again.open(6)
-    assert list(world.play(ORDER)) == list(again.play(ORDER))
+    assert list(world.play(cycle(ORDER))) == list(again.play(cycle(ORDER)))
     assert all(torch.equal(a, b) for a, b in zip(world.weights(), again.weights(), strict=True))
 
 
@@ -158,7 +168,7 @@ def test_clipping_is_that_of_each_local_step() -> None:
     strategy = mh.ParameterServer(mode="async", push_every=3, pull_every=3)
     world = World(strategy, lambda params: torch.optim.SGD(params, lr=LR), workers=1, clip=0.1)
     world.open(3)
-    assert len(list(world.play([0]))) == 1
+    assert len(list(world.play(cycle([0])))) == 1
     moved = torch.cat([(a - b).flatten() for a, b in zip(world.weights(), begun(), strict=True)])
     assert 0 < moved.norm() <= 3 * LR * 0.1 * 1.001
 
@@ -195,6 +205,7 @@ def test_statistics_of_several_slices_join_to_those_of_one() -> None:
     [
         ({"mode": "sync", "push_every": 2}, "every slice is pushed", 'mode="async"'),
         ({"push_every": 0}, "push_every is 0", "push_every=1"),
+        ({"mode": "ssp", "warm_steps": 9}, "ssp needs no such beginning", "warm_steps=0"),
         ({"pull_every": True}, "pull_every is True", "pull_every=1"),
         ({"local_lr": 0.1}, "local_lr is 0.1", "no local_lr="),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from manyhands.native import why_not
 from tests.served.test_served_runs import faults
+from tests.served.test_stretched_runs import pushes_of
 from tests.served.two_hosts import Prefixes, two_hosts_run
 
 sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
@@ -73,6 +74,10 @@ def test_stretches_count_once_and_rounds_close_over_two_hosts(tmp_path: Path) ->
     with two_hosts_run(tmp_path / "2", asked, "-n", "1", "--servers", "1") as run:
         told = run.wait(240)
     assert told["cells"] == pytest.approx([1.5] * 256, abs=1e-4), "in every round there were both"
+    easgd = {"every": 2, "outer": "elastic", "asynchronous": True}
+    with two_hosts_run(tmp_path / "3", {**asked, "settings": easgd}, "-n", "1", "--servers", "1") as run:
+        told = run.wait(240)
+    assert sum(told["cells"]) == pytest.approx(sum(pushes_of(run).values()), abs=0.01)
 
 
 @pytest.fixture(scope="module")

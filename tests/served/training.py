@@ -162,7 +162,7 @@ def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> boo
 
 def record_push(engine: Served, push: Any) -> bool:
     """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
-    row = engine._memory_now()[0].row(push.filled.held.row).views[0]
+    row = engine._memory_now()[0].row(engine._reach.row(push.filled.held)).views[0]
     with open("pushes.jsonl", "a") as file:
         file.write(json.dumps({"step": push.filled.held.step, "who": WHO, "added": -float(row.double().sum())}) + "\n")
     return False
@@ -246,13 +246,14 @@ if __name__ == "__main__":
         clip_norm=ASKED.get("clip"),
         hooks=[Watch()],
     )
-    history = trainer.fit(
-        data,
-        epochs=ASKED.get("epochs", 2),
-        batch_size=BATCH,
-        validation=data if ASKED.get("validate") else None,
-        checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
-    )
+    for _ in range(ASKED.get("fits", 1)):
+        history = trainer.fit(
+            data,
+            epochs=ASKED.get("epochs", 2),
+            batch_size=BATCH,
+            validation=data if ASKED.get("validate") else None,
+            checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
+        )
     digest = hashlib.sha256()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(name.encode() + value.detach().numpy().tobytes())
