@@ -113,7 +113,7 @@ class LeasedLoop(ServedFit):
                 self._expect(reply.work.item, reply.soon)
                 garbage.hold()
                 yield from engine.computing(self._steps.batches.at(reply.work.step), reply.work, reply.version)
-                garbage.release()
+                garbage.let_go()
 
     def _open(self, course: Course) -> None:
         super()._open(course)

@@ -49,6 +49,7 @@ class ServedFit(Fit):
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
             why = self._take_course()
             step = self._steps.batches.at(self._training.progress.step)
+            self._worker.report(step.number, "meeting")
             if step.last_of_epoch:
                 self._end_epoch()
             if why == LEAVE:
@@ -113,7 +114,7 @@ class ServedFit(Fit):
                 self._expect(reply.work.item, reply.soon)
                 garbage.hold()
                 engine.compute(self._steps.batches.at(reply.work.step), reply.work, reply.version)
-                garbage.release()
+                garbage.let_go()
 
     def _expect(self, now: Item, soon: Sequence[Item]) -> None:
         """Have what is leased fetched, and what will be, where it is of use."""
