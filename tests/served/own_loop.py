@@ -88,6 +88,8 @@ if __name__ == "__main__":
             hands.save()
         if hands.stepped and ASKED.get("together"):
             try_together(hands)
+        if hands.rank == 1 and ASKED.get("leaves"):
+            break
         if hands.steps_done >= 10 and "lr" in ASKED:
             sgd.param_groups[0]["lr"] = ASKED["lr"]
     evaluated = hands.evaluate(data, loss)

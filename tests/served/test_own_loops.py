@@ -92,6 +92,14 @@ def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint_with_others(loop: L
     assert "resumed at step" in again.output()
 
 
+@pytest.mark.long
+def test_a_worker_that_leaves_its_loop_by_break_is_told_what_to_do_instead(loop: Loop) -> None:
+    run = loop({"mode": "async", "leaves": True}, *TWO_AND_TWO)
+    assert run.process.wait(90) == 2
+    assert "warning: Rank 1 has left its loop by `break`" in run.output()
+    assert re.search(r"evaluate needs all workers.*\n +try: hands.request_stop\(\)", run.output())
+
+
 def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path: Path) -> None:
     [example] = [block for block in blocks("docs/parameter-servers.md") if "mh.join" in block]
     (tmp_path / "loop.py").write_text(example)
