@@ -21,6 +21,7 @@ from manyhands.data.fetch import Job, failed, failed_here
 from manyhands.data.loaders import UNSENDABLE, Failure, LoaderError, cannot_be_sent, end_with_parent, is_gone
 from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
+from manyhands.errors import DataFetchFailed
 
 __all__ = ["LEAST_AHEAD", "Ahead", "how_far"]
 
@@ -60,6 +61,8 @@ class Ahead:
             batch = future.result()
         except BrokenProcessPool as error:
             raise is_gone(error) from error
+        except DataFetchFailed:
+            raise
         except Exception as error:
             raise failed_here(job, error) from error
         if isinstance(batch, Failure):

@@ -56,6 +56,13 @@ class Garbage:
             gc.enable()
             self._held = False
 
+    def let_go(self) -> None:
+        """Release, and collect what is due: after a step that nobody else takes at the same time."""
+        due = self.wanted
+        self.release()
+        if due:
+            self.collect()
+
     def _raise(self) -> None:
         """What steps have left is ours to collect: without it, there is as much room as ever until Python does."""
         youngest, middle, oldest = usual = gc.get_threshold()

@@ -109,7 +109,10 @@ class Hands:
     def setup(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Hand over model, optimizer and LR scheduler (stepped once per update); all get the chief's weights."""
+        """Hand over model, optimizer and LR scheduler (stepped once per update); all get the chief's weights.
+
+        In a parameter server's process this does not return: it serves until the run ends.
+        """
         if self._worker.resolved.spec.train.audit:
             raise SpecError(
                 "audit computes a slice once more, and only mh.Trainer knows how: in a loop of your own, you do.",

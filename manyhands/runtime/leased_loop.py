@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.data.batches import Step
 from manyhands.errors import UsageError
-from manyhands.events import StalenessSeen
+from manyhands.events import StalenessSeen, Warned
 from manyhands.parallel.leases import Course
 from manyhands.parallel.served_messages import Values
 from manyhands.parallel.served_states import settings_of
@@ -77,10 +77,8 @@ class LeasedLoop(ServedFit):
         worker = self._worker
         if worker.world_size == 1:
             return False
-        worker.warn(
-            f"Rank {worker.rank} has left its loop by `break`: what servers have leased to it, others get when its "
-            "process ends. hands.request_stop() ends the loop on every worker."
-        )
+        text = f"Rank {worker.rank} has left its loop by `break`: what servers have leased to it, others get when its "
+        worker.tell(Warned(text=f"{text}process ends. hands.request_stop() ends the loop on every worker."))
         return True
 
     def _leases(self) -> Generator[PieceLike | None, Any, None]:
@@ -113,7 +111,7 @@ class LeasedLoop(ServedFit):
                 self._expect(reply.work.item, reply.soon)
                 garbage.hold()
                 yield from engine.computing(self._steps.batches.at(reply.work.step), reply.work, reply.version)
-                garbage.release()
+                garbage.let_go()
 
     def _open(self, course: Course) -> None:
         super()._open(course)

@@ -46,6 +46,7 @@ class ServedFit(Fit):
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
             why = self._take_course()
             step = self._steps.batches.at(self._training.progress.step)
+            self._worker.report(step.number, "meeting")
             if step.last_of_epoch:
                 self._end_epoch()
             if why == LEAVE:
@@ -108,7 +109,7 @@ class ServedFit(Fit):
                 self._expect(reply.work.item, reply.soon)
                 garbage.hold()
                 self._do(reply.work, reply.version)
-                garbage.release()
+                garbage.let_go()
 
     def _do(self, work: Held, version: int) -> None:
         self._announce(work.step)

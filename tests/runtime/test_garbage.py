@@ -54,6 +54,19 @@ class Record:
         self.in_steps += self._in_step and phase == "start"
 
 
+def test_garbage_of_steps_that_workers_take_by_themselves_does_not_pile_up() -> None:
+    garbage, alive, most = Garbage(manage=True), weakref.WeakSet[Knot](), 0
+    garbage.begin()
+    for _ in range(60):
+        garbage.hold()
+        for _ in range(100):
+            alive.add(Knot(torch.ones(1)))
+        most = max(most, len(alive))
+        garbage.let_go()
+    garbage.end()
+    assert most < 2000
+
+
 def train(per_slice: int, steps: int = 60, *, disabled: bool = False, only_chief: bool = False) -> dict[str, Any]:
     record = Record(per_slice)
     trainer = mh.Trainer(nn.Linear(12, 4), record.loss, OPTIMIZERS["SGD"], hooks=[record], slices=3)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import training
-from training import ASKED, BATCH, ROWS, Counted, arm, loss, optimizer
+from training import ASKED, BATCH, ROWS, Counted, arm, ids_of, loss, optimizer
 
 import manyhands as mh
 from manyhands.errors import UsageError
@@ -88,11 +88,19 @@ if __name__ == "__main__":
             hands.save()
         if hands.stepped and ASKED.get("together"):
             try_together(hands)
+        if hands.rank == 1 and ASKED.get("leaves"):
+            break
+        if hands.steps_done >= 10 and "lr" in ASKED:
+            sgd.param_groups[0]["lr"] = ASKED["lr"]
     evaluated = hands.evaluate(data, loss)
+    counts = [model.counter.detach()]
+    if model.seen is not None:
+        with torch.no_grad():
+            counts.append(model.seen(ids_of(torch.arange(ROWS))).flatten())
     told = {
         "reached": hands.steps_done,
         "weights": digest(model),
-        "counter": sorted({float(value) for value in model.counter.detach()}),
+        "counter": sorted({float(value) for value in torch.cat(counts)}),
         "loss": hands.loss,
         "evaluated": evaluated["loss"],
         "workers": [float(rank) for rank in torch.cat(hands.gather(torch.tensor([float(hands.rank)])))],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +16,10 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UsageError
+from manyhands.events import StepDone
 from manyhands.native import why_not
 from manyhands.runtime.leased_loop import refuse_apart
+from manyhands.runtime.recorder import read_events
 from tests.docs.test_guide import blocks
 from tests.elastic.conftest import Run
 from tests.served.conftest import Start
@@ -33,7 +38,7 @@ Loop = Callable[..., Run]
 @pytest.fixture
 def loop(served: Start) -> Loop:
     """The same runs as `served`, with another script."""
-    return lambda asked, *options: served(asked, *options, script=LOOP)
+    return functools.partial(served, script=LOOP)
 
 
 def said(run: Run) -> list[list[dict[str, Any]]]:
@@ -59,16 +64,40 @@ def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> 
         ("worker 0", 8, "half-way through the push"),
         ("server 1", 12, "after commit"),
     )
-    asked = {"mode": mode, "slices": 2, "together": True, "faults": places}
+    asked = {"mode": mode, "rows": True, "slices": 2, "together": True, "lr": 0.005, "faults": places}
     run = loop(asked, *TWO_AND_TWO)
     told = run.wait()
     assert (told["counter"], told["reached"]) == ([2.0], 32)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    rates = [event.lr for event in read_events(run.directory / "events" / "chief.jsonl") if isinstance(event, StepDone)]
+    assert (rates[0], rates[-1]) == (0.01, 0.005), "servers did not hear of the new rate"
     lines = [one for worker in said(run) for one in worker]
     assert {one["refused"] for one in lines if "refused" in one} == {"gather", "evaluate"}
     lines = [one for one in lines if "mean" in one]
     assert all(1.0 <= one["mean"] <= 2.0 for one in lines)
     assert any(1.0 < one["mean"] < 2.0 for one in lines), "nobody has heard of anybody"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint_with_others(loop: Loop, mode: str) -> None:
+    asked = {"mode": mode, "slow_s": {"worker 0": 0.05}, "slices": 2}
+    first = loop(asked, "-n", "1", "--servers", "1", folder="run")
+    first.until(lambda: said(first) and len(said(first)[0]) > 5, "five steps")
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.process.wait(60) == 75
+    again = loop({**asked, "slow_s": {}}, *TWO_AND_TWO, folder="run")
+    told = again.wait()
+    assert (told["counter"], told["reached"]) == ([2.0], 32)
+    assert "resumed at step" in again.output()
+
+
+@pytest.mark.long
+def test_a_worker_that_leaves_its_loop_by_break_is_told_what_to_do_instead(loop: Loop) -> None:
+    run = loop({"mode": "async", "leaves": True}, *TWO_AND_TWO)
+    assert run.process.wait(90) == 2
+    assert "warning: Rank 1 has left its loop by `break`" in run.output()
+    assert re.search(r"evaluate needs all workers.*\n +try: hands.request_stop\(\)", run.output())
 
 
 def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path: Path) -> None:
