@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from manyhands.parallel.tensor_layers import Divided, Place, _asked
+from manyhands.parallel.tensor_layers import Divided, Place, asked
 from manyhands.parallel.tensor_masks import dropout_part, kept_part
 from manyhands.parallel.tensor_ops import Ranges, Split, enter, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, parted, whole_of
@@ -27,11 +27,11 @@ __all__ = ["HeadsAttention", "HeadsRegion"]
 class HeadsAttention(Divided):
     """`nn.MultiheadAttention` by heads. Forward sums once, in the output projection."""
 
-    in_proj_weight = _asked("in_proj_weight")
-    in_proj_bias = _asked("in_proj_bias")
-    q_proj_weight = _asked("q_proj_weight")
-    k_proj_weight = _asked("k_proj_weight")
-    v_proj_weight = _asked("v_proj_weight")
+    in_proj_weight = asked("in_proj_weight")
+    in_proj_bias = asked("in_proj_bias")
+    q_proj_weight = asked("q_proj_weight")
+    k_proj_weight = asked("k_proj_weight")
+    v_proj_weight = asked("v_proj_weight")
 
     def forward(
         self,

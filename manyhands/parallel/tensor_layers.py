@@ -30,6 +30,7 @@ __all__ = [
     "Place",
     "Rows",
     "Vocabulary",
+    "asked",
     "divide_",
 ]
 
@@ -74,8 +75,12 @@ def _whole_of_block(value: Tensor, place: Place, cuts: tuple[Cut, ...]) -> Tenso
     return leave_(functional.pad(value, padding), place.axis, place.name)
 
 
-def _asked(name: str) -> Any:
+def asked(name: str) -> Any:
+    """A parameter as whoever asks the layer for it gets it."""
+
     def get(self: nn.Module) -> Tensor | None:
+        if name not in self._parameters:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
         value = self._parameters[name]
         return value if value is None else self.place.outside(name, value)  # type: ignore[union-attr,operator]
 
@@ -86,11 +91,11 @@ class Divided:
     """A kind of division, to be mixed into a layer's own class."""
 
     place: Place
-    weight = _asked("weight")
-    bias = _asked("bias")
+    weight = asked("weight")
+    bias = asked("bias")
 
     def own(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter; of one that stays whole because others use it, too, a cut."""
+        """A parameter as it lies here: this rank's part, or the whole if it is not divided."""
         value: Tensor | None = self._parameters.get(name)  # type: ignore[attr-defined]
         return value
 

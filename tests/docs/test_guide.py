@@ -18,6 +18,7 @@ PAGES = (
     "docs/dispatch.md",
     "docs/embeddings.md",
     "docs/parameter-servers.md",
+    "docs/tensor-parallel.md",
 )
 
 
