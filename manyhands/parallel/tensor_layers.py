@@ -27,6 +27,7 @@ __all__ = [
     "ConvRows",
     "Divided",
     "GridMatrix",
+    "HeadNorm",
     "Place",
     "Rows",
     "Vocabulary",
@@ -222,6 +223,16 @@ class ChannelConv(_Conv):
 
     inputs: Ranges
     """Of the input's channels."""
+
+
+class HeadNorm(Divided):
+    """A norm of single heads: whole, and used by each rank for its own heads, so its gradients are sums."""
+
+    @property
+    def weight(self) -> Tensor:
+        value = self.own("weight")
+        assert value is not None
+        return enter(value, self.place.axis, self.place.name)
 
 
 class ChannelNorm(Divided):
