@@ -32,15 +32,21 @@ if TYPE_CHECKING:
     from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
+    from manyhands.strategies.choices import CentralStorage as CentralStorage
     from manyhands.strategies.choices import LocalSGD as LocalSGD
     from manyhands.strategies.choices import Mirrored as Mirrored
     from manyhands.strategies.choices import MultiWorker as MultiWorker
     from manyhands.strategies.choices import ParameterServer as ParameterServer
+    from manyhands.strategies.choices import Sharded as Sharded
     from manyhands.strategies.choices import Single as Single
+    from manyhands.strategies.divided import Mesh as Mesh
+    from manyhands.strategies.divided import Pipeline as Pipeline
+    from manyhands.strategies.divided import Tensor as Tensor
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "CentralStorage": "strategies.choices",
     "Checkpoints": "runtime.saving",
     "Cluster": "runtime.cluster",
     "ClusterSpec": "spec.cluster",
@@ -52,12 +58,16 @@ _HOME = {
     "History": "runtime.trainer",
     "InputContext": "data.source",
     "LocalSGD": "strategies.choices",
+    "Mesh": "strategies.divided",
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
+    "Pipeline": "strategies.divided",
     "RemoteValue": "runtime.dispatching",
     "Server": "runtime.server",
+    "Sharded": "strategies.choices",
     "Single": "strategies.choices",
+    "Tensor": "strategies.divided",
     "TensorBoardHook": "runtime.summaries",
     "Trainer": "runtime.trainer",
     "Worker": "runtime.dispatch_worker",
@@ -67,6 +77,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CentralStorage",
     "Checkpoints",
     "Cluster",
     "ClusterSpec",
@@ -79,12 +90,16 @@ __all__ = [
     "InputContext",
     "LocalSGD",
     "ManyhandsError",
+    "Mesh",
     "Mirrored",
     "MultiWorker",
     "ParameterServer",
+    "Pipeline",
     "RemoteValue",
     "Server",
+    "Sharded",
     "Single",
+    "Tensor",
     "TensorBoardHook",
     "Trainer",
     "Worker",

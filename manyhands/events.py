@@ -20,9 +20,11 @@ __all__ = [
     "Event",
     "GenerationStarted",
     "Logged",
+    "PipelineTimed",
     "ResourcesUsed",
     "Resumed",
     "RoundRestarted",
+    "RoundsClosed",
     "RunEnded",
     "RunStarted",
     "ServerLost",
@@ -125,6 +127,8 @@ class StepDone(_Event, frozen=True):
     """Under parameter servers: how many updates its gradients had not seen, at most."""
     batch: int | None = None
     """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
+    together: int | None = None
+    """Under averaging with a quorum: how many workers the round had that it was in."""
 
 
 class StalenessSeen(_Event, frozen=True):
@@ -133,6 +137,14 @@ class StalenessSeen(_Event, frozen=True):
     step: int
     updates: dict[int, int]
     """By staleness: how many updates had it."""
+
+
+class RoundsClosed(_Event, frozen=True):
+    """How many workers rounds had in a call of `fit` that averaged with a quorum."""
+
+    step: int
+    rounds: dict[int, int]
+    """By the number of workers."""
 
 
 class EpochDone(_Event, frozen=True):
@@ -195,6 +207,18 @@ class Divided(_Event, frozen=True):
 
     step: int
     slices: list[int]
+
+
+class PipelineTimed(_Event, frozen=True):
+    """How much of a step the workers of a pipeline waited: as the schedule says, and in a step that was measured."""
+
+    step: int
+    schedule: str
+    microbatches: int
+    theory: float
+    measured: float
+    path: str
+    """A picture of both."""
 
 
 class CheckpointSaved(_Event, frozen=True):
@@ -290,8 +314,10 @@ Event = (
     | ServerWentOn
     | StepDone
     | StalenessSeen
+    | RoundsClosed
     | Straggler
     | Divided
+    | PipelineTimed
     | EpochDone
     | Evaluated
     | Logged

@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "Train on handwritten digits with 2 workers, kill one, stop, resume on 1, report.",
     "run": "Train: start workers for a script or module on this host.",
     "tune": "Find the fastest settings for a script on this machine, by measurement.",
+    "check": "Compare a script's result under every layout with that of one process.",
     "chaos": "Strike a script's run with random faults, and report how it came through.",
     "agent": "Lend this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",

@@ -44,6 +44,8 @@ class ForeignState:
     norms: tuple[NormLayer, ...] = ()
     seeds: tuple[Tensor, ...] = ()
     """States of the model's own generators. They are no buffers: `in_slice` sets them and puts them back."""
+    divided: tuple[Tensor, ...] = ()
+    """Frozen parameters of which a rank has a part between steps: no forward pass changes them."""
     in_slice: Callable[[], AbstractContextManager[object]] = nullcontext
     """Open during the forward pass of a slice, inside its randomness."""
 
@@ -77,7 +79,7 @@ class StepBuffers:
         foreign = foreign or ForeignState()
         self._layers = [*norm_layers(model), *foreign.norms]
         statistics = {id(t) for layer in self._layers for t in (*layer.averages, layer.calls) if t is not None}
-        self._others = _Others(model, statistics | {id(seed) for seed in foreign.seeds})
+        self._others = _Others(model, statistics | {id(one) for one in (*foreign.seeds, *foreign.divided)})
         self._averages = [t for layer in self._layers for t in layer.averages]
         self._owner = torch.tensor(
             [i for i, layer in enumerate(self._layers) for t in layer.averages for _ in range(t.numel())],
@@ -86,6 +88,11 @@ class StepBuffers:
         self._keep = torch.tensor([1.0 if x.keep is None else x.keep for x in self._layers], dtype=torch.float64)
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
         self._nothing = torch.empty(0, dtype=torch.float64)
+
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Moving averages: what layers write in forward, and do not look at in backward."""
+        return tuple(self._averages)
 
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
         self._alone = num_slices == num_ranks == 1
@@ -128,6 +135,22 @@ class StepBuffers:
             return contribution
         after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         return torch.cat([self._added(after, made), made])
+
+    def united(self, earlier: Tensor, later: Tensor) -> Tensor:
+        """Two contributions of one slice, which went through different layers."""
+        size = len(self._owner)
+        touched = later[size:] > 0
+        averages = torch.where(touched[self._owner], later[:size], earlier[:size])
+        return torch.cat([averages, earlier[size:] + later[size:]])
+
+    def joined(self, contributions: Sequence[Tensor]) -> Tensor:
+        """Those of several slices, as `apart` made them, as if one had made them all, one after the other."""
+        total, numel = contributions[0], len(self._owner)
+        for later in contributions[1:]:
+            calls = later[numel:]
+            keep = torch.where(self._cumulative, torch.ones_like(calls), self._keep**calls)
+            total = torch.cat([keep[self._owner] * total[:numel] + later[:numel], total[numel:] + calls])
+        return total
 
     def put_back(self) -> None:
         """Back to the step's own values. After backward, which may still need what forward left."""
@@ -243,7 +266,7 @@ class _Others:
                     fix=["keep such state in a buffer: register_buffer(...)", "slices=1, which needs no copy of it"],
                 )
         if v == 0:
-            self._from_first = {str(i): self._get(i).detach().clone().contiguous() for i in self._changed}
+            self._from_first |= {str(i): self._get(i).detach().clone().contiguous() for i in self._changed}
 
     def put_back(self) -> None:
         for i in self._changed:

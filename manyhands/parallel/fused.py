@@ -29,6 +29,7 @@ __all__ = [
     "Piece",
     "counts_steps",
     "fusible",
+    "has_fused",
     "names_by_group",
     "pack_pieces",
     "run_update",
@@ -62,6 +63,11 @@ def fusible(optimizer: Optimizer, params: Iterable[Tensor]) -> str:
         if param.dtype != torch.float32 or param.device.type != "cpu":
             return f"a parameter is {param.dtype} on {param.device}"
     return ""
+
+
+def has_fused(optimizer: Optimizer) -> bool:
+    """Whether there is a fused version of its kind, which treats every element by itself."""
+    return type(optimizer) in _KINDS
 
 
 def state_names(optimizer: Optimizer) -> list[str]:

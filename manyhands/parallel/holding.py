@@ -20,6 +20,7 @@ from manyhands.parallel.coded_gradients import CodedGradientSum, CodedResiduals
 from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
 from manyhands.parallel.shared_weights import SharedWeights, shareable
 from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
@@ -56,7 +57,7 @@ class Holding:
         self._bucket_bytes, self._check_every, self._tell = bucket_bytes, check_every, tell
         self._layout = ""
         self._set_group(axis, sharing)
-        self.sum: GradientSum | SharedGradients | None = None
+        self.sum: GradientSum | SharedGradients | ShardedSum | None = None
         self.weights: Update | None = None
 
     def _set_group(self, axis: Axis, sharing: Sharing | None) -> None:
@@ -65,7 +66,7 @@ class Holding:
         self._axis, self.sharing = axis, sharing if usable else None
 
     @property
-    def gradients(self) -> GradientSum | SharedGradients:
+    def gradients(self) -> GradientSum | SharedGradients | ShardedSum:
         assert self.sum is not None, "divide or attach comes first"
         return self.sum
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from manyhands.parallel.fused import Fused, fusible
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import global_norm
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import SharedGradients
 
 __all__ = ["LocalUpdate", "Update", "runs_fused"]
@@ -37,7 +38,7 @@ def runs_fused(optimizer: Optimizer) -> bool:
 class LocalUpdate:
     """The optimizer runs in full on this rank, fused where it can be. Gradients are in `.grad` all the time."""
 
-    def __init__(self, gradients: GradientSum | SharedGradients, optimizer: Optimizer) -> None:
+    def __init__(self, gradients: GradientSum | SharedGradients | ShardedSum, optimizer: Optimizer) -> None:
         self._gradients, self._optimizer = gradients, optimizer
         self._fused = self._fuse()
 

@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.checkpoint.export import save_tensors
 from manyhands.errors import CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.several_optimizers import SeveralOptimizers, divide_parameters
 from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
 from manyhands.strategies.base import LossFn, MetricFn
@@ -70,11 +71,14 @@ def _as_module(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def save_model(model: nn.Module, path: Path) -> None:
+def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """`weights` are given where the model's own are not all here."""
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
-    save_tensors(path, _flat(model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True)
+    save_tensors(
+        path, _flat(weights or model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True
+    )
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -82,11 +86,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if path.suffix in keras_models.SUFFIXES:
         keras_models.load_weights(model, path)
         return
-    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     try:
-        model.load_state_dict(_nested(weights))
+        model.load_state_dict(read_weights(path))
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Of a file that `save_model` has written, but for Keras's own kinds."""
+    return _nested(load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True))
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -118,6 +126,9 @@ def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimiz
     def make(model: nn.Module) -> torch.optim.Optimizer:
         if is_keras_optimizer(optimizer):
             return keras_optimizer(model, optimizer)
+        if isinstance(optimizer, Mapping):
+            divided = divide_parameters(model, optimizer)
+            return SeveralOptimizers({part: optimizer[part](params) for part, params in divided.items() if params})
         made = (
             optimizer
             if isinstance(optimizer, torch.optim.Optimizer)

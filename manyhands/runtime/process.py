@@ -10,7 +10,14 @@ import torch
 
 from manyhands.runtime.after_import import after_import
 
-__all__ = ["choose_device", "choose_threads", "give_freed_memory_back", "keep_freed_memory", "make_deterministic"]
+__all__ = [
+    "choose_device",
+    "choose_threads",
+    "give_freed_memory_back",
+    "is_there",
+    "keep_freed_memory",
+    "make_deterministic",
+]
 
 # glibc's parameter numbers for mallopt.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -53,9 +60,19 @@ def make_deterministic() -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def is_there(device: torch.device) -> bool:
+    """Whether this machine has it; the CPU always is."""
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    has_kind = accelerator is not None and accelerator.type == device.type
+    return has_kind and (device.index or 0) < torch.accelerator.device_count()
+
+
 def choose_device(devices: tuple[str, ...] | None, local_rank: int) -> torch.device:
     if devices:
-        return torch.device(devices[local_rank % len(devices)])
+        asked = torch.device(devices[local_rank % len(devices)])
+        return asked if is_there(asked) else torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")

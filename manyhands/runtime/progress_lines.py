@@ -18,9 +18,11 @@ from manyhands.events import (
     Event,
     GenerationStarted,
     Logged,
+    PipelineTimed,
     ResourcesUsed,
     Resumed,
     RoundRestarted,
+    RoundsClosed,
     RunEnded,
     RunStarted,
     ServerLost,
@@ -156,9 +158,15 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return slow_line(event)
         case Divided():
             return _divided(event)
+        case PipelineTimed():
+            bubble = f"bubble {event.measured:.0%} in step {event.step}, {event.theory:.0%} in theory"
+            return f"pipeline {event.schedule}, {event.microbatches} microbatches: {bubble}; {event.path}"
         case StalenessSeen():
             told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
             return f"updates by the staleness of their gradients: {told}"
+        case RoundsClosed():
+            told = ", ".join(f"{workers}: {rounds}" for workers, rounds in sorted(event.rounds.items()))
+            return f"rounds by the number of workers that were in them: {told}"
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()

@@ -6,6 +6,7 @@ and touches neither the disk nor the other workers.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +25,11 @@ from manyhands.data.source import InputContext, Source, as_source
 from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
 from manyhands.events import Evaluated, RunStarted
+from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
+from manyhands.runtime.dividing import Sample
 from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, randomness_in
@@ -34,10 +37,16 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
-from manyhands.runtime.worker import Worker
-from manyhands.strategies.choices import ParameterServer
+from manyhands.runtime.whole_state import WholeState
+from manyhands.runtime.worker import StrategyChoice, Worker
+from manyhands.strategies.choices import ParameterServer, Sharded
+from manyhands.strategies.divided import microbatches
+from manyhands.strategies.replicated import Replicated
 
 __all__ = ["Run"]
+
+USUAL_BATCH = 32
+"""Rows to look at where the data itself says how large a batch is."""
 
 
 class Run:
@@ -47,6 +56,7 @@ class Run:
         self.worker, self.parts, self.spec = worker, parts, worker.resolved.spec
         self._hooks, self._scheduler = hooks, scheduler
         self._training: Training | None = None
+        self._sample: Callable[[], Sample | None] = lambda: None
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
 
@@ -62,6 +72,20 @@ class Run:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
             progress.history = []
         return training
+
+    def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
+        """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
+        if self._training is not None or not self.worker.is_divided:
+            return
+
+        def sample() -> Sample:
+            source = as_source(data, collate=collate, num_workers=0, shuffle=False)
+            num_rows = max(1, (rows or USUAL_BATCH) // (self.spec.train.slices or self._default_slices()))
+            pieces = eval_pieces(source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device)
+            with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
+                return Sample(next(pieces).batch, self.parts.loss if with_loss else self.parts.call)
+
+        self._sample = sample
 
     def is_call_over(self) -> bool:
         """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""
@@ -143,6 +167,8 @@ class Run:
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if worker.strategy.dtypes:
+            set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
         if worker.is_elastic:
             _check_elastic(optimizer, spec.comm.reducer)
@@ -154,18 +180,25 @@ class Run:
             )
         if spec.train.audit and worker.most_workers == 1:
             worker.warn("audit compares the gradients of two workers, and this run has one.")
-        pacing = Pacing(spec.train, worker.world_size)
-        engine = make_engine(worker, parts, model, pacing, joining=joining)
+        # Made before the model is divided; only then is it known whether it is.
+        whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
+        pacing = Pacing(spec.train, worker.num_replicas)
+        engine = make_engine(worker, parts, model, pacing, joining=joining, sample=self._sample)
         model.train()
         try:
             engine.setup(model, optimizer, joining=joining)
         except PeerLost:
             engine.abandon()
             raise
+        divided = engine.divided if isinstance(engine, Replicated) else None
+        if whole is not None and divided is not None:
+            whole.divided(divided.shares, divided.present)
         if engine.held.common is not None:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
-        return Training(worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing)
+        return Training(
+            worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing, whole if divided else None
+        )
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train
@@ -186,16 +219,23 @@ class Run:
         return slices
 
     def _default_slices(self) -> int:
-        """Where one worker computes a whole batch, it has nobody to share it with."""
+        """Where one worker computes a whole batch, it has nobody to share it with; a microbatch is a slice."""
         worker = self.worker
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        return self.spec.train.accumulate * (1 if choice and choice.mode == "async" else worker.most_workers)
+        if _mode(worker.strategy) == "async":
+            return self.spec.train.accumulate
+        return self.spec.train.accumulate * self._most_replicas * microbatches(worker.strategy, worker.grid)
+
+    @property
+    def _most_replicas(self) -> int:
+        """How many workers, or groups of workers, may ever share a batch."""
+        return self.worker.num_replicas if self.worker.is_divided else self.worker.most_workers
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
-        if self.spec.train.balance and worker.world_size > 1 and slices <= worker.world_size:
+        if self.spec.train.balance and worker.num_replicas > 1 and slices <= worker.num_replicas:
             worker.warn(f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}.")
         worker.emit(
             RunStarted(
@@ -220,16 +260,16 @@ class Run:
     def source(self, data: Any, *, collate: Any = None, num_workers: int | None = None, shuffle: bool = True) -> Source:
         worker, slices = self.worker, self.ready().slices
         context = InputContext(
-            worker=worker.rank,
-            num_workers=worker.world_size,
-            slices=() if worker.is_waiting else tuple(slices_of(worker.rank, worker.world_size, slices)),
+            worker=worker.replica,
+            num_workers=worker.num_replicas,
+            slices=() if worker.is_waiting else tuple(slices_of(worker.replica, worker.num_replicas, slices)),
             num_slices=slices,
             host=worker.session.seat.host,
         )
 
         def work() -> Source:
             # Those who are training already have told each other what data they have.
-            exchange = worker if worker.world_size > 1 and not worker.is_waiting else None
+            exchange = worker if worker.num_replicas > 1 and not worker.is_waiting else None
             return as_source(
                 data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
             )
@@ -246,7 +286,7 @@ class Run:
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
         if per_worker is not None:
-            return per_worker * self.worker.most_workers
+            return per_worker * self._most_replicas
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
             raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
@@ -258,21 +298,21 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
-        if isinstance(self.worker.strategy, ParameterServer) and self.worker.strategy.leases:
+        if self.worker.strategy.leases:
             _check_leasable(source)
         return Batches(
             source,
             batch_size=batch_size,
             slices=training.slices,
-            rank=self.worker.rank,
-            world_size=self.worker.world_size,
+            rank=self.worker.replica,
+            world_size=self.worker.num_replicas,
             seed=self.spec.run.seed,
             position=training.position(),
             epochs=progress.call_epoch + epochs if epochs is not None else None,
             steps=progress.call_step + steps if steps is not None else None,
             first_step=progress.step + 1,
             device=self.worker.device,
-            exchange=self.worker if self.worker.world_size > 1 else None,
+            exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
 
@@ -281,7 +321,7 @@ class Run:
 
         def work() -> tuple[dict[str, float], int]:
             pieces = self.pieces(source, batch_size)
-            return evaluating.evaluate(training.engine, worker.axis, pieces, self.parts.metrics)
+            return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
 
         results, rows = self.regrouping.agreed(work)
         if tell:
@@ -291,7 +331,7 @@ class Run:
     def predict(self, source: Source, batch_size: int) -> Any:
         engine = self.ready().engine
         return self.regrouping.agreed(
-            lambda: evaluating.predict(engine, self.worker.axis, self.parts.call, self.pieces(source, batch_size))
+            lambda: evaluating.predict(engine, self.worker.replicas, self.parts.call, self.pieces(source, batch_size))
         )
 
     def pieces(self, source: Source, batch_size: int) -> Iterator[Piece]:
@@ -300,11 +340,11 @@ class Run:
         return eval_pieces(
             source,
             batch_size=batch_size,
-            rank=worker.rank,
-            world_size=worker.world_size,
+            rank=worker.replica,
+            world_size=worker.num_replicas,
             seed=self.spec.run.seed,
             device=worker.device,
-            exchange=worker if worker.world_size > 1 else None,
+            exchange=worker if worker.num_replicas > 1 else None,
         )
 
 
@@ -347,8 +387,8 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
         )
 
 
-def _mode(strategy: object) -> str:
+def _mode(strategy: StrategyChoice) -> str:
     """What the mode of parameter servers comes to."""
     if not isinstance(strategy, ParameterServer):
-        return ""
+        return "async" if strategy.leases else ""
     return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -83,13 +83,13 @@ class Saver:
         if self._writer is not None:
             self._tell(self._writer.poll())
         if save:
-            self._training.engine.gather_state()
+            self._training.gather_state()
             self._wanted = False
             self._start()
 
     def save_soon(self) -> None:
         """Start a save, unless one is under way: now, or with the next step where all workers must take part."""
-        if self._training.engine.has_residuals:
+        if self._training.saves_together:
             self._wanted = True
         else:
             self._start()
@@ -99,7 +99,7 @@ class Saver:
 
         For all workers alike, between steps.
         """
-        self._training.engine.gather_state()
+        self._training.gather_state()
         if self._writer is None:
             return
         self._save(wait=True)

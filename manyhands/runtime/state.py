@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.errors import CheckpointSaveFailed
 
-__all__ = ["optimizer_state", "pack", "restore_optimizer", "restore_rng", "rng_state", "unpack"]
+__all__ = ["model_state", "optimizer_state", "pack", "restore_optimizer", "restore_rng", "rng_state", "unpack"]
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -74,6 +74,25 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(unpack(item, tensors) for item in value)
         case _:
             return [unpack(item, tensors) for item in value]
+
+
+def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """A model's tensors without repetition, other names for them (tied weights), and state that is no tensor."""
+    weights: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+            continue
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
+        first = seen.setdefault(place, name)
+        if first == name:
+            weights[name] = value.detach()
+        else:
+            aliases[name] = first
+    return weights, aliases, extra
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

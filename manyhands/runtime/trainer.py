@@ -18,18 +18,22 @@ from manyhands.data.randomness import seed_all
 from manyhands.data.source import split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
+from manyhands.runtime.check_record import Recording
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, load_weights, save_model
+from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
+from manyhands.runtime.stretched_fitting import StretchedFit
 from manyhands.runtime.worker import StrategyChoice, enter
+from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.strategies.served import Served
+from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
 
@@ -59,7 +63,10 @@ class Trainer:
         self,
         model: nn.Module | Callable[[], nn.Module] | str | Path,
         loss: LossFn | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer]
+        | torch.optim.Optimizer
+        | Mapping[str, Callable[[Any], torch.optim.Optimizer]]
+        | None = None,
         strategy: str | StrategyChoice | None = None,
         *,
         precision: str | None = None,
@@ -95,6 +102,9 @@ class Trainer:
         parts = assemble(model, loss, optimizer, metrics)
         if worker.is_server:
             serve(worker, parts, scheduler)
+        order = order_of_this_worker()
+        if order is not None:
+            hooks = [*hooks, Recording(order, lambda: self._run)]
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None
@@ -144,6 +154,7 @@ class Trainer:
         run = self._run
         if resume not in ("auto", "never"):
             raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
+        run.offer(data, collate, batch_size or batch_per_worker)
         training = run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
@@ -169,7 +180,9 @@ class Trainer:
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        kind = ServedFit if isinstance(training.engine, Served) else Fit
+        kind: type[Fit] = Fit
+        if isinstance(training.engine, Served):
+            kind = StretchedFit if isinstance(training.engine, Stretched) else ServedFit
         self._fit = kind(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
@@ -183,6 +196,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
         run = self._run
+        run.offer(data, collate, batch_size)
         run.begin_call("evaluate")
         if run.is_call_over():
             return dict(run.calls.recorded())
@@ -199,6 +213,7 @@ class Trainer:
         Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
         """
         run = self._run
+        run.offer(data, collate, batch_size, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
         if run.is_call_over():
@@ -217,8 +232,9 @@ class Trainer:
             return
 
         def work() -> None:
+            weights = training.whole_weights()
             if self.is_chief and not run.worker.in_trial:
-                save_model(training.model, Path(path))
+                save_model(training.model, Path(path), weights)
             run.worker.wait_for_chief("save")
 
         run.regrouping.agreed(work)
@@ -230,9 +246,7 @@ class Trainer:
         training = run.begin_call("load")
         if run.is_call_over():
             return
-        if self.is_chief:
-            load_weights(training.model, Path(path))
-        training.engine.synchronise()
+        training.load_weights(Path(path))
         run.calls.finish(None)
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,10 +26,21 @@ from manyhands.parallel.balance import Slow
 from manyhands.runtime.engines import AnyEngine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.models import load_weights, read_weights
 from manyhands.runtime.pacing import Pacing, Verdict
+from manyhands.runtime.pipeline_report import report_pipeline
 from manyhands.runtime.solo import Solo
-from manyhands.runtime.state import optimizer_state, pack, restore_optimizer, restore_rng, rng_state, unpack
+from manyhands.runtime.state import (
+    model_state,
+    optimizer_state,
+    pack,
+    restore_optimizer,
+    restore_rng,
+    rng_state,
+    unpack,
+)
 from manyhands.runtime.usage import Meter
+from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import Engine, StepStats
 from manyhands.strategies.served import Served
@@ -77,7 +89,10 @@ class Training:
         hooks: Hooks,
         slices: int,
         pacing: Pacing,
+        whole: WholeState | None = None,
     ) -> None:
+        """With `whole`, this worker has a part of the model."""
+        self.whole = whole
         self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
         self.engine, self.hooks, self.slices, self.pacing = engine, hooks, slices, pacing
         self.garbage = Garbage(manage=worker.resolved.spec.train.manage_gc)
@@ -132,6 +147,7 @@ class Training:
                 generation=self.worker.group.generation,
                 staleness=stats.staleness,
                 batch=stats.batch,
+                together=stats.together,
             )
         )
         self.meter.add(stats)
@@ -190,17 +206,74 @@ class Training:
         if used is not None:
             self.worker.tell(used)
 
+    def tell_layout(self) -> None:
+        """What the layout cost in the last step, where there is something to tell. For all workers alike."""
+        spread = getattr(self.engine, "spread", None)
+        if spread is not None and spread.divided.passes is not None:
+            report_pipeline(self.worker, spread.divided.passes.runner, self.progress.step)
+
     def position(self) -> Position:
         return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)
 
+    @property
+    def saves_together(self) -> bool:
+        """Whether a save needs all workers."""
+        return self.engine.has_residuals or self.whole is not None
+
+    def gather_state(self) -> None:
+        """What the chief lacks comes to it, before it saves. For all workers alike."""
+        self.engine.gather_state()
+        if self.whole is not None:
+            self.whole.gather(self.worker.network)
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """All of the model's tensors, on the chief, where it has a part of them itself. For all workers alike."""
+        if self.whole is None:
+            return None
+        self.whole.gather(self.worker.network)
+        return self.whole.gathered().state_dict() if self.worker.is_chief else {}
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """What the last step left in `.grad`, on the chief. For all workers alike."""
+        if self.whole is not None:
+            return self.whole.gradients(self.worker.network)
+        return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+
+    def load_weights(self, path: Path) -> None:
+        """Have the weights of a file that the chief reads. For all workers alike."""
+        if self.whole is None:
+            if self.worker.is_chief:
+                load_weights(self.model, path)
+        else:
+            self.whole.take(self._weights_of(path))
+        self.engine.synchronise()
+
+    def _weights_of(self, path: Path) -> dict[str, Tensor]:
+        """A file's, on every worker."""
+        assert self.whole is not None
+        found = read_weights(path) if self.worker.is_chief else {}
+        weights = {name: torch.empty_like(one, device="cpu") for name, one in self.whole.like().items()}
+        missing = [name for name, one in weights.items() if self.worker.is_chief and not _fits(found.get(name), one)]
+        if missing:
+            raise CheckpointMismatch(f"{path} does not fit the model: {', '.join(missing[:3])}.")
+        for name, value in found.items():
+            if name in weights:
+                weights[name].copy_(value)
+        self.worker.axis.broadcast_(weights.values(), "weights of the file")
+        return weights
+
     def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies."""
-        weights, aliases, extra = self._weights()
+        if self.whole is None:
+            weights, aliases, extra = model_state(self.model)
+            optimizer = optimizer_state(self.optimizer, self._names)
+        else:
+            weights, aliases, extra, optimizer = self.whole.gathered()
         tensors = {f"model/{name}": value for name, value in weights.items()}
         rest = {
             "model_extra": extra,
             "aliases": aliases,
-            "optimizer": optimizer_state(self.optimizer, self._names),
+            "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "strategy": self.engine.state(),
             "hooks": self.hooks.state(),
@@ -211,24 +284,6 @@ class Training:
             "progress": msgspec.to_builtins(self.progress),
             "identity": self.identity(),
         }
-
-    def _weights(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """The model's tensors without repetition, other names for them (tied weights), and state that is no tensor."""
-        weights: dict[str, Tensor] = {}
-        aliases: dict[str, str] = {}
-        extra: dict[str, Any] = {}
-        seen: dict[tuple[Any, ...], str] = {}
-        for name, value in self.model.state_dict().items():
-            if not isinstance(value, Tensor):
-                extra[name] = value
-                continue
-            place = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
-            first = seen.setdefault(place, name)
-            if first == name:
-                weights[name] = value.detach()
-            else:
-                aliases[name] = first
-        return weights, aliases, extra
 
     def identity(self) -> dict[str, Any]:
         """What must not change when a run goes on, or the result would."""
@@ -247,7 +302,7 @@ class Training:
 
     def restore(self, loaded: Loaded) -> None:
         self._check_identity(loaded.state["identity"])
-        check_model(loaded.manifest, self._weights()[0])
+        check_model(loaded.manifest, model_state(self.model)[0] if self.whole is None else self.whole.like())
         self.take(loaded.state, loaded.tensors, with_hooks=True)
         self.progress.agreed = self.progress.step  # everybody has what the chief has read
 
@@ -255,8 +310,11 @@ class Training:
         """Become what `parts` told of."""
         rest = unpack(state["training"], tensors)
         weights = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
-        tied = {name: weights[first] for name, first in rest["aliases"].items()}
-        self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
+        if self.whole is not None:
+            self.whole.take(weights)
+        else:
+            tied = {name: weights[first] for name, first in rest["aliases"].items()}
+            self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"])
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])
@@ -290,7 +348,8 @@ class Training:
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
         try:
-            restore_optimizer(self.optimizer, saved, self._names)
+            mine = saved if self.whole is None else self.whole.part_of(saved)
+            restore_optimizer(self.optimizer, mine, self._names)
         except (KeyError, ValueError) as error:
             raise CheckpointMismatch(
                 f"The checkpoint's optimizer state does not fit this {type(self.optimizer).__name__}: {error}.",
@@ -311,3 +370,7 @@ class Training:
                     f"The run began with {name}={before}, but now {name}={now}: the result would not be the same.",
                     fix=[f"{name}={before}", "a new run directory: --run-dir NEW"],
                 )
+
+
+def _fits(found: Any, wanted: Tensor) -> bool:
+    return isinstance(found, Tensor) and found.shape == wanted.shape

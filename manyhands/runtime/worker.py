@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from manyhands.comm.axis import Axis, connect
+from manyhands.comm.mesh import Grid
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.store import ControlStore
 from manyhands.control.session import RunFacts, Session
@@ -33,15 +34,27 @@ from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo, watch_ending
 from manyhands.spec import load
+from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import AVERAGING, RunSpec
 from manyhands.spec.seat import Group, Seat
-from manyhands.strategies.choices import LocalSGD, Mirrored, MultiWorker, ParameterServer, Single
+from manyhands.strategies.choices import (
+    CentralStorage,
+    LocalSGD,
+    Mirrored,
+    MultiWorker,
+    ParameterServer,
+    Sharded,
+    Single,
+)
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
 
 __all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
 
-StrategyChoice = Single | Mirrored | MultiWorker | ParameterServer | LocalSGD
+StrategyChoice = (
+    Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
+)
 _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "single": Single,
     "mirrored": Mirrored,
@@ -49,6 +62,11 @@ _STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "parameter_server": ParameterServer,
     "local_sgd": LocalSGD,
     "diloco": partial(LocalSGD, outer="nesterov"),
+    "tensor": Tensor,
+    "pipeline": Pipeline,
+    "mesh": Mesh,
+    "sharded": Sharded,
+    "central_storage": CentralStorage,
 }
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
@@ -105,6 +123,25 @@ class Worker:
         return self.session.group
 
     @property
+    def grid(self) -> Grid:
+        """How the workers stand: where the strategy does not divide the model, each is a replica of it."""
+        return grid_of(self.strategy, self.world_size)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a replica of the model takes several workers."""
+        return isinstance(self.strategy, DIVIDED)
+
+    @property
+    def replica(self) -> int:
+        """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
+        return self.grid.place(self.rank).data if self.is_divided else int(self.rank)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.grid.data if self.is_divided else int(self.world_size)
+
+    @property
     def is_waiting(self) -> bool:
         """Started into a running run, and not admitted yet."""
         return self.session.group.rank < 0
@@ -136,6 +173,38 @@ class Worker:
     def network(self) -> Axis:
         """The same workers over sockets, whatever they share."""
         return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
+
+    def line(self, *axes: str) -> Axis:
+        """The workers that differ from this one in their places on `axes` alone.
+
+        Through shared memory where they follow one another on this host, which the ones on the tensor axis do.
+        """
+        ranks = self.grid.line(self.rank, *axes)
+        key = f"step along {' and '.join(axes)} from {ranks[0]}"
+        if len(ranks) == self.world_size:
+            return self.axis
+        if key not in self._connected:
+            place, size, plane = ranks.index(self.rank), len(ranks), None
+            if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
+                plane = self._connect_plane(key, place, size)
+            self._connected[key] = plane or self._connect(key, self.device, place, size)
+        return self._connected[key]
+
+    def line_over_sockets(self, *axes: str) -> Axis:
+        """The same workers, for those who send to one another."""
+        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+
+    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+        """These workers, of which this is one, over sockets."""
+        key = f"{purpose} of {' '.join(map(str, ranks))}"
+        if key not in self._connected:
+            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
+        return self._connected[key]
+
+    @property
+    def replicas(self) -> Axis:
+        """One worker of every replica, for what replicas tell each other."""
+        return self.line("data") if self.is_divided else self.axis
 
     @property
     def sharing(self) -> Sharing | None:
@@ -169,8 +238,10 @@ class Worker:
         return True
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
-        """For rows that some workers lack: a group of its own, because these travel while a step is under way."""
-        return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
+        """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
+        if not self.is_divided:
+            return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
+        return self.among(self.grid.line(self.rank, "data"), "rows").all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
@@ -257,7 +328,8 @@ class Worker:
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         what = "weights" if self.strategy.name in AVERAGING else "gradients"
         exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        return f"{machine}, workers talk {way}{exchange}"
+        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
+        return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property
     def stop_requested(self) -> str | None:
@@ -365,20 +437,34 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
+    order = order_of_this_worker()
+    if order is not None:
+        chosen = _STRATEGIES[order.strategy](devices=chosen.devices, threads=chosen.threads, **order.settings)
     if seat is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
-        return _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        for line in _not_there(chosen, worker.session.seat):
+            worker.warn(line)
+        return worker
     _check_strategy(chosen, seat, resolved.spec)
     if session is None:
         worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
     else:
         worker = Worker(session, resolved, chosen)
         seated_workers.append(worker)
-    for line in (*resolved.overrides, *_differences(resolved, seat)):
+    for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
         worker.warn(line)
     return worker
+
+
+def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
+    """Devices of this worker that the machine does not have: it computes on the CPU instead."""
+    if strategy.devices and not seat.is_server:
+        asked = strategy.devices[seat.local_rank % len(strategy.devices)]
+        if not process.is_there(torch.device(asked)):
+            yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
 
 
 def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:
@@ -432,12 +518,30 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
             f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
             fix=['strategy="multi_worker"'],
         )
-    if strategy.name == "parameter_server" and not seat.num_servers:
+    if strategy.name == "central_storage" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
+            fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
+        )
+    if strategy.on_servers and not seat.num_servers:
         raise SpecError(
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
         )
-    if strategy.name != "parameter_server" and seat.num_servers:
+    if isinstance(strategy, DIVIDED):
+        grid_of(strategy, seat.world_size)
+        if seat.most_workers:
+            raise SpecError(
+                f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
+                fix=["no elastic=", 'strategy="mirrored"'],
+            )
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
+    if not strategy.on_servers and seat.num_servers:
         raise SpecError(
             f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
             fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],

@@ -29,6 +29,7 @@ __all__ = [
     "Key",
     "Resolved",
     "TorchrunTask",
+    "checked",
     "cluster_task",
     "dump_toml",
     "environment",
@@ -48,7 +49,8 @@ KEY_FILE_VARIABLE = "MANYHANDS_KEY_FILE"
 PREFIX = "MANYHANDS_"
 TRIAL_VARIABLE = "MANYHANDS_TRIAL"
 CHAOS_VARIABLE = "MANYHANDS_CHAOS"
-RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE, CHAOS_VARIABLE}
+CHECK_VARIABLE = "MANYHANDS_CHECK"
+RESERVED = SEAT_VARIABLES | {CONFIG_VARIABLE, KEY_FILE_VARIABLE, TRIAL_VARIABLE, CHAOS_VARIABLE, CHECK_VARIABLE}
 MAX_TEXT = 4096
 
 
@@ -337,6 +339,12 @@ def in_trial() -> bool:
     """Whether this worker only runs to be measured by `mh tune`: it may leave nothing behind."""
     environ = environment()
     return bool(environ.get(TRIAL_VARIABLE)) and seat(environ) is not None
+
+
+def checked() -> str:
+    """What `mh check` asks of this worker, as it wrote it; nothing where it did not start it."""
+    environ = environment()
+    return environ.get(CHECK_VARIABLE, "") if seat(environ) is not None else ""
 
 
 def under_chaos() -> bool:

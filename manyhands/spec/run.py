@@ -12,11 +12,25 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+__all__ = [
+    "AVERAGING",
+    "DIVIDING",
+    "STORING",
+    "CheckpointSection",
+    "CommSection",
+    "LaunchSection",
+    "RunSection",
+    "RunSpec",
+    "TrainSection",
+]
 
 
 AVERAGING = ("local_sgd", "diloco")
 """Strategies whose workers train weights of their own."""
+DIVIDING = ("tensor", "pipeline", "mesh")
+"""Strategies whose workers have parts of the model."""
+STORING = ("sharded", "central_storage")
+"""Strategies that say where weights and states are kept, and change nothing else of what replicas do."""
 
 
 DEFAULT_SERVERS = 2
@@ -57,7 +71,19 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    strategy: Literal["single", "mirrored", "multi_worker", "parameter_server", "local_sgd", "diloco"] = "mirrored"
+    strategy: Literal[
+        "single",
+        "mirrored",
+        "multi_worker",
+        "parameter_server",
+        "local_sgd",
+        "diloco",
+        "tensor",
+        "pipeline",
+        "mesh",
+        "sharded",
+        "central_storage",
+    ] = "mirrored"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
@@ -196,6 +222,57 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.train.strategy in AVERAGING:
             self._check_averaging()
+        if self.train.strategy in DIVIDING:
+            self._check_dividing()
+        if self.train.strategy in STORING:
+            self._check_storing()
+
+    def _check_storing(self) -> None:
+        train, name = self.train, self.train.strategy
+        if train.exact:
+            raise SpecError(
+                f"[train] exact promises the same bits for any number of workers, which {name} does not.",
+                fix=["exact = false", 'strategy = "mirrored"'],
+            )
+        if train.audit or train.balance:
+            what = "audit" if train.audit else "balance"
+            raise SpecError(
+                f"[train] {what} moves slices from one worker to another, but with {name} all take part in each.",
+                fix=[f"{what} = false", 'strategy = "mirrored"'],
+            )
+        if self.comm.reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
+            )
+        if self.launch.elastic is not None:
+            raise SpecError(
+                f"[launch] elastic is for workers that come and go, but {name} has each keep what others lack.",
+                fix=['elastic = "none"', 'strategy = "mirrored"'],
+            )
+
+    def _check_dividing(self) -> None:
+        """Whatever rests on each worker having the whole model is refused."""
+        train, name = self.train, self.train.strategy
+        if train.exact:
+            raise SpecError(
+                f"[train] exact promises the same bits for any number of workers, but {name} adds up parts of the "
+                "model's own sums, and rounds otherwise: to about 1e-6 the results are the same.",
+                fix=["exact = false", 'strategy = "mirrored"'],
+            )
+        if train.audit:
+            raise SpecError(
+                f"[train] audit has another worker compute a slice again, but with {name} none has the whole model.",
+                fix=["audit = false"],
+            )
+        if self.comm.reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
+            )
+        if self.launch.elastic is not None:
+            raise SpecError(
+                f"[launch] elastic is for workers that come and go, but {name} divides the model over a fixed number.",
+                fix=['elastic = "none"', 'strategy = "mirrored"'],
+            )
 
     def _check_averaging(self) -> None:
         """Workers with weights of their own: whatever rests on all having the same is refused."""

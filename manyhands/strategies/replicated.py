@@ -24,6 +24,7 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
 from manyhands.parallel.fingerprint import fingerprint, states_of
+from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
@@ -32,8 +33,10 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
+from manyhands.parallel.spread import Divided, Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
+from manyhands.strategies.staged import StagedSlices
 
 __all__ = ["Replicated"]
 
@@ -70,8 +73,11 @@ class Replicated(Computing):
         network: Callable[[], Axis] | None = None,
         tell: Callable[[str], None] = lambda text: None,
         rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
+        spread: Spread | None = None,
     ) -> None:
-        """`sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
+        """With `spread`, each replica is spread over several ranks, and `axis` are those with the same part of it.
+
+        `sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
         start with what follows from `seed`, and live where `rows` has them.
 
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
@@ -87,6 +93,7 @@ class Replicated(Computing):
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
+        self.spread, self._local = spread, nn.Module()
         self._held: Holding | None = None
         self._layout: _Layout | None = None
         self._reports: list[Report] = []
@@ -97,20 +104,14 @@ class Replicated(Computing):
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
         """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
-        self._model, self._optimizer = model, optimizer
-        self._held = Holding(
-            model,
-            optimizer,
-            self._axis,
-            self._sharing,
-            self._network,
-            self._codec,
-            bucket_bytes=self._bucket_bytes,
-            check_every=self._check_every,
-            tell=self._tell,
-        )
-        self._buffers = StepBuffers(model, self._foreign)
-        self._rows = self._make_rows(model, self._seed)
+        self._model, self._local, self._optimizer = model, model, optimizer
+        if self.spread is not None:
+            _check_divisible(optimizer)
+            divided = self.spread.divide_(model, optimizer)
+            self._model, self._local = divided.stand_in, divided.local
+        self._held = self._hold(self._local, optimizer)
+        self._buffers = StepBuffers(self._local, self._foreign)
+        self._rows = self._make_rows(self._local, self._seed)
         self._tell_where_rows_are()
         if self._rows:
             _check_rows(optimizer)
@@ -127,6 +128,24 @@ class Replicated(Computing):
             )
         if not joining:
             self.synchronise()
+
+    def _hold(self, model: nn.Module, optimizer: Optimizer) -> Holding:
+        return Holding(
+            model,
+            optimizer,
+            self._axis,
+            self._sharing,
+            self._network,
+            self._codec,
+            bucket_bytes=self._bucket_bytes,
+            check_every=self._check_every,
+            tell=self._tell,
+        )
+
+    @property
+    def divided(self) -> Divided | None:
+        """What this rank has of the model, where that is not all of it."""
+        return self.spread.divided if self.spread is not None else None
 
     def _tell_where_rows_are(self) -> None:
         if self._rows and self._rows.are_here:
@@ -148,6 +167,11 @@ class Replicated(Computing):
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
+        if self.spread is not None:
+            raise TrainingFailed(
+                "No worker has all of the model's weights, so none can edit them.",
+                fix=["change the weights before the trainer has them", "trainer.load(FILE), of whole weights"],
+            )
         alone = self.held.common.editing() if self.held.common is not None else nullcontext()
         with torch.no_grad(), alone:
             yield self._model
@@ -155,17 +179,17 @@ class Replicated(Computing):
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
-        for param in self._model.parameters():
+        for param in self._local.parameters():
             param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout = None
         self.held.divide()
         shared = set(map(id, self.held.gradients.params)) if self.held.common is not None else set()
-        own = [param for param in self._model.parameters() if id(param) not in shared]
-        self._axis.broadcast_([*own, *self._model.buffers()], "weights of rank 0")
+        own = [param for param in self._local.parameters() if id(param) not in shared]
+        self._axis.broadcast_([*own, *self._local.buffers()], "weights of rank 0")
         self._axis.barrier("weights of rank 0")
         self.held.accept_weights()
         self._rows.synchronise(self._axis)
-        self._buffers = StepBuffers(self._model, self._foreign)
+        self._buffers = StepBuffers(self._local, self._foreign)
 
     # Ranks that come and go, between steps or in the middle of one.
 
@@ -229,15 +253,15 @@ class Replicated(Computing):
 
     @property
     def compares_copies(self) -> bool:
-        return self._check_every > 0 and self._axis.size > 1
+        return self._check_every > 0 and self._axis.size > 1 and self.spread is None
 
     def hashes(self) -> Hashes:
         """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
         shared = self.held.common
         seeds = {seed.data_ptr() for seed in self._foreign.seeds}
-        names = {id(param): name for name, param in self._model.named_parameters()}
+        names = {id(param): name for name, param in self._local.named_parameters()}
         with self._rows.sparse.hidden():
-            weights = [(name, one) for name, one in self._model.state_dict().items() if isinstance(one, Tensor)]
+            weights = [(name, one) for name, one in self._local.state_dict().items() if isinstance(one, Tensor)]
         own = [
             (name, one)
             for name, one in [*weights, *states_of(self._optimizer, names)]
@@ -262,9 +286,23 @@ class Replicated(Computing):
         if _wants_closure(self._optimizer):
             return self._train_step_with_closure(step, stop, collect)
         self.begin_step(step, stop=stop, collect=collect)
-        for piece in step.mine():
-            self._compute(piece)
+        if self.spread is not None and self.spread.divided.passes is not None:
+            self._run_stages(self.spread, self.spread.divided.passes, list(step.mine()))
+        else:
+            for piece in step.mine():
+                self._compute(piece)
         return self.end_step()
+
+    def _run_stages(self, spread: Spread, passes: Passes, pieces: Sequence[PieceLike]) -> None:
+        """This rank's layers see every slice of the replica; the loss is known at their end."""
+        assert isinstance(self.held.gradients, GradientSum) and self._loss_fn is not None
+        slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
+        passes.run(pieces, slices, f"step {self._step.number}")
+        self.phases.mark("backward")
+        self._exchange.post(spread.told(slices.reports()))
+
+    def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:
+        return self.weigh(piece, result, self._step.rows)
 
     def _compute(self, piece: PieceLike) -> None:
         self.phases.mark("load")
@@ -293,7 +331,10 @@ class Replicated(Computing):
         due = self.compares_copies and (step.number - 1) % self._check_every == 0 and not within
         hashes = self.hashes().numbers() if due else ()
         note = Note(stop, collect, self._times)
-        self._exchange = Exchange(self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes)
+        staged = self.spread is not None and self.spread.divided.passes is not None
+        self._exchange = Exchange(
+            self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes, may_ride=not staged
+        )
 
     def _stamp(self, number: int) -> bytes:
         """What marks this step's gradients: of this number, divided as this group of ranks does."""
@@ -302,8 +343,7 @@ class Replicated(Computing):
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
-        self._enter_slice(self._place[piece.index])
-        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+        with self.slice_context(piece):
             return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
 
     def _enter_slice(self, place: int) -> None:
@@ -317,6 +357,11 @@ class Replicated(Computing):
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
         """The same around a forward that somebody else runs."""
         self._enter_slice(self._place[piece.index])
+        with self._around(piece):
+            yield
+
+    @contextmanager
+    def _around(self, piece: PieceLike) -> Iterator[None]:
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
             yield
 
@@ -344,7 +389,7 @@ class Replicated(Computing):
         piece = self._step.slice(next(v for v, number in self._place.items() if number == place))
         self._buffers.enter(place)
         try:
-            with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+            with self._around(piece):
                 result = self._loss_fn(self._model, piece.batch)
             _, _, scaled = self.weigh(piece, result, self._step.rows)
             self._buffers.leave(-1)  # whatever it made of the buffers, another rank tells
@@ -414,7 +459,7 @@ class Replicated(Computing):
     def restore(self, state: dict[str, Any]) -> None:
         """After the weights themselves."""
         self.held.accept_weights()
-        self._buffers = StepBuffers(self._model, self._foreign)  # they have other values now
+        self._buffers = StepBuffers(self._local, self._foreign)  # they have other values now
         if self.served_rows is not None:
             self.served_rows.restore(state.get("rows", {}))
         if self._precision.scale and "loss_scale" in state:
@@ -460,6 +505,9 @@ class Replicated(Computing):
             self._exchange.post(())
         self.held.gradients.finish()
         heard = self._exchange.finish()
+        if self.spread is not None:
+            self.spread.settle()
+            heard = self.spread.agree(heard)
         self._rows.exchange(self._axis, self._step.number)
         if self._exchange.hashes:
             self.compare([Hashes.of(numbers) for numbers in self._exchange.hashes])
@@ -483,7 +531,8 @@ class Replicated(Computing):
         self._rows.factor = factor
         if self._clip_norm is None and scale is None:
             return
-        stats.grad_norm = math.hypot(self.held.update.norm(), self._rows.norm())
+        norm = self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
+        stats.grad_norm = math.hypot(norm, self._rows.norm())
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
@@ -544,6 +593,14 @@ def _check_rows(optimizer: Optimizer) -> None:
         raise TrainingFailed(
             f"{type(optimizer).__name__} evaluates the loss several times per step; rows of embeddings change once.",
             fix=["another optimizer", "torch.nn.Embedding"],
+        )
+
+
+def _check_divisible(optimizer: Optimizer) -> None:
+    if _wants_closure(optimizer):
+        raise TrainingFailed(
+            f"{type(optimizer).__name__} looks at all of the model's gradients at once, and each worker has some.",
+            fix=["another optimizer", 'strategy="mirrored"'],
         )
 
 

@@ -55,9 +55,9 @@ class PoolSession:
         self._store.wait(keys, timedelta(seconds=timeout_s))
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
-        """A host's first rank plays the agent; the others reach its memory through its process."""
+        """Whoever asks first plays the agent; the others reach its memory through its process."""
         key = f"memory/{self.seat.host}/{name}"
-        if self.seat.local_rank == 0:
+        if self._store.add(f"{key}/asked", 1) == 1:
             self._memory = self._memory or HostMemory()
             offset, fd = self._memory.allot(name, num_bytes, ranks), self._memory.fd
             self.set(key, f"{os.getpid()} {fd} {offset}".encode())

@@ -14,10 +14,13 @@ PAGES = (
     "README.md",
     "docs/guide.md",
     "docs/exchange.md",
+    "docs/layouts.md",
     "docs/averaging.md",
     "docs/dispatch.md",
     "docs/embeddings.md",
     "docs/parameter-servers.md",
+    "docs/pipeline.md",
+    "docs/sharding.md",
     "docs/tensor-parallel.md",
 )
 

@@ -1,0 +1,87 @@
+"""What a layout needs of each worker's memory: counted from the model, and from one slice's forward pass.
+
+Weights, gradients and the optimizer's states are counted; what a forward pass keeps for backward is measured once, on
+one slice, without leaving a trace in the model. Fragmentation, the interpreter and torch itself are not in it.
+Start reading at `Footprint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+__all__ = ["Footprint", "kept_for_backward", "num_bytes", "states_per_weight"]
+
+PROBE = 16
+"""Elements of the weight that an optimizer of the same kind is tried out on."""
+
+
+class Footprint(NamedTuple):
+    """Bytes of one worker."""
+
+    weights: int
+    gradients: int
+    states: int
+    """The optimizer's."""
+    activations: int
+    """What is kept for backward, at the most."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def states_per_weight(optimizer: Optimizer) -> float:
+    """How many numbers the optimizer keeps for each weight: tried out on a weight of its own."""
+    weight = nn.Parameter(torch.zeros(PROBE))
+    group = {"params": [weight], **optimizer.defaults}
+    probe = type(optimizer)([group], lr=optimizer.defaults.get("lr", 0.0))  # type: ignore[call-arg]
+    weight.grad = torch.zeros(PROBE)
+    probe.step(lambda: 0.0)
+    kept = sum(one.numel() for one in probe.state[weight].values() if isinstance(one, Tensor))
+    return kept // PROBE
+
+
+def kept_for_backward(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> int:
+    """Bytes that the forward pass of this slice keeps, beside the weights themselves."""
+    weights = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with _untouched(model) as stand_in, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = loss(stand_in, batch)  # held until the hooks are gone: what it keeps must not be freed and reused
+    del result
+    return sum(kept.values())
+
+
+class _StandIn(nn.Module):
+    """Calls the model with buffers that are copies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)  # no child: its weights are not this module's
+        self._copies = {name: one.clone() for name, one in model.named_buffers()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._model, self._copies, args, kwargs)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        yield _StandIn(model)

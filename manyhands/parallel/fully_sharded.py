@@ -1,0 +1,291 @@
+"""Parameters, gradients and optimizer's states divided over the ranks: torch's `fully_shard`, behind a `Holding`.
+
+Between steps every `nn.Parameter` is the user's own object, whose values are this rank's part (`shares` says which);
+optimizers, checkpoints and the fused update see nothing else. During a step torch puts whole parameters in their
+place, block by block. Start reading at `FullyShardedHolding.divide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
+
+from manyhands.comm.axis import Axis
+from manyhands.comm.formal_group import formal_mesh
+from manyhands.errors import TrainingFailed
+from manyhands.optim import FTRL
+from manyhands.parallel.blocks import blocks_of
+from manyhands.parallel.buffers import MAX_SHADOW_NUMEL
+from manyhands.parallel.fused import has_fused
+from manyhands.parallel.holding import Holding
+from manyhands.parallel.norms import blocks_of as norm_blocks_of
+from manyhands.parallel.norms import squares_of
+from manyhands.parallel.several_optimizers import SeveralOptimizers
+from manyhands.parallel.sharded_sums import Gathering, GroupSum, ShardedSum
+from manyhands.parallel.shares import Share, even_ranges
+from manyhands.parallel.updates import LocalUpdate
+
+__all__ = ["FullyShardedHolding", "elementwise"]
+
+_ELEMENTWISE = {Adadelta, Adamax, ASGD, FTRL, NAdam, RAdam, Rprop}
+
+
+def elementwise(optimizer: Optimizer) -> bool:
+    """Whether an element's new value is known to depend on that element alone, so that parts of tensors will do.
+
+    As with tensors and their owners, it cannot be told from outside. Adafactor, Muon and LBFGS look at more.
+    """
+    if isinstance(optimizer, SeveralOptimizers):
+        return all(elementwise(one) for one in optimizer.optimizers.values())
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return (has_fused(optimizer) or type(optimizer) in _ELEMENTWISE) and not hooks
+
+
+class Sharding(NamedTuple):
+    """How a model is divided."""
+
+    keep_whole: bool
+    """Parameters stay whole from a step's first use of them to its last; else they are gathered for each use."""
+    offload: bool = False
+    """Parts wait in the host's memory; for accelerators."""
+
+
+class _Place(NamedTuple):
+    """One of the modules that have a parameter, and its name there."""
+
+    module: nn.Module
+    name: str
+
+
+class _Part(NamedTuple):
+    """A parameter of the user's, what torch has in its place, and where."""
+
+    name: str
+    param: nn.Parameter
+    sharded: nn.Parameter
+    places: list[_Place]
+    share: Share
+
+
+class FullyShardedHolding(Holding):
+    """Of one model and its optimizer. Frozen parameters are divided, too, unless they are small."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        axis: Axis,
+        network: Callable[[], Axis],
+        sharding: Sharding,
+        *,
+        device: torch.device,
+        tell: Callable[[str], None],
+    ) -> None:
+        super().__init__(model, optimizer, axis, None, network, None, bucket_bytes=0, check_every=0, tell=tell)
+        self._sharding, self._device = sharding, device
+        self._modules: list[FSDPModule] = []
+        self._parts: list[_Part] = []
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        """Which part of each parameter this rank has, by name; those that are not named are whole."""
+        return {part.name: part.share for part in self._parts}
+
+    @property
+    def divided_frozen(self) -> tuple[Tensor, ...]:
+        return tuple(part.param for part in self._parts if not part.param.requires_grad)
+
+    def divide(self) -> None:
+        """Give each rank its part. All ranks have the same values before; once it is done it stays so."""
+        if self._parts:
+            self._check_unchanged()
+            return
+        self._check()
+        for param in self._model.parameters():
+            param.data = param.data.contiguous()  # torch divides nothing else
+        places = _places_of(self._model)
+        left_whole = {param for param in self._model.parameters() if _stays_whole(param)}
+        wholes = {id(param): (name, param) for name, param in self._model.named_parameters()}
+        shapes = {key: tuple(param.shape) for key, (_, param) in wholes.items()}
+        with formal_mesh(self._axis.rank, self._axis.size, self._device) as mesh:
+            names = self._shard(mesh, left_whole)
+        for key, (name, param) in wholes.items():
+            if param not in left_whole:
+                self._parts.append(self._take(name, param, places[key], shapes[key]))
+        self._connect(names)
+        self.rest()
+
+    def _shard(self, mesh: DeviceMesh, left_whole: set[nn.Parameter]) -> list[str]:
+        policy = CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy()
+        blocks = {name: one for name, one in blocks_of(self._model).items() if set(one.parameters()) - left_whole}
+        for block in blocks.values():
+            again = not self._sharding.keep_whole
+            fully_shard(block, mesh=mesh, reshard_after_forward=again, offload_policy=policy, ignored_params=left_whole)
+        # What is outside of blocks is used first and last, so there is no point in letting go of it in between.
+        fully_shard(
+            self._model, mesh=mesh, reshard_after_forward=False, offload_policy=policy, ignored_params=left_whole
+        )
+        self._modules = [one for one in (*blocks.values(), self._model) if isinstance(one, FSDPModule)]
+        return [*blocks, "the rest of the model"]
+
+    def _take(self, name: str, param: nn.Parameter, places: list[_Place], shape: tuple[int, ...]) -> _Part:
+        """Have the user's own object look at what torch has in its place."""
+        sharded = places[0].module._parameters[places[0].name]
+        assert isinstance(sharded, nn.Parameter) and isinstance(sharded, DTensor)
+        param.data = sharded.to_local().detach()
+        start, stop = even_ranges(shape[0], self._axis.size)[self._axis.rank]
+        return _Part(name, param, sharded, places, Share(shape, ((0, ((start, stop),)),)))
+
+    def _connect(self, names: list[str]) -> None:
+        """Have gradients and parameters travel over our axis, and sums follow the slice tree."""
+        trained = [part for part in self._parts if part.param.requires_grad]
+        gradients = ShardedSum([part.param for part in trained], self._axis, self._network)
+        gradients.sharded = [part.sharded for part in trained]
+        for name, module in zip(names, self._modules, strict=True):
+            group = GroupSum(gradients, name)
+            gradients.groups.append(group)
+            module.set_custom_all_gather(Gathering(self._axis, name))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(group)  # type: ignore[arg-type]
+            module.set_gradient_divide_factor(1.0)  # slices are weighted already
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._note_uses(gradients, trained)
+        self.sum, self.weights = gradients, ShardedUpdate(gradients, self._optimizer, self._axis)
+
+    def _note_uses(self, gradients: ShardedSum, trained: list[_Part]) -> None:
+        """Torch sends zeros for a parameter that has no gradient; who had one is for us to know."""
+        waiting = dict(enumerate(trained))
+        for module in self._modules:
+            module.unshard()
+            for place, part in list(waiting.items()):
+                whole = part.places[0].module._parameters[part.places[0].name]
+                if whole is not None and not isinstance(whole, DTensor):
+                    whole.register_post_accumulate_grad_hook(_adder(gradients.used, place))  # type: ignore[no-untyped-call]
+                    del waiting[place]
+            module.reshard()
+        assert not waiting
+
+    def before_pass(self) -> None:
+        """A forward and a backward pass follow."""
+        if self._sharding.keep_whole:
+            assert isinstance(self.sum, ShardedSum)
+            for module in self._modules:
+                module.set_reshard_after_backward(self.sum.is_last_pass, recurse=False)
+
+    def rest(self) -> None:
+        """The user's own parameters, with this rank's parts, are the model's again."""
+        for module in self._modules:
+            module.reshard()
+        for part in self._parts:
+            for place in part.places:
+                place.module._parameters[place.name] = part.param
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, forward passes find all parameters whole, and ranks may run as many of them as they like."""
+        for module in self._modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules[:-1]:
+                module.set_reshard_after_forward(not self._sharding.keep_whole, recurse=False)
+            self.rest()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, parameters have their whole values, to read and to write; rank 0's are divided again at the end."""
+        parts = [part.param.data for part in self._parts]
+        for part in self._parts:
+            part.param.data = self.gather(part.share, part.param.data)
+        try:
+            yield
+        finally:
+            wholes = [part.param.data for part in self._parts]
+            self._axis.broadcast_(wholes, "weights of rank 0")
+            for part, mine, whole in zip(self._parts, parts, wholes, strict=True):
+                part.param.data = mine.copy_(part.share.cut(whole))
+
+    def gather(self, share: Share, mine: Tensor) -> Tensor:
+        """The whole of what ranks have parts of, on each of them."""
+        rows = -(-share.shape[0] // self._axis.size)
+        padded = mine.new_zeros(rows, *share.shape[1:])
+        padded[: len(mine)].copy_(mine)
+        whole = mine.new_empty(rows * self._axis.size, *share.shape[1:])
+        self._axis.all_gather_start(whole.view(-1), padded.view(-1), "whole weights").wait()
+        return whole[: share.shape[0]]
+
+    def _check(self) -> None:
+        if not elementwise(self._optimizer):
+            raise TrainingFailed(
+                f"{type(self._optimizer).__name__} is not known to treat every element by itself, and no worker has "
+                "all of a parameter.",
+                fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"'],
+            )
+        for name, param in self._model.named_parameters():
+            if param.ndim == 0 and param.requires_grad:
+                raise TrainingFailed(
+                    f"{name} is a single number, which cannot be divided.",
+                    fix=["torch.nn.Parameter(torch.ones(1)), of one dim"],
+                )
+        dtypes = {param.dtype for param in self._model.parameters() if param.requires_grad}
+        if len(dtypes) > 1:
+            raise TrainingFailed(
+                f"Parameters of {', '.join(sorted(map(str, dtypes)))} do not travel together.",
+                fix=["model.float()", 'precision="bf16", for faster forward passes'],
+            )
+
+    def _check_unchanged(self) -> None:
+        for part in self._parts:
+            if part.param.requires_grad != part.sharded.requires_grad:
+                raise TrainingFailed(
+                    f"{part.name} was {'frozen' if part.sharded.requires_grad else 'thawed'} after the model was "
+                    "divided.",
+                    fix=["requires_grad_(...) before Trainer(...)", 'strategy="mirrored"'],
+                )
+
+    def regroup(self, axis: Axis, sharing: Any) -> None:
+        raise AssertionError("workers with parts of a model do not come and go")
+
+
+class ShardedUpdate(LocalUpdate):
+    """Every rank updates its own part, with the optimizer that knows nothing of the others'."""
+
+    def __init__(self, gradients: ShardedSum, optimizer: Optimizer, axis: Axis) -> None:
+        super().__init__(gradients, optimizer)
+        self._axis = axis
+
+    def norm(self) -> float:
+        """Over all ranks, the same on each."""
+        mine = squares_of(list(norm_blocks_of(self._grads()))).sum().reshape(1).cpu()
+        everyone = torch.empty(self._axis.size, dtype=torch.float64)
+        self._axis.all_gather_start(everyone, mine, "norm of gradients").wait()
+        return float(everyone.cumsum(0)[-1].sqrt())
+
+
+def _adder(places: set[int], place: int) -> Callable[[Tensor], None]:
+    return lambda _: places.add(place)
+
+
+def _stays_whole(param: nn.Parameter) -> bool:
+    """A frozen one that a forward pass may change, as `StepBuffers` sees it, or that has no dim to divide."""
+    return not param.requires_grad and (param.numel() <= MAX_SHADOW_NUMEL or param.ndim == 0)
+
+
+def _places_of(model: nn.Module) -> dict[int, list[_Place]]:
+    """Where each parameter is; a tied one is in several places."""
+    found: dict[int, list[_Place]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append(_Place(module, name))
+    return found

@@ -1,0 +1,134 @@
+"""One replica of a model over several ranks: what each of them has of it, and what they agree on in every step.
+
+The ranks of a replica are mates. Together they compute every slice of the replica: each its part of all layers
+(tensor), all parts of its layers (pipeline), or both. Gradients are summed between ranks that have the same part, which
+is the engine's business; here is what mates have to tell each other. Start reading at `Spread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Adafactor, Muon, Optimizer
+
+from manyhands.comm.axis import Axis
+from manyhands.errors import TrainingFailed
+from manyhands.parallel.exchange import Heard, Report
+from manyhands.parallel.norms import blocks_of, norm_of, squares_of
+from manyhands.parallel.several_optimizers import SeveralOptimizers
+from manyhands.parallel.shares import Share
+
+__all__ = ["Divided", "Passes", "Spread", "Tie"]
+
+
+class Passes(Protocol):
+    """Runs slices forward and backward where this rank has some layers only; `parallel.stage` does it."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+
+    def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
+        """Every slice of the replica through this rank's stages; `slices` is told of each (`strategies.staged`)."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages have: `line` are the ranks with a copy, `first` counts it in norms."""
+
+    param: nn.Parameter
+    line: Axis
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What this rank has of a model."""
+
+    local: nn.Module
+    """Its parameters and buffers are the ones that are here."""
+    stand_in: nn.Module
+    """What the user's loss and metrics are called with."""
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    """Of tensors that are here in part, by their names in the user's model."""
+    present: frozenset[str] | None = None
+    """The names of what is here; None: everything is, in part or in full."""
+    counted: frozenset[int] = frozenset()
+    """Parameters, by id, whose gradients this rank adds to the global norm: every value counts once among mates."""
+    ties: Sequence[Tie] = ()
+    passes: Passes | None = None
+
+
+class Spread:
+    """`world` are all ranks, `mates` those of this replica, both in the order of their ranks."""
+
+    def __init__(self, world: Axis, mates: Axis, divide_: Callable[[nn.Module], Divided]) -> None:
+        self._world, self.mates, self._divide = world, mates, divide_
+        self.divided: Divided
+        self._knowing = 0
+
+    def divide_(self, model: nn.Module, optimizer: Optimizer) -> Divided:
+        """Have every rank begin with rank 0's weights, and keep its part of them; the optimizer keeps the same part."""
+        if any(values for values in optimizer.state.values()):
+            raise TrainingFailed(
+                f"The {type(optimizer).__name__} has states already, of the whole model.",
+                fix=["a new optimizer, or a function that makes one: lambda params: ..."],
+            )
+        self._world.broadcast_([*model.parameters(), *model.buffers()], "weights of rank 0")
+        self.divided = self._divide(model)
+        if self.divided.shares:
+            _check_divisible(optimizer)
+        here = {id(param) for param in self.divided.local.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in here]
+        knows = self.divided.passes is None or self.divided.passes.is_last
+        self._knowing = self.mates.all_gather_bytes("who computes the loss", b"1" if knows else b"0").index(b"1")
+        return self.divided
+
+    def settle(self) -> None:
+        """Sum the gradients of parameters that several stages have, in the order of the stages."""
+        for tie in self.divided.ties:
+            param, line = tie.param, tie.line
+            mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+            everyone = mine.new_empty(line.size, *mine.shape)
+            line.all_gather_start(everyone.view(-1), mine.view(-1), "gradients of tied weights").wait()
+            param.grad = everyone.sum(0)
+
+    def norm(self, params: Sequence[nn.Parameter]) -> float:
+        """Of the whole gradient, the same on all mates."""
+        grads = [param.grad for param in params if param.grad is not None and id(param) in self.divided.counted]
+        mine = squares_of(list(blocks_of(grads))).sum().view(1)
+        everyone = mine.new_empty(self.mates.size)
+        self.mates.all_gather_start(everyone, mine, "norm of the gradient").wait()
+        return norm_of(everyone)
+
+    def agree(self, heard: Heard) -> Heard:
+        """What anyone wants, over all mates; what slices say is the same on each already."""
+        mine = torch.tensor([float(heard.stop), float(heard.collect)], dtype=torch.float64)
+        everyone = mine.new_empty(self.mates.size, len(mine))
+        self.mates.all_gather_start(everyone.view(-1), mine, "what mates want").wait()
+        stop, collect = everyone.amax(0).tolist()
+        return heard._replace(stop=int(stop), collect=bool(collect))
+
+    def told(self, reports: Sequence[Report]) -> list[Report]:
+        """The slices' losses and weights, which only those who compute the loss know, beside this rank's statistics."""
+        numbers = torch.tensor([[report.total, report.weight] for report in reports], dtype=torch.float64)
+        if not reports:  # a short batch, of which this replica has nothing
+            return []
+        self.mates.broadcast_([numbers], "losses of the last stage", source=self._knowing)
+        rows: list[list[float]] = numbers.tolist()
+        return [Report(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)]
+
+
+def _check_divisible(optimizer: Optimizer) -> None:
+    """Refuse what updates a matrix by looking at all of it."""
+    found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    for one in found:
+        if isinstance(one, Adafactor | Muon):
+            raise TrainingFailed(
+                f"{type(one).__name__} looks at whole matrices, and each worker has a part of them.",
+                fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
+            )

@@ -1,0 +1,127 @@
+"""The names a user writes to have a model itself divided over workers: plain settings, and the grid they come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.comm.mesh import Grid
+from manyhands.errors import SpecError
+from manyhands.strategies.choices import _Settings
+
+__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+MICROBATCHES_PER_STAGE = 4
+"""Where nobody says how many: a fifth of a step of two stages is bubble then."""
+
+
+class _Pipelined(_Settings, frozen=True, kw_only=True):
+    """What is said of a pipeline, by itself or in a mesh."""
+
+    schedule: str = "1f1b"
+    """Which microbatch is where when: "gpipe", "1f1b", "interleaved" or "zero_bubble"."""
+    microbatches: int | None = None
+    """How many a replica's part of the batch is cut into; each is a slice. Default: 4 per stage."""
+    chunks: int | None = None
+    """Stages per worker. Default: 2 where the schedule is made for that, else 1."""
+    cuts: tuple[str, ...] | None = None
+    """The blocks that each stage but the first begins with, by name. Default: balanced by measured time."""
+
+    def _check_pipeline(self, where: str) -> None:
+        if self.schedule not in SCHEDULES:
+            raise SpecError(
+                f"schedule is {self.schedule!r}.", where=where, fix=[f'schedule="{one}"' for one in SCHEDULES]
+            )
+        _at_least("microbatches", self.microbatches, 1, where)
+        _at_least("chunks", self.chunks, 1, where)
+
+
+class Tensor(_Settings, frozen=True):
+    """One model's layers, divided over the workers: every one of them computes its part of each layer."""
+
+    workers: int | None = None
+    rules: dict[str, str] | None = None
+    """How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels", "grid" or
+    "whole". Layers that no pattern names are split as their kind suggests."""
+    name = "tensor"
+
+    def __post_init__(self) -> None:
+        _at_least("workers", self.workers, 1, "mh.Tensor")
+
+
+class Pipeline(_Pipelined, frozen=True):
+    """One model's layers in stages, one worker after the other; microbatches follow each other through them."""
+
+    stages: int | None = None
+    """How many workers."""
+    name = "pipeline"
+
+    def __post_init__(self) -> None:
+        _at_least("stages", self.stages, 1, "mh.Pipeline")
+        self._check_pipeline("mh.Pipeline")
+
+    @property
+    def workers(self) -> int | None:
+        return self.stages
+
+
+class Mesh(_Pipelined, frozen=True, kw_only=True):
+    """Several ways at once: `data` replicas, each in `pipeline` stages whose layers are divided over `tensor` ranks."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    rules: dict[str, str] | None = None
+    """As `Tensor` has them."""
+    name = "mesh"
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "tensor", "pipeline"):
+            _at_least(axis, getattr(self, axis), 1, "mh.Mesh")
+        self._check_pipeline("mh.Mesh")
+
+    @property
+    def workers(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+DIVIDED = (Tensor, Pipeline, Mesh)
+
+
+def grid_of(choice: Any, num_workers: int) -> Grid:
+    """How so many workers stand; a strategy that does not divide the model has replicas only."""
+    if isinstance(choice, Tensor):
+        return Grid(tensor=num_workers)
+    if isinstance(choice, Pipeline):
+        return Grid(pipeline=num_workers)
+    if not isinstance(choice, Mesh):
+        return Grid(data=num_workers)
+    grid = Grid(pipeline=choice.pipeline, data=choice.data, tensor=choice.tensor)
+    if grid.size != num_workers:
+        raise SpecError(
+            f"The mesh is {grid.data} (data) x {grid.tensor} (tensor) x {grid.pipeline} (pipeline) workers, that is "
+            f"{grid.size}, but this run has {num_workers}.",
+            where="mh.Mesh",
+            fix=[f"mh run -n {grid.size} ...", *_other_data_axis(grid, num_workers)],
+        )
+    return grid
+
+
+def microbatches(choice: Any, grid: Grid) -> int:
+    """How many slices a replica's part of a batch is cut into; without a pipeline there is no need for several."""
+    if grid.pipeline == 1 or not isinstance(choice, _Pipelined):
+        return 1
+    return choice.microbatches or MICROBATCHES_PER_STAGE * grid.pipeline
+
+
+def _other_data_axis(grid: Grid, num_workers: int) -> list[str]:
+    data, rest = divmod(num_workers, grid.tensor * grid.pipeline)
+    return [f"data={data}"] if not rest and data else []
+
+
+def _at_least(name: str, value: int | None, least: int, where: str) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= least):
+        raise SpecError(
+            f"{name} is {value!r}, but must be a whole number from {least} on.", where=where, fix=[f"{name}={least}"]
+        )

@@ -1,0 +1,153 @@
+"""Replicas that keep a part of the model each, and have the rest only while they compute with it.
+
+It is the engine of `Sharded` where parameters themselves are divided, or where ranks share no memory; who shares memory
+has one copy of the weights anyway, and divides states: that is `one_copy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.comm.axis import Axis
+from manyhands.errors import TrainingFailed
+from manyhands.parallel.buffers import ForeignState, StepBuffers
+from manyhands.parallel.fully_sharded import FullyShardedHolding, Sharding
+from manyhands.parallel.precision import Precision
+from manyhands.parallel.sharded_sums import ShardedSum
+from manyhands.parallel.spread import Divided
+from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
+from manyhands.strategies.replicated import Replicated
+
+__all__ = ["FullySharded"]
+
+
+class FullySharded(Replicated):
+    """Replicas in all but where weights, gradients and states are: each rank has a part of every one.
+
+    Promises: what `Replicated` does, to the bit; sums follow the same tree.
+    Costs: all parameters are gathered for each forward and backward pass, or once per step, and gradients travel once.
+    All ranks make as many passes: one with fewer slices computes some of them for nobody, while the others compute.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        loss_fn: LossFn | None,
+        precision: Precision,
+        shares: Callable[[int], Sequence[range]],
+        sharding: Sharding,
+        *,
+        clip_norm: float | None,
+        seed: int,
+        device: torch.device,
+        foreign: ForeignState,
+        network: Callable[[], Axis],
+        tell: Callable[[str], None],
+    ) -> None:
+        """`network` is an axis over sockets, whatever `axis` is."""
+        super().__init__(
+            axis,
+            loss_fn,
+            precision,
+            shares,
+            clip_norm=clip_norm,
+            bucket_bytes=0,
+            seed=seed,
+            foreign=foreign,
+            network=network,
+            tell=tell,
+        )
+        self._sharding, self._device = sharding, device
+        self._spare: PieceLike | None = None
+
+    def _hold(self, model: nn.Module, optimizer: Optimizer) -> FullyShardedHolding:
+        return FullyShardedHolding(
+            model, optimizer, self._axis, self._network, self._sharding, device=self._device, tell=self._tell
+        )
+
+    @property
+    def _holding(self) -> FullyShardedHolding:
+        assert isinstance(self.held, FullyShardedHolding)
+        return self.held
+
+    @property
+    def _sum(self) -> ShardedSum:
+        assert isinstance(self.held.gradients, ShardedSum)
+        return self.held.gradients
+
+    @property
+    def divided(self) -> Divided:
+        return Divided(local=self._model, stand_in=self._model, shares=self._holding.shares)
+
+    def synchronise(self) -> None:
+        """Give every rank rank 0's weights and buffers; the first time, its part of them."""
+        self._layout, divided = None, self._holding.shares
+        whole = [param for name, param in self._model.named_parameters() if name not in divided]
+        self._axis.broadcast_([*whole, *self._model.buffers()], "weights of rank 0")
+        self._holding.divide()
+        self._axis.barrier("weights of rank 0")
+        self._rows.synchronise(self._axis)
+        self._foreign = replace(self._foreign, divided=self._holding.divided_frozen)
+        self._buffers = StepBuffers(self._model, self._foreign)
+
+    @contextmanager
+    def editing(self) -> Iterator[nn.Module]:
+        """Change weights by hand, which are whole meanwhile. On leaving, every rank has its part of rank 0's."""
+        with torch.no_grad(), self._holding.whole_weights():
+            yield self._model
+        self.synchronise()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Ranks may have different numbers of batches, so parameters are gathered once for all of them."""
+        with self._holding.gathered(), super().evaluating():
+            yield
+
+    def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
+        self.begin_step(step, stop=stop, collect=collect)
+        for piece in step.mine():
+            self._spare = piece
+            self._compute(piece)
+        while self._sum.passes_left:
+            self._accompany(self._spare or step.slice(next(iter(self._place))))
+        return self.end_step()
+
+    def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False, within: bool = False) -> None:
+        super().begin_step(step, stop=stop, collect=collect, within=within)
+        if self._loss_fn is None and self._sum.passes_left > len(self._mine):
+            raise TrainingFailed(
+                f"Step {step.number} has {len(self._place)} slices for {self._axis.size} workers, but all must make as "
+                "many passes, and only mh.Trainer knows how to make one that does not count.",
+                fix=["data and batch_size that leave no short batch", f"slices={self._axis.size}", "mh.Trainer"],
+            )
+
+    def _enter_slice(self, place: int) -> None:
+        self._holding.before_pass()
+        super()._enter_slice(place)
+
+    def _accompany(self, piece: PieceLike) -> None:
+        """A pass that counts for nothing, beside one of the others': they need this rank's part of the parameters."""
+        assert self._loss_fn is not None
+        self._holding.before_pass()
+        self._buffers.enter(-1)
+        try:
+            with self._around(piece):
+                result = self._loss_fn(self._model, piece.batch)
+            _, _, scaled = self.weigh(piece, result, self._step.rows)
+            self._buffers.leave(-1)
+            self._sum.before_backward(None)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._sum.after_backward(None)
+        finally:
+            self._buffers.put_back()
+            self._rows.sparse.drop()
+
+    def end_step(self) -> StepStats:
+        self._holding.rest()
+        return super().end_step()

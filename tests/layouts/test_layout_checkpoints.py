@@ -1,0 +1,52 @@
+"""Checkpoints move: saved under one layout and loaded under the next, through all of them, as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout_cases import data_for, make_trainer, saved_weights
+from test_layouts import LAYOUTS, assert_same_weights
+
+import manyhands as mh
+from manyhands.testing import RankPool
+
+STEPS = 2
+
+
+class Interrupted(Exception):
+    pass
+
+
+class InterruptAfter:
+    """Raises on every worker once `step` is committed, and its checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_step(self, trainer: mh.Trainer, step: int) -> None:
+        if step == self._step + 1:
+            raise Interrupted
+
+
+def leg(model: str, strategy: Any, until: int, steps: int, optimizer: str) -> dict[str, Any] | int:
+    """From wherever the run stands to step `until`; at the end of it, its weights."""
+    trainer = make_trainer(model, strategy, optimizer, hooks=[InterruptAfter(until)], clip_norm=1.0)
+    try:
+        trainer.fit(data_for(model), steps=steps, batch_size=16, checkpoint=mh.Checkpoints(every_steps=1))
+    except Interrupted:
+        return trainer.step
+    return saved_weights(trainer)
+
+
+@pytest.mark.parametrize("model", ["tied transformer", "CNN"])
+def test_a_run_goes_through_all_layouts(ranks: RankPool, tmp_path: Path, model: str) -> None:
+    layouts = [(1, mh.Single()), *LAYOUTS.values(), (2, mh.Mirrored())]
+    total = STEPS * len(layouts)
+    for number, (workers, strategy) in enumerate(layouts, 1):
+        results = ranks(workers, leg, model, strategy, number * STEPS, total, "AdamW", run_dir=tmp_path / "run")
+        if number < len(layouts):
+            assert results == [number * STEPS] * workers
+    [alone] = ranks(1, leg, model, mh.Single(), total, total, "AdamW")
+    assert_same_weights(alone, results[0])

@@ -1,0 +1,60 @@
+"""The same maths everywhere: every layout ends where one process with the same slices ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from layout_cases import MODELS, train
+
+import manyhands as mh
+from manyhands.testing import RankPool
+
+LAYOUTS: dict[str, tuple[int, Any]] = {
+    "mirrored 2": (2, mh.Mirrored()),
+    "central storage 2": (2, mh.CentralStorage()),
+    **{f"sharded {level} 2": (2, mh.Sharded(level)) for level in ("optimizer", "gradients", "parameters")},
+    "tensor 2": (2, mh.Tensor(2)),
+    **{
+        f"pipeline 2 {schedule}": (2, mh.Pipeline(2, schedule=schedule))
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    },
+    "mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2)),
+    "mesh 2 data x 2 pipeline": (4, mh.Mesh(data=2, pipeline=2)),
+    "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one process makes of each model, computed once."""
+    return {}
+
+
+def assert_same_weights(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name, one in a.items():
+        assert np.abs(one - b[name]).max() <= tolerance * max(np.abs(one).max(), 1e-3), name
+
+
+def assert_close(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert_same_weights(a["weights"], b["weights"], tolerance)
+    assert np.abs(a["predictions"] - b["predictions"]).max() <= 10 * tolerance * np.abs(a["predictions"]).max()
+    assert b["evaluation"] == pytest.approx(a["evaluation"], rel=10 * tolerance)
+    for before, after in zip(a["history"], b["history"], strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=tolerance)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_ends_where_one_process_ends(
+    ranks: RankPool, alone: dict[str, Any], model: str, layout: str
+) -> None:
+    if model not in alone:
+        [alone[model]] = ranks(1, train, model, mh.Single())
+    workers, strategy = LAYOUTS[layout]
+    results = ranks(workers, train, model, strategy)
+    assert_close(alone[model], results[0])
+    for other in results[1:]:
+        assert np.array_equal(other["predictions"], results[0]["predictions"])
