@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from manyhands.parallel.tensor_layers import Divided, Place, _asked
-from manyhands.parallel.tensor_masks import dropout_part, kept_part
+from manyhands.parallel.tensor_layers import Divided, Place, asked
+from manyhands.parallel.tensor_masks import dropout_part
 from manyhands.parallel.tensor_ops import Ranges, Split, enter, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, parted, whole_of
 
@@ -27,11 +27,11 @@ __all__ = ["HeadsAttention", "HeadsRegion"]
 class HeadsAttention(Divided):
     """`nn.MultiheadAttention` by heads. Forward sums once, in the output projection."""
 
-    in_proj_weight = _asked("in_proj_weight")
-    in_proj_bias = _asked("in_proj_bias")
-    q_proj_weight = _asked("q_proj_weight")
-    k_proj_weight = _asked("k_proj_weight")
-    v_proj_weight = _asked("v_proj_weight")
+    in_proj_weight = asked("in_proj_weight")
+    in_proj_bias = asked("in_proj_bias")
+    q_proj_weight = asked("q_proj_weight")
+    k_proj_weight = asked("k_proj_weight")
+    v_proj_weight = asked("v_proj_weight")
 
     def forward(
         self,
@@ -91,10 +91,7 @@ class HeadsAttention(Divided):
         p = self.dropout if self.training else 0.0
         if not need_weights:
             return _attention(self._weights_split(), q, k, v, mask, dropout_p=p), None
-        scores = (q * math.sqrt(1.0 / q.size(-1))) @ k.transpose(-2, -1)
-        weights = functional.softmax(scores if mask is None else scores + mask, -1)
-        if p > 0.0:
-            weights = dropout_part(weights, p, self._weights_split())
+        weights = _attention_weights(self._weights_split(), q, k, mask, p)
         return weights @ v, weights
 
     def _shown(self, weights: Tensor | None, average: bool) -> Tensor:
@@ -130,14 +127,23 @@ def _attention(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    like = query.new_empty(*query.shape[:-1], key.size(-2), device="meta")
-    kept = kept_part(torch.empty(like.shape, dtype=torch.bool, device=query.device), dropout_p, split)
+    if enable_gqa:
+        times = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    if is_causal:
+        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = _as_bias(~attn_mask, query.dtype)
-    attended, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa
-    )
-    return cast(Tensor, attended)
+    return _attention_weights(split, query, key, attn_mask, dropout_p, scale) @ value
+
+
+def _attention_weights(
+    split: Split, query: Tensor, key: Tensor, mask: Tensor | None, p: float, scale: float | None = None
+) -> Tensor:
+    """Rows x this rank's heads x length x length; a query that may see nothing sees zeros, as torch has it."""
+    scores = (query * (query.size(-1) ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    weights = torch._safe_softmax(scores if mask is None else scores + mask, -1)
+    return dropout_part(weights, p, split).to(query.dtype) if p > 0.0 else weights
 
 
 class HeadsRegion:

@@ -27,9 +27,11 @@ __all__ = [
     "ConvRows",
     "Divided",
     "GridMatrix",
+    "HeadNorm",
     "Place",
     "Rows",
     "Vocabulary",
+    "asked",
     "divide_",
 ]
 
@@ -74,8 +76,12 @@ def _whole_of_block(value: Tensor, place: Place, cuts: tuple[Cut, ...]) -> Tenso
     return leave_(functional.pad(value, padding), place.axis, place.name)
 
 
-def _asked(name: str) -> Any:
+def asked(name: str) -> Any:
+    """A parameter as whoever asks the layer for it gets it."""
+
     def get(self: nn.Module) -> Tensor | None:
+        if name not in self._parameters:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
         value = self._parameters[name]
         return value if value is None else self.place.outside(name, value)  # type: ignore[union-attr,operator]
 
@@ -86,11 +92,11 @@ class Divided:
     """A kind of division, to be mixed into a layer's own class."""
 
     place: Place
-    weight = _asked("weight")
-    bias = _asked("bias")
+    weight = asked("weight")
+    bias = asked("bias")
 
     def own(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter; of one that stays whole because others use it, too, a cut."""
+        """A parameter as it lies here: this rank's part, or the whole if it is not divided."""
         value: Tensor | None = self._parameters.get(name)  # type: ignore[attr-defined]
         return value
 
@@ -217,6 +223,16 @@ class ChannelConv(_Conv):
 
     inputs: Ranges
     """Of the input's channels."""
+
+
+class HeadNorm(Divided):
+    """A norm of single heads: whole, and used by each rank for its own heads, so its gradients are sums."""
+
+    @property
+    def weight(self) -> Tensor:
+        value = self.own("weight")
+        assert value is not None
+        return enter(value, self.place.axis, self.place.name)
 
 
 class ChannelNorm(Divided):

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from manyhands.parallel.tensor_ops import Split
 
-__all__ = ["dropout_part", "feature_dropout_part", "kept_part"]
+__all__ = ["dropout_part", "feature_dropout_part"]
 
 
 def dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
     """As `functional.dropout` in training."""
     if p in (0.0, 1.0):
         return part * (1.0 - p)
-    return part * kept_part(part, p, split).div_(1.0 - p)
+    return part * _kept_part(part, p, split).div_(1.0 - p)
 
 
 def feature_dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
@@ -25,10 +25,10 @@ def feature_dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
     if p in (0.0, 1.0):
         return part * (1.0 - p)
     noise = part.new_empty(*part.shape[:2], *[1] * (part.dim() - 2))
-    return part * kept_part(noise, p, split).div_(1.0 - p)
+    return part * _kept_part(noise, p, split).div_(1.0 - p)
 
 
-def kept_part(like: Tensor, p: float, split: Split) -> Tensor:
+def _kept_part(like: Tensor, p: float, split: Split) -> Tensor:
     """1 for what stays and 0 for what falls out, of this rank's part; `like` says its shape, dtype and memory order."""
     sizes = list(like.shape)
     sizes[split.dim] = split.size

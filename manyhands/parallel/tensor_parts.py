@@ -66,7 +66,7 @@ class Parted(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = _HANDLERS.get(func) if not _is_in_own_function(args) else None
+        handler = _HANDLERS.get(func) if args and not _is_in_own_function(args) else None
         found = handler(func, args, kwargs) if handler is not None else NotImplemented
         return _on_wholes(func, args, kwargs) if found is NotImplemented else found
 
@@ -298,7 +298,8 @@ _ELEMENTWISE = (
     "hardtanh", "hardswish", "hardsigmoid", "softplus", "softsign", "tanh", "tanh_", "sigmoid", "sigmoid_",
     "logsigmoid", "exp", "neg", "abs", "square", "sqrt", "rsqrt", "pow", "__pow__", "clamp", "clamp_", "erf", "add",
     "sub", "mul", "div", "true_divide", "add_", "sub_", "mul_", "div_", "__add__", "__radd__", "__sub__", "__mul__",
-    "__rmul__", "__truediv__", "maximum", "minimum", "float", "half", "bfloat16", "double", "to", "clone",
+    "__rmul__", "__truediv__", "__rsub__", "__rtruediv__", "reciprocal",
+    "maximum", "minimum", "float", "half", "bfloat16", "double", "to", "clone",
     "contiguous", "detach",
 )  # fmt: skip
 _POOLS = (

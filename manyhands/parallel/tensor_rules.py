@@ -66,6 +66,8 @@ class Attention(NamedTuple):
     num_heads: int
     num_key_heads: int
     packed: int
+    norms: tuple[str, ...] = ()
+    """Of single heads: the same few parameters for all of them."""
 
 
 def propose(model: nn.Module, degree: int, given: Mapping[str, Choice]) -> dict[str, Choice]:
@@ -112,6 +114,8 @@ def _of_library(name: str, found: Attention, names: Mapping[str, nn.Module]) -> 
     group = {name: Choice("heads", f"{found.num_heads} heads")}
     for projection in found.into:
         group[_join(name, projection)] = Choice("heads", f"heads of {name}", inside=name, packed=found.packed)
+    for norm in found.norms:
+        group[_join(name, norm)] = Choice("heads", "of each head; gradients are summed", inside=name)
     if found.out is not None:
         group[_join(name, found.out)] = Choice("rows", f"heads of {name}", inside=name)
         return group
@@ -132,11 +136,21 @@ def attention_of(module: nn.Module) -> Attention | None:
         members = [*into, *([out] if out else [])]
         if (outs and not out) or not all(name in children and is_matrix(children[name]) for name in members):
             continue
-        own = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
         num_heads = _num_heads(module)
-        if own <= set(members) and num_heads:
-            return _counted(into, out, [sizes_of(children[name]) for name in into], num_heads)
+        found = _counted(into, out, [sizes_of(children[name]) for name in into], num_heads) if num_heads else None
+        if found is not None:
+            return _with_norms(found, module, members)
     return None
+
+
+def _with_norms(found: Attention, module: nn.Module, members: Sequence[str]) -> Attention | None:
+    """Nothing, if there are parameters that are neither projections nor norms of single heads."""
+    first = module.get_submodule(found.into[0])
+    head_size = sizes_of(first)[1] // found.packed // found.num_heads
+    rest = [(name, p) for name, p in module.named_parameters() if name.rpartition(".")[0] not in members]
+    if any(name not in ("q_norm.weight", "k_norm.weight") or tuple(p.shape) != (head_size,) for name, p in rest):
+        return None
+    return found._replace(norms=tuple(name.rpartition(".")[0] for name, _ in rest))
 
 
 def _counted(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Share
 from manyhands.parallel.tensor_attention import HeadsAttention, HeadsRegion
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, share_of, sizes_of
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, share_of, sizes_of
 from manyhands.parallel.tensor_layers import (
     ChannelConv,
     ChannelNorm,
@@ -19,6 +19,7 @@ from manyhands.parallel.tensor_layers import (
     ConvRows,
     Divided,
     GridMatrix,
+    HeadNorm,
     Place,
     Rows,
     Vocabulary,
@@ -89,7 +90,7 @@ def _kind_of(module: nn.Module, kind: str) -> type[Divided]:
         return ChannelNorm
     if isinstance(module, CONVS):
         return ConvRows if kind == "rows" else ChannelConv if module.groups > 1 else ConvColumns
-    return _MATRICES[kind]
+    return _MATRICES[kind] if is_matrix(module) else HeadNorm
 
 
 def _forget_sizes_(module: nn.Module, kind: type[Divided], degree: int) -> None:

@@ -21,6 +21,7 @@ PAGES = (
     "docs/parameter-servers.md",
     "docs/pipeline.md",
     "docs/sharding.md",
+    "docs/tensor-parallel.md",
 )
 
 

@@ -114,6 +114,14 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=WORDS, attention_dropout=0.1, **sizes))
 
 
+def qwen() -> nn.Module:
+    """Norms of single heads inside the attention, and fewer heads for keys and values."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2}
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, vocab_size=WORDS, intermediate_size=24, **sizes))
+
+
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -149,6 +157,7 @@ CASES = {
     "gpt2": Case(gpt2, _hugging_face, words=True),
     "gpt2, eager": Case(lambda: gpt2("eager"), _hugging_face, words=True),
     "bert": Case(bert, _hugging_face, words=True),
+    "qwen": Case(qwen, _hugging_face, words=True),
     "llama": Case(llama, _hugging_face, words=True, patterns={"lm_head": "vocabulary"}),
 }
 

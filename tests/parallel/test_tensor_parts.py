@@ -61,7 +61,7 @@ def _image_in_parts(x: Parted) -> Tensor:
 # What stays in parts, and what becomes whole.
 IN_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
-    "arithmetic": lambda x: (2 * x - 1) / 3 + x * x,
+    "arithmetic": lambda x: (2 * x - 1) / 3 + x * x - (1 - x) ** 2,
     "one value for all columns": lambda x: x * torch.arange(1.0, ROWS + 1)[:, None] + torch.ones(1),
     "dropout": lambda x: functional.dropout(x, 0.5),
     "rows": lambda x: x[1:3],
@@ -75,6 +75,7 @@ IN_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "a column": lambda x: x[:, 3],
+    "by keyword": lambda x: torch.flatten(input=x),
     "concatenated": lambda x: torch.cat([x, torch.ones(ROWS, 1)], 1),
     "transposed": lambda x: x.T @ x,
     "a function of one's own": lambda x: Doubled.apply(x),

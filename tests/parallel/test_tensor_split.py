@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from tensor_cases import CASES, Found, pasted, train
-from torch import Tensor
+from tensor_cases import CASES, WORDS, Found, Words, an_axis, pasted, train
+from torch import Tensor, nn
 
 from manyhands.native import why_not
+from manyhands.parallel.tensor_plan import plan_tensor
+from manyhands.parallel.tensor_split import split_model_
 from manyhands.testing import RankPool
 
 TOLERANCE = 1e-5
@@ -77,3 +80,31 @@ def test_ranks_meet_no_more_than_they_must(ranks: RankPool, tmp_path: Path) -> N
     assert found.meetings == {("gather", "lm_head"): 1, **{("sum", name): times for name, times in sums.items()}}
     found, _ = ranks(2, train, str(tmp_path / "convolutions"), "convolutions", 1)
     assert found.meetings == {("sum", "two"): 1, ("sum", "last.0, backward"): 1, ("sum", "last.5"): 1}
+
+
+def look(store: str) -> None:
+    """What others see of a model after it was divided."""
+    model, calls = Words(), []
+    model.out.register_forward_hook(lambda module, inputs, output: calls.append(output.shape))
+    before, names = dict(model.named_parameters()), list(model.state_dict())
+    wholes = {name: p.detach().clone() for name, p in before.items()}
+    attention = model.encoder.layers[0].self_attn
+    with an_axis(store, plane=False) as axis:
+        shares = split_model_(model, plan_tensor(model, axis.size), axis)
+        assert list(model.state_dict()) == names
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert shares.keys() >= {"table.weight", "out.weight", "out.bias"} and shares["out.weight"].shape == (WORDS, 16)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            whole = wholes.get(name, wholes["table.weight"])
+            assert torch.equal(param, shares[name].cut(whole) if name in shares else whole)
+        assert isinstance(model.out, nn.Linear) and isinstance(attention, nn.MultiheadAttention)
+        assert not hasattr(attention, "weight") and not hasattr(model.table, "bias")
+        assert model.out.weight.shape == (WORDS, 16) and torch.equal(model.out.weight + 0, wholes["table.weight"])
+        assert torch.equal(attention.in_proj_bias + 0, wholes["encoder.layers.0.self_attn.in_proj_bias"])
+        assert model(torch.ones(2, 6, dtype=torch.long)).shape == (2, 6, WORDS) and calls == [(2, 6, WORDS)]
+        copied = copy.deepcopy(model)
+        assert copied.out.place is model.out.place and copied.out._parameters["weight"] is not before["table.weight"]
+
+
+def test_a_divided_model_is_the_same_model_to_everybody_else(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, look, str(tmp_path / "store"))
