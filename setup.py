@@ -9,9 +9,11 @@ native = Extension(
         for name in (
             *(
                 "codec",
+                "copy",
                 "digest",
                 "ids",
                 "module",
+                "pages",
                 "plane",
                 "row_rules",
                 "rows",

@@ -30,7 +30,7 @@ LIBRARIES = {
 }
 """What a peer is called, whose environment it needs, and what runs there."""
 SPARSE_PEERS = {"sparse-tensorflow": "TensorFlow", "sparse-torch": "nn.Embedding"}
-KILLS = 10
+KILLS = 20
 PACED = "mlp-1m"
 """Small beside the time that its slices sleep."""
 

@@ -2,6 +2,7 @@
 
 From the moment before the signal to the first update that the dead server cannot have made, as a worker hears of it.
 At most one gradient of each worker was applied without anybody having heard of it; that many updates do not count.
+Each kill waits until the run has a spare server again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from bench.commits import Commit
 from bench.recovery import READY_S, RECOVER_S, SETTLED_STEPS, WORKERS, Struck, striking
 from manyhands.control.client import query
+from manyhands.control.spare import READY
 
 __all__ = ["first_after", "kills"]
 
@@ -27,6 +29,7 @@ def kills(num_kills: int) -> list[float]:
 
 
 def _kill(run: Struck) -> float:
+    run.until(lambda: _spare_is_ready(run), READY_S, "spare server")
     (server,) = query(run.run_dir).servers
     began = time.monotonic()
     os.kill(server.pid, signal.SIGKILL)
@@ -34,6 +37,11 @@ def _kill(run: Struck) -> float:
     applied = run.until(lambda: first_after(run.commits(), heard + WORKERS), RECOVER_S, "push after the kill")
     run.until(lambda: first_after(run.commits(), applied.step + SETTLED_STEPS), READY_S, "steps after that")
     return applied.at_s - began
+
+
+def _spare_is_ready(run: Struck) -> bool | None:
+    spare = query(run.run_dir).spare
+    return (spare is not None and spare.status == READY) or None
 
 
 def first_after(commits: list[Commit], step: int) -> Commit | None:

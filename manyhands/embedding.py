@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import DataError, SpecError
+from manyhands.parallel.row_autograd import take_rows
 from manyhands.parallel.row_rules import Adagrad, Init, RowOptimizer, TableSpec
 from manyhands.parallel.sparse import RowLayer
 
@@ -28,7 +29,8 @@ class Embedding(RowLayer):
     What a row starts with is a function of the seed (the run's, unless one is given), `name` and its id. A row is made
     by the `admit_after`-th step that has a gradient for it; before that, and in evaluation, an id without a row has
     its initial weights. Rows that no step has touched for `keep_steps` are dropped, and beyond `max_bytes` those
-    untouched for longest. Rows are part of `state_dict()`, and of checkpoints.
+    untouched for longest. `cache` is for workers on another host than the parameter servers: rows that each keeps, as
+    far as the mode's `staleness` allows. Rows are part of `state_dict()`, and of checkpoints.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Embedding(RowLayer):
         admit_after: int = 1,
         keep_steps: int | None = None,
         max_bytes: int | None = None,
+        cache: int | None = None,
         seed: int | None = None,
     ) -> None:
         spec = TableSpec(
@@ -53,6 +56,7 @@ class Embedding(RowLayer):
             admit_after=admit_after,
             keep_steps=keep_steps,
             max_bytes=max_bytes,
+            cache=cache,
             seed=seed or 0,
         )
         super().__init__(spec, takes_seed=seed is None)
@@ -64,7 +68,7 @@ class Embedding(RowLayer):
     def forward(self, ids: Tensor) -> Tensor:
         _check_ids(ids, self.spec.name)
         rows, inverse = self.rows_of(ids)
-        return functional.embedding(inverse, rows)
+        return take_rows(rows, inverse)
 
     def extra_repr(self) -> str:
         return f"{self.spec.dim}, name={self.spec.name!r}, optimizer={self.spec.optimizer}"
@@ -90,6 +94,7 @@ class EmbeddingBag(Embedding):
         admit_after: int = 1,
         keep_steps: int | None = None,
         max_bytes: int | None = None,
+        cache: int | None = None,
         seed: int | None = None,
     ) -> None:
         if combiner not in _COMBINERS:
@@ -105,6 +110,7 @@ class EmbeddingBag(Embedding):
             admit_after=admit_after,
             keep_steps=keep_steps,
             max_bytes=max_bytes,
+            cache=cache,
             seed=seed,
         )
         self.combiner, self.padding = combiner, padding

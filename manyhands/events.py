@@ -23,6 +23,7 @@ __all__ = [
     "ResourcesUsed",
     "Resumed",
     "RoundRestarted",
+    "RoundsClosed",
     "RunEnded",
     "RunStarted",
     "ServerLost",
@@ -125,6 +126,8 @@ class StepDone(_Event, frozen=True):
     """Under parameter servers: how many updates its gradients had not seen, at most."""
     batch: int | None = None
     """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
+    together: int | None = None
+    """Under averaging with a quorum: how many workers the round had that it was in."""
 
 
 class StalenessSeen(_Event, frozen=True):
@@ -133,6 +136,14 @@ class StalenessSeen(_Event, frozen=True):
     step: int
     updates: dict[int, int]
     """By staleness: how many updates had it."""
+
+
+class RoundsClosed(_Event, frozen=True):
+    """How many workers rounds had in a call of `fit` that averaged with a quorum."""
+
+    step: int
+    rounds: dict[int, int]
+    """By the number of workers."""
 
 
 class EpochDone(_Event, frozen=True):
@@ -290,6 +301,7 @@ Event = (
     | ServerWentOn
     | StepDone
     | StalenessSeen
+    | RoundsClosed
     | Straggler
     | Divided
     | EpochDone

@@ -138,6 +138,7 @@ def _lines(overview: Overview) -> list[str]:
     rows += [("used", text) for text in used_lines(overview.used)]
     rows += [(_name(place), _place(place)) for place in overview.ranks]
     rows += [(f"server {place.server}", _server(place)) for place in overview.servers]
+    rows += [("spare", _server(overview.spare))] if overview.spare is not None else []
     return [f"{name:<10}  {clean(text)}" for name, text in rows if text]
 
 

@@ -5,6 +5,7 @@ Nothing listens and nothing connects: ranks meet in a `Plane`. Start reading at 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import torch
@@ -17,14 +18,20 @@ __all__ = ["PlaneAxis", "connect_plane"]
 
 
 class PlaneAxis(Axis):
-    """Gradients have a way of their own through shared memory (`parallel.shared_gradients`), so no sums here."""
+    """Gradients have a way of their own through shared memory (`parallel.shared_gradients`)."""
 
     def __init__(self, plane: Plane, *, timeout_s: float) -> None:
         super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
         self.plane, self.waiting = plane, plane.waiting
+        self._in_rank_order = _in_rank_order(plane.world)
 
     def retire(self) -> None:
         self._group = None  # nothing is ever pending
+
+    def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Sum in place, rank 0's first: the same bits on every rank. The tensor has no gaps."""
+        self.plane.all_reduce_(tensor, self._in_rank_order, name)
+        return Done()
 
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
         self.plane.all_gather(output, input.contiguous(), name)
@@ -32,6 +39,12 @@ class PlaneAxis(Axis):
 
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
         self.plane.broadcast_(raw, name, source=source)
+
+
+def _in_rank_order(world: int) -> bytes:
+    """One rank after the other, as a program of `Plane`: a number pushes, -1 adds."""
+    steps = [0, *(step for rank in range(1, world) for step in (rank, -1))]
+    return struct.pack(f"{len(steps)}i", *steps)
 
 
 def connect_plane(

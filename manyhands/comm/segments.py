@@ -22,6 +22,8 @@ from manyhands.native import library
 
 __all__ = ["HostMemory", "Segment"]
 
+LARGE_PAGE = 2**21
+
 
 class Segment:
     """A region of shared memory in this process. Fresh memory is all zero."""
@@ -31,10 +33,17 @@ class Segment:
         self.buffer = mmap.mmap(fd, num_bytes, flags=flags, offset=offset)
         self._first = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(self._first)
+        self._large: int | None = None
 
     def words(self) -> memoryview:
         """All of it as 64-bit numbers, each read and written in one go; `struct` writes zeros first."""
         return memoryview(self.buffer).cast("Q")
+
+    def use_large_pages(self) -> None:
+        """Have `address` lead to pages of 2 MB, if the memory is in such. For what is read here and there."""
+        if self.num_bytes >= LARGE_PAGE and self._large is None:
+            self._large = library.map_again(self.address, self.num_bytes) or None
+            self.address = self._large or self.address
 
     def free(self) -> None:
         """Give the memory back to the system; for everybody who maps it, it is zero from now on."""
@@ -42,6 +51,8 @@ class Segment:
 
     def close(self) -> None:
         """Tensors that look at the memory keep it mapped."""
+        if self._large is not None:
+            library.unmap(self._large, self.num_bytes)
         del self._first
         with contextlib.suppress(BufferError):
             self.buffer.close()
@@ -88,13 +99,17 @@ class HostMemory:
         room = free_bytes()
         if num_bytes > room:
             raise _no_memory(num_bytes, f"{room / 1e6:.1f} MB are free")
-        offset = self._end
+        is_large = num_bytes >= LARGE_PAGE and library is not None
+        unit = LARGE_PAGE if is_large else mmap.ALLOCATIONGRANULARITY
+        offset = -(-self._end // unit) * unit
+        if is_large:
+            library.allocate_large(self.fd, offset, num_bytes)
         try:
             # Writing to memory that is not there would be a SIGBUS in the middle of a step; here it is an error.
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
             raise _no_memory(num_bytes, error.strerror or str(error)) from error
-        self._end += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._end = offset + -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return offset
 
     def lose(self, rank: int | None, generation: str = "") -> None:

@@ -72,10 +72,9 @@ class Plane:
 
     def all_reduce_(self, tensor: Tensor, program: bytes, name: str) -> None:
         """Sum in place over the ranks."""
-        kind = _kind(tensor)
-        self._check(
-            library.all_reduce(self._plane, tensor.data_ptr(), tensor.numel(), kind, program, self._timeout_ns), name
-        )
+        kind, began = _kind(tensor), perf_counter()
+        code = library.all_reduce(self._plane, tensor.data_ptr(), tensor.numel(), kind, program, self._timeout_ns)
+        self._waited(began, code, name)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, program: bytes, name: str) -> None:
         """`input` holds a part for every rank; `output` becomes the sum of this rank's."""

@@ -497,6 +497,7 @@ class Agent:
         if self._crew.elastic:
             self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
             self._desk.tell_servers(self._crew, time.monotonic())
+        self._crew.servers.spare.is_wanted |= hello.facts.spare
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
         self._changed = True
 
@@ -539,6 +540,7 @@ class Agent:
             coordinator_pid=coordinator.pid if coordinator else 0,
             members=crew.statuses(time.monotonic()) if crew else [],
             servers=crew.servers.statuses(time.monotonic()) if crew else [],
+            spare=crew.servers.spare.status(time.monotonic()) if crew else None,
             committed=self._desk.committed,
         )
 
@@ -564,6 +566,8 @@ class Agent:
 
     def _note_start(self, worker: Worker) -> None:
         seat = worker.seat
+        if seat.is_spare:
+            return
         if seat.is_server:
             self._record(
                 ServerStarted(server=seat.server, incarnation=seat.incarnation, host=self._host, pid=worker.pid)
@@ -585,6 +589,10 @@ class Agent:
             return
         self._lost.add(worker.seat.incarnation)
         reason, collateral = describe(end), end.kind == "stopped"
+        if worker.seat.is_spare:
+            if not collateral:
+                self._warn(f"the spare server (pid {end.pid}) ended, and another one comes later: {reason}")
+            return
         if worker.seat.is_server:
             if not collateral:
                 self._record(ServerLost(server=end.rank, host=end.host, pid=end.pid, reason=reason))

@@ -42,7 +42,7 @@ class Crew:
         self.memory = HostMemory()
         self.groups = Groups()
         self.workers: list[Worker] = []
-        self.servers = Servers(self._start_server)
+        self.servers = Servers(self._start_server, self._appoint)
         if plan.group:
             self.follow(plan)
         else:
@@ -54,6 +54,12 @@ class Crew:
 
     def _start_server(self, number: int, incarnation: int) -> Worker:
         return self._start(server_seat(self.plan, number, incarnation))
+
+    def _appoint(self, spare: Worker, number: int) -> None:
+        spare.appoint(number, self.plan.servers_at.get(number, ""))
+        if self._logs is not None:
+            spare.log.move_to(self._logs)
+        self._around.started(spare)
 
     def _start(self, seat: Seat) -> Worker:
         around = self._around

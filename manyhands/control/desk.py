@@ -21,6 +21,7 @@ from manyhands.control.groups import group_for
 from manyhands.control.keys import weights_client_curve, weights_server_curve
 from manyhands.control.messages import (
     Announce,
+    Appointed,
     Commit,
     Committed,
     FromWorker,
@@ -233,6 +234,8 @@ class Desk:
             if server.peer is None or (server.told == news and now - server.told_at < ANNOUNCE_EVERY_S):
                 continue
             server.told, server.told_at = news, now
+            if server.was_spare:
+                self.port.send(Appointed(server=server.seat.server, listen=server.seat.listen), to=server.peer)
             self.port.send(Living(workers=crew.living), to=server.peer)
             if crew.servers.asked_to_end:
                 self.tell_stop(server, "end")

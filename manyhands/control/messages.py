@@ -19,6 +19,7 @@ from manyhands.spec.seat import Group
 
 __all__ = [
     "Announce",
+    "Appointed",
     "Commit",
     "Committed",
     "FailedServer",
@@ -80,6 +81,8 @@ class RunFacts(_Value, frozen=True, kw_only=True):
     slices: int = 0
     precision: str = ""
     script: str = ""
+    spare: bool = False
+    """From a server: one should be kept ready to take over."""
 
 
 class Hello(_FromMember, frozen=True, kw_only=True):
@@ -223,11 +226,27 @@ class ServersWanted(_Message, frozen=True, kw_only=True):
     servers: str
 
 
+class Appointed(_Message, frozen=True, kw_only=True):
+    """To a spare server: which one it is from now on, and where it listens, as in a seat."""
+
+    server: int
+    listen: str = ""
+
+
 FromWorker = (
     Hello | Report | Heartbeat | Offer | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
 )
 ToWorker = (
-    Welcome | Refusal | StopRequest | StoreReply | PositionReply | MemoryReply | Announce | Living | ServersWanted
+    Welcome
+    | Refusal
+    | StopRequest
+    | StoreReply
+    | PositionReply
+    | MemoryReply
+    | Announce
+    | Living
+    | ServersWanted
+    | Appointed
 )
 
 

@@ -63,6 +63,8 @@ class Status(_Message, frozen=True, kw_only=True):
     coordinator_pid: int
     members: list[MemberStatus]
     servers: list[ServerStatus] = []
+    spare: ServerStatus | None = None
+    """A server that waits for the number of one that dies: starting, or ready."""
     committed: Commit | None = None
     elastic: tuple[int, int] | None = None
     workers_wanted: int | None = None

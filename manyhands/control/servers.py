@@ -14,7 +14,9 @@ from typing import NamedTuple
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.messages import FailedServer
 from manyhands.control.policy import cannot_be_retried
+from manyhands.control.priority import let_go
 from manyhands.control.questions import ServerStatus
+from manyhands.control.spare import Spare
 from manyhands.control.workers import Worker
 
 __all__ = ["Life", "Servers", "is_hopeless"]
@@ -44,9 +46,10 @@ def is_hopeless(end: WorkerEnd, lives: Sequence[Life]) -> bool:
 
 
 class Servers:
-    def __init__(self, start: Callable[[int, int], Worker]) -> None:
-        """`start` makes a process of a server's number and an incarnation."""
-        self._start = start
+    def __init__(self, start: Callable[[int, int], Worker], appoint: Callable[[Worker, int], None]) -> None:
+        """`start` makes a process of a server's number and an incarnation; `appoint` gives a spare one a number."""
+        self._start, self._appoint = start, appoint
+        self.spare = Spare(start, self._next_incarnation)
         self._wanted: Sequence[int] = ()
         self._current: dict[int, Worker] = {}
         """By number: of those that are wanted, and of those that are not and have not left yet."""
@@ -63,7 +66,8 @@ class Servers:
     @property
     def processes(self) -> list[Worker]:
         """Those that live, or have something left to be swept up, and the last one of each number."""
-        return [*self._gone, *self._current.values()]
+        spare = [self.spare.process] if self.spare.process is not None else []
+        return [*self._gone, *self._current.values(), *spare]
 
     def member(self, incarnation: int) -> Worker | None:
         """The living one that may speak so."""
@@ -86,8 +90,22 @@ class Servers:
         for number in [number for number, server in self._current.items() if not server.alive]:
             self._gone.append(self._current.pop(number))
         for number in sorted({*self._wanted, *died} - self._current.keys()):
-            self._current[number] = self._start(number, self._next_incarnation())
+            self._current[number] = self._take_spare(number) or self._start(number, self._next_incarnation())
             self._current[number].may_end = number not in self._wanted
+
+    def _take_spare(self, number: int) -> Worker | None:
+        spare = self.spare.take()
+        if spare is not None:
+            self._appoint(spare, number)
+            spare.is_held_back = not let_go(spare.pid)
+        return spare
+
+    def _keep_spare(self, now: float) -> None:
+        for server in self._current.values():
+            if server.is_held_back:
+                server.is_held_back = not let_go(server.pid)
+        if not self._ending and self._hopeless is None:
+            self.spare.keep(self._current.values(), now)
 
     def _next_incarnation(self) -> int:
         """Unique over the run without asking anybody: far above the workers', and later ones are higher."""
@@ -97,6 +115,10 @@ class Servers:
     def bury(self, server: Worker) -> None:
         """It has died, other than as asked to, and `fill` replaces it; unless that would be of no use."""
         if self._ending or server.end is None:
+            return
+        if server is self.spare.process:
+            self.spare.bury(time.monotonic())
+            self._gone.append(server)
             return
         lives = self._lives.setdefault(server.number, [])
         steps = (server.step or 0) - (server.first_step or 0)
@@ -134,6 +156,7 @@ class Servers:
                     server.hung = server.hung or f"did not end within {now - server.dismissed_at:.1f} s"
             self.kill()
         self.fill()
+        self._keep_spare(now)
 
     def kill(self) -> None:
         self._ending = True

@@ -32,6 +32,7 @@ from manyhands.control.groups import is_later
 from manyhands.control.key_values import generation_is_over
 from manyhands.control.messages import (
     Announce,
+    Appointed,
     Committed,
     Goodbye,
     Heartbeat,
@@ -318,6 +319,12 @@ class Session:
         with self._heard:
             self._heard.wait_for(lambda: self.stop_requested is not None or self._closing)
 
+    def await_appointment(self) -> bool:
+        """Of a spare server: wait until its seat has a number. False: it is asked to stop instead."""
+        with self._heard:
+            self._heard.wait_for(lambda: not self.seat.is_spare or self.stop_requested is not None or self._closing)
+        return not self.seat.is_spare and self.stop_requested is None
+
     def close(self) -> None:
         """Send what is queued, say goodbye, and end the thread. Safe to call twice."""
         if self._closing or os.getpid() != self._pid:
@@ -410,6 +417,10 @@ class Session:
             case ServersWanted(number=number, servers=servers):
                 self._servers = servers
                 self._hear_of(self.stop_requested, self.living, number)
+            case Appointed() if self.seat.is_spare:
+                with self._heard:
+                    self.seat = replace(self.seat, server=message.server, listen=message.listen)
+                    self._heard.notify_all()
             case Announce():
                 self._hear(message)
             case Welcome():

@@ -43,7 +43,7 @@ class Worker:
         self.seat, self.host = seat, host
         self.number = seat.server if seat.is_server else seat.slot if seat.most_workers else seat.rank
         """What it is called in reports and logs: its rank, or where ranks change its slot; a server's is its own."""
-        self.log = WorkerLog(f"server-{self.number}" if seat.is_server else f"rank-{self.number}")
+        self.log = WorkerLog(_log_name(seat, self.number))
         self.started_at = time.monotonic()
         self.greeted = False
         self.peer: bytes | None = None
@@ -56,6 +56,9 @@ class Worker:
         self.dismissed_at: float | None = None
         self.may_end = not seat.is_server
         """An exit code of 0 is well. A server's work is not done before it is told so."""
+        self.was_spare = False
+        """A server that got its number when it was there already, and has to be told."""
+        self.is_held_back = False
         self.told_servers: tuple[int, float] = (0, 0.0)
         """How many servers it was last told there should be, and when."""
         self.end_reported = False
@@ -110,9 +113,21 @@ class Worker:
         }
         self._lifeline = lifeline
         if self.seat.joining or self.seat.is_server:
-            self.log.headline = f"--- {self.seat.role} {self.number} again: pid {self.pid} ---\n".encode()
+            self.log.headline = self._headline()
         for fd in self.pipes:
             os.set_blocking(fd, False)
+
+    def _headline(self) -> bytes:
+        return f"--- {self.seat.role} {self.number} again: pid {self.pid} ---\n".encode()
+
+    def appoint(self, number: int, listen: str) -> None:
+        """A spare server is this one from now on, and its life as such begins."""
+        self.seat, self.number, self.was_spare = replace(self.seat, server=number, listen=listen), number, True
+        self.log.close()
+        self.log = WorkerLog(_log_name(self.seat, number))
+        self.log.headline = self._headline()
+        self.started_at = self.moved_at = self.stepped_at = time.monotonic()
+        self.first_step, self.step, self.phase, self.told = None, None, "", None
 
     @property
     def alive(self) -> bool:
@@ -302,6 +317,10 @@ class Worker:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None and not pipe.closed and pipe.fileno() == fd:
                 pipe.close()
+
+
+def _log_name(seat: Seat, number: int) -> str:
+    return "server-spare" if seat.is_spare else f"server-{number}" if seat.is_server else f"rank-{number}"
 
 
 def _with_lifeline(seat: Seat, fd: int) -> Seat:

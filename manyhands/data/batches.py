@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -182,6 +182,17 @@ class Batches:
         """Any step, out of turn; its slices are fetched when they are asked for. For rows by number."""
         assert isinstance(self.feed, RowFeed)
         return Step(self, self.feed.plan_at(number), 0.0)
+
+    @property
+    def how_far(self) -> int:
+        """How many leases it is of use to know ahead, for `expect`; 0: none."""
+        return self.feed.how_far if isinstance(self.feed, RowFeed) else 0
+
+    def expect(self, leases: Iterable[tuple[int, int]], *, whole: bool) -> None:
+        """Have slices fetched ahead that steps from `at` will probably be asked for; with `whole`, all of each step."""
+        assert isinstance(self.feed, RowFeed)
+        plans = [(self.feed.plan_at(number), v) for number, v in leases]
+        self.feed.expect([(plan, v) for plan, one in plans for v in (range(len(plan.bounds)) if whole else [one])])
 
     def divide(self, division: Division) -> None:
         """Divide the slices of the steps from the next one on like this; every worker says so between the same two."""

@@ -7,12 +7,13 @@ fetched in that order. What a step looks like to a strategy is `batches`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from manyhands.data.ahead import Ahead, how_far
 from manyhands.data.exchange import RowExchange
 from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
 from manyhands.data.loaders import InProcesses, Loader
@@ -148,6 +149,7 @@ class RowFeed:
         self._draws = source.fetched_by == "caller"
         self._fetcher: Fetcher | None = None
         self._loader: Loader | None = None
+        self._ahead: Ahead | None = None
 
     def plans(self) -> Iterator[Plan]:
         return plan_steps(self._source.num_rows, self._schedule)
@@ -163,7 +165,20 @@ class RowFeed:
         return self._fetcher.get(plan.number, v)
 
     def again(self, plan: Plan, v: int) -> Any:
+        if self._ahead is not None and self._ahead.has(plan.number, v):
+            return self._ahead.take(plan.number, v)
         return fetch_now(self._source.take_job, self._job(plan, v, self._order))
+
+    @property
+    def how_far(self) -> int:
+        """How many leases ahead it is of use to know."""
+        return how_far(self._source)
+
+    def expect(self, wanted: Sequence[tuple[Plan, int]]) -> None:
+        """Have these fetched ahead of `again`, which will ask for some of them, and no others."""
+        if self._ahead is None:
+            self._ahead = Ahead(self._source)
+        self._ahead.want([self._job(plan, v, self._order) for plan, v in wanted])
 
     def divide(self, division: Division) -> None:
         """What was fetched ahead may be somebody else's now, and is dropped. Loader processes stay."""
@@ -177,6 +192,9 @@ class RowFeed:
             self._fetcher.close()
         if self._loader is not None:
             self._loader.close()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def _start_fetching(self, first: Plan) -> Fetcher:
         ahead = STEPS_AHEAD * max(1, len(self._division.share(self._rank, self._schedule.slices)))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from manyhands.data.randomness import randomness
 from manyhands.errors import DataFetchFailed, ManyhandsError
 
-__all__ = ["Fetcher", "InCaller", "InThread", "Job", "Take", "failed", "fetch_now"]
+__all__ = ["Fetcher", "InCaller", "InThread", "Job", "Take", "failed", "failed_here", "fetch_now"]
 
 
 class Job(NamedTuple):
@@ -55,7 +55,7 @@ def failed(job: Job, kind: str, message: str, notes: Sequence[str] = (), *, trac
     return DataFetchFailed(what, fix=["read these rows of your data by hand, in one process"])
 
 
-def _failed_here(job: Job, error: BaseException) -> DataFetchFailed:
+def failed_here(job: Job, error: BaseException) -> DataFetchFailed:
     return failed(job, type(error).__name__, str(error), getattr(error, "__notes__", ()))
 
 
@@ -67,7 +67,7 @@ def fetch_now(take: Take, job: Job, *, draws: bool = True) -> Any:
     except DataFetchFailed:
         raise
     except Exception as error:
-        raise _failed_here(job, error) from error
+        raise failed_here(job, error) from error
 
 
 class InCaller:
@@ -115,7 +115,7 @@ class InThread:
             job, batch, error = self._done.get()
             if error is not None:
                 self._done.put((job, batch, error))  # whoever asks again gets it again
-                raise (error if job is None else _failed_here(job, error)) from error
+                raise (error if job is None else failed_here(job, error)) from error
             self._room.put(True)
             if job is not None and (job.step, job.v) == (step, v):
                 return batch

@@ -27,9 +27,23 @@ from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
-__all__ = ["Failure", "InProcesses", "Loader", "LoaderError", "start", "stream_loader"]
+__all__ = [
+    "UNSENDABLE",
+    "Failure",
+    "InProcesses",
+    "Loader",
+    "LoaderError",
+    "cannot_be_sent",
+    "end_with_parent",
+    "is_gone",
+    "start",
+    "stream_loader",
+]
 
 _PR_SET_PDEATHSIG = 1
+
+UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What multiprocessing raises for data that cannot be sent to a process."""
 
 
 class LoaderError(Exception):
@@ -121,7 +135,7 @@ def _data_loader(dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Job
         prefetch_factor=max(1, -(-ahead // num_workers)),
         multiprocessing_context="spawn",
         persistent_workers=True,
-        worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
+        worker_init_fn=functools.partial(end_with_parent, os.getpid()),
         generator=torch.Generator(),  # of its own: the default draws from the run's
     )
 
@@ -132,31 +146,39 @@ def start(loader: DataLoader[Any]) -> Generator[Any, None, None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Got pickle error")  # we say it ourselves
             return _until_closed(iter(loader))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"The data cannot be sent to a loader process: {error}.",
-            fix=[
-                "num_workers=0",
-                "no lambda, no open file, no class inside a function in the dataset",
-            ],
-        ) from error
+    except UNSENDABLE as error:
+        raise cannot_be_sent(error) from error
+
+
+def cannot_be_sent(error: Exception) -> DataError:
+    return DataError(
+        f"The data cannot be sent to a loader process: {error}.",
+        fix=[
+            "num_workers=0",
+            "no lambda, no open file, no class inside a function in the dataset",
+        ],
+    )
+
+
+def is_gone(error: Exception) -> DataFetchFailed:
+    return DataFetchFailed(
+        f"A loader process is gone: {error}.",
+        fix=["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does'],
+    )
 
 
 def _until_closed(items: Iterator[Any]) -> Generator[Any, None, None]:
     try:
         yield from items
     except RuntimeError as error:
-        raise DataFetchFailed(
-            f"A loader process is gone: {error}.",
-            fix=["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does'],
-        ) from error
+        raise is_gone(error) from error
 
 
 def _as_is(value: Any) -> Any:
     return value
 
 
-def _end_with_parent(parent: int, _number: int) -> None:
+def end_with_parent(parent: int, _number: int = 0) -> None:
     """Have the kernel end this process with its parent. Ctrl-C reaches it too, but the parent decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

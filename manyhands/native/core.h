@@ -1,7 +1,8 @@
 /* Sums and meetings in memory that the workers of one host share. Neither Python nor torch in here: pointers and
  * lengths in, numbers out. `sum.c` adds along a tree, `plane.c` lets ranks meet and move data, `update.c` turns a sum
- * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed. Rows
- * of embeddings have a header of their own, rows.h. Start reading at mh_all_reduce. */
+ * of gradients into new weights, `codec.c` makes fp32 smaller, `digest.c` tells whether memory has changed, `copy.c`
+ * copies, `pages.c` has memory in large pages. Rows of embeddings have a header of their own, rows.h. Start reading at
+ * mh_all_reduce. */
 #ifndef MANYHANDS_CORE_H
 #define MANYHANDS_CORE_H
 
@@ -126,11 +127,24 @@ int mh_update(const struct mh_update *update, const struct mh_piece *pieces, siz
               const void *const *sources, size_t num_sources, const int32_t *program, size_t length,
               const struct mh_watch *watch);
 
+/* As memcpy, for what is large and not read soon. */
+void mh_copy(void *to, const void *from, size_t bytes);
+
 /* Blocks of `block` values become a scale each and as many whole numbers. `residual` may be NULL; else it is added to the
  * values first, and holds afterwards what the codes do not tell. */
 void mh_int8_encode(const float *values, float *residual, float *scales, int8_t *codes, size_t count, size_t block);
 /* With `add`, to what is in `values`; so does the one below, with halves of floats. */
 void mh_int8_decode(const float *scales, const int8_t *codes, float *values, size_t count, size_t block, int add);
 void mh_bf16_add(const uint16_t *halves, float *values, size_t count);
+
+/* Memory in large pages: of a file that has nothing there yet, as far as the kernel can, and without a word where it cannot;
+ * and mapped a second time, so that they are of use, where it begins at such a page of its file. The latter until mh_unmap, or
+ * NULL where it cannot be. */
+#define MH_LARGE_PAGE ((size_t)1 << 21)
+void mh_allocate_large(int fd, int64_t offset, size_t bytes);
+void *mh_map_again(void *memory, size_t bytes);
+void mh_unmap(void *memory, size_t bytes);
+
+static inline size_t mh_whole_pages(size_t bytes) { return (bytes + MH_LARGE_PAGE - 1) / MH_LARGE_PAGE * MH_LARGE_PAGE; }
 
 #endif

@@ -237,6 +237,16 @@ static PyObject *digest(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(mh_digest_end(&whole));
 }
 
+static PyObject *copy(PyObject *self, PyObject *args) {
+    unsigned long long to, from;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "KKn:copy", &to, &from, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_copy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *int8_encode(PyObject *self, PyObject *args) {
     unsigned long long values, residual, scales, codes;
     Py_ssize_t count, block;
@@ -270,6 +280,32 @@ static PyObject *bf16_add(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *allocate_large(PyObject *self, PyObject *args) {
+    int fd;
+    long long offset;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "iLn:allocate_large", &fd, &offset, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_allocate_large(fd, offset, (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *map_again(PyObject *self, PyObject *args) {
+    unsigned long long memory;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "Kn:map_again", &memory, &bytes)) return NULL;
+    return PyLong_FromVoidPtr(mh_map_again((void *)(uintptr_t)memory, (size_t)bytes));
+}
+
+static PyObject *unmap(PyObject *self, PyObject *args) {
+    unsigned long long memory;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "Kn:unmap", &memory, &bytes)) return NULL;
+    mh_unmap((void *)(uintptr_t)memory, (size_t)bytes);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"plane_bytes", plane_bytes, METH_VARARGS, "plane_bytes(world, area_bytes): how much memory a plane takes"},
     {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
@@ -282,11 +318,15 @@ static PyMethodDef methods[] = {
     {"all_reduce", all_reduce, METH_VARARGS, "all_reduce(plane, address, count, dtype, program, timeout_ns)"},
     {"reduce_scatter", reduce_scatter, METH_VARARGS,
      "reduce_scatter(plane, output, input, count, dtype, program, timeout_ns)"},
+    {"allocate_large", allocate_large, METH_VARARGS, "allocate_large(fd, offset, bytes): in pages of 2 MB, if it can be"},
+    {"map_again", map_again, METH_VARARGS, "map_again(address, bytes): the same memory so that large pages are used, or 0"},
+    {"unmap", unmap, METH_VARARGS, "unmap(address, bytes): what map_again has mapped"},
     {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
     {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
     {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or nothing): gradients to new weights"},
     {"digest", digest, METH_VARARGS, "digest(address, bytes): what memory holds, in one number"},
+    {"copy", copy, METH_VARARGS, "copy(to, from, bytes): past the caches"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
     {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},
     {"bf16_add", bf16_add, METH_VARARGS, "bf16_add(halves, values, count)"},
@@ -305,7 +345,8 @@ static int add_rest(PyObject *module) {
                      {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64},
                      {"SGD", MH_SGD}, {"ADAM", MH_ADAM}, {"ADAGRAD", MH_ADAGRAD}, {"RMSPROP", MH_RMSPROP},
                      {"ROWS_NO_ROOM", MH_ROWS_NO_ROOM}, {"ROWS_TWICE", MH_ROWS_TWICE},
-                     {"ROWS_OLD_NUMBER", MH_ROWS_OLD_NUMBER}};
+                     {"ROWS_OLD_NUMBER", MH_ROWS_OLD_NUMBER}, {"ROWS_CHANGING", MH_ROWS_CHANGING},
+                     {"ROWS_GONE", MH_ROWS_GONE}, {"ROW_PARTS", MH_ROW_PARTS}};
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value)) return -1;
     }

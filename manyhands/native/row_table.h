@@ -3,7 +3,9 @@
  *
  * What counts is one of two states, and one store says which. An update works on the index that counts and writes down in
  * the journal what it is about to change; a sweep builds the other index, which counts from the same store on. A process that
- * is killed has done its stores up to some instruction and none after it: it is enough that the compiler keeps their order. */
+ * is killed has done its stores up to some instruction and none after it: it is enough that the compiler keeps their order.
+ *
+ * Other processes may look rows up meanwhile. `changes` tells them whether what they have read was of one moment. */
 #ifndef MANYHANDS_ROW_TABLE_H
 #define MANYHANDS_ROW_TABLE_H
 
@@ -30,6 +32,7 @@ struct head {
     uint64_t current;
     struct state states[2];
     uint64_t journal_number, journal_length;
+    _Atomic uint64_t changes; /* odd: somebody changes rows now, or was killed in it; never 0 where there is a table */
 };
 
 /* What was there before the update of the journal's number, followed by the row's contents. */
@@ -47,7 +50,8 @@ struct table {
     uint32_t *free;
     float *rows;
     unsigned char *journal;
-    size_t num_slots, stride, record_bytes, bytes;
+    uint32_t dim;
+    size_t num_rows, num_slots, stride, record_bytes, bytes; /* of rows, how many there is room for */
     struct state state; /* as it will be once this is committed */
 };
 
@@ -66,12 +70,15 @@ static inline size_t home_of(const struct table *t, int64_t id) {
     return (size_t)(((unsigned __int128)mh_mix((uint64_t)id) * t->num_slots) >> 64);
 }
 
-/* Where the id is, or the empty slot where it would be. */
-static inline size_t slot_of(const struct table *t, int64_t id) {
-    size_t slot = home_of(t, id);
-    while (t->index[slot].place && t->index[slot].id != id) slot = slot + 1 == t->num_slots ? 0 : slot + 1;
+/* Where the id is, or the empty slot where it would be. Of an index that somebody else changes, some slot. */
+static inline size_t slot_from(const struct table *t, int64_t id, size_t slot) {
+    for (size_t left = t->num_slots; left && t->index[slot].place && t->index[slot].id != id; left--) {
+        slot = slot + 1 == t->num_slots ? 0 : slot + 1;
+    }
     return slot;
 }
+
+static inline size_t slot_of(const struct table *t, int64_t id) { return slot_from(t, id, home_of(t, id)); }
 
 /* What an update is going to add to the table. */
 struct need {

@@ -6,9 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAGIC 0x3173776f72686dULL /* "mhrows1" */
+#define MAGIC 0x3273776f72686dULL /* "mhrows2" */
 #define LINE 64
-#define BLOCK 32 /* ids whose memory is asked for at once, so that they are waited for together */
+/* Memory is asked for so many ids before it is looked at: a fetch takes as long as a core needs for several ids, and it can
+ * wait for a dozen or two at once. */
+#define AHEAD 16
 
 static size_t lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
@@ -17,6 +19,8 @@ size_t mh_rows_stride(uint32_t dim, uint32_t num_states) { return ((size_t)dim +
 static struct table view(const void *memory, const struct mh_rows_room *room) {
     unsigned char *at = (unsigned char *)memory;
     struct table t = {.head = (struct head *)at, .stride = mh_rows_stride(room->dim, room->num_states)};
+    t.dim = room->dim;
+    t.num_rows = room->rows;
     t.num_slots = (room->rows + room->candidates) * 3 / 2 + 16; /* never more than two thirds full */
     t.record_bytes = sizeof(struct record) + t.stride * sizeof(float);
     at += lines(sizeof(struct head));
@@ -50,6 +54,7 @@ size_t mh_rows_offset(const void *memory) {
 void mh_rows_format(void *memory, const struct mh_rows_room *room) {
     struct head *head = memory;
     head->room = *room;
+    head->changes = 2;
     in_order();
     head->magic = MAGIC;
 }
@@ -86,19 +91,36 @@ static void remember(struct table *t, uint64_t slot, const struct entry *entry, 
     in_order();
 }
 
-int mh_rows_recover(void *memory) {
-    struct table t = open_table(memory);
-    if (t.head->journal_number <= t.state.number || t.head->journal_length == 0) return 0;
-    for (uint64_t i = t.head->journal_length; i-- > 0;) {
-        const unsigned char *at = t.journal + i * t.record_bytes;
+/* ---- what others see meanwhile ---- */
+
+static void begin_changes(struct head *head) {
+    atomic_store_explicit(&head->changes, head->changes | 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+static void end_changes(struct head *head) {
+    atomic_store_explicit(&head->changes, (head->changes | 1) + 1, memory_order_release);
+}
+
+static int undo(const struct table *t) {
+    if (t->head->journal_number <= t->state.number || t->head->journal_length == 0) return 0;
+    for (uint64_t i = t->head->journal_length; i-- > 0;) {
+        const unsigned char *at = t->journal + i * t->record_bytes;
         struct record record;
         memcpy(&record, at, sizeof record);
-        if (record.row != NOWHERE) memcpy(row_at(&t, record.row), at + sizeof record, t.stride * sizeof(float));
-        if (record.slot != NOWHERE) t.index[record.slot] = record.entry;
+        if (record.row != NOWHERE) memcpy(row_at(t, record.row), at + sizeof record, t->stride * sizeof(float));
+        if (record.slot != NOWHERE) t->index[record.slot] = record.entry;
     }
     in_order();
-    t.head->journal_length = 0;
+    t->head->journal_length = 0;
     return 1;
+}
+
+int mh_rows_recover(void *memory) {
+    struct table t = open_table(memory);
+    int undone = undo(&t);
+    if (t.head->changes & 1) end_changes(t.head);
+    return undone;
 }
 
 static void commit(struct table *t, uint64_t number) {
@@ -112,41 +134,61 @@ static void commit(struct table *t, uint64_t number) {
 
 /* ---- finding ---- */
 
-/* Asking for a block's entries, and then for its rows, before any is looked at: memory is waited for once per block. */
+static inline void ask_for_entry(const struct table *t, int64_t id) { __builtin_prefetch(&t->index[home_of(t, id)], 1); }
+
+static inline void ask_for_row(const struct table *t, uint64_t row, size_t floats) {
+    if (row == NOWHERE) return;
+    for (size_t j = 0; j < floats; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, row) + j, 1);
+}
+
+static inline struct spot spot_of(const struct table *t, int64_t id) {
+    size_t slot = slot_of(t, id);
+    struct entry entry = t->index[slot];
+    uint64_t row = has_row(&entry) && entry.place <= t->num_rows ? entry.place - 1 : NOWHERE;
+    return (struct spot){entry.place ? slot : NOWHERE, row};
+}
+
 static void find(const struct table *t, const int64_t *ids, size_t count, struct spot *spots) {
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t end = start + BLOCK < count ? start + BLOCK : count;
-        for (size_t i = start; i < end; i++) __builtin_prefetch(&t->index[home_of(t, ids[i])]);
-        for (size_t i = start; i < end; i++) {
-            size_t slot = slot_of(t, ids[i]);
-            const struct entry *entry = &t->index[slot];
-            spots[i] = (struct spot){entry->place ? slot : NOWHERE, has_row(entry) ? entry->place - 1 : NOWHERE};
-        }
+    for (size_t i = 0; i < count + AHEAD; i++) {
+        if (i < count) ask_for_entry(t, ids[i]);
+        if (i >= AHEAD) spots[i - AHEAD] = spot_of(t, ids[i - AHEAD]);
     }
 }
 
-static void ask_for_rows(const struct table *t, const struct spot *spots, size_t count, size_t floats) {
-    for (size_t i = 0; i < count; i++) {
-        if (spots[i].row == NOWHERE) continue;
-        const float *row = row_at(t, spots[i].row);
-        for (size_t j = 0; j < floats; j += LINE / sizeof(float)) __builtin_prefetch(row + j, 1);
+/* Entries are found AHEAD of ids behind those that are asked for, and rows copied as many behind that. */
+static void look_up(const struct table *t, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to) {
+    uint32_t dim = t->dim;
+    uint64_t rows[AHEAD];
+    for (size_t i = 0; i < count + 2 * AHEAD; i++) {
+        if (i < count) ask_for_entry(t, ids[i]);
+        if (i >= 2 * AHEAD) {
+            size_t done = i - 2 * AHEAD;
+            uint64_t row = rows[done % AHEAD];
+            if (row != NOWHERE) memcpy(to + done * dim, row_at(t, row), dim * sizeof(float));
+            else mh_row_weights(rule, ids[done], to + done * dim, dim);
+        }
+        if (i >= AHEAD && i < count + AHEAD) {
+            rows[i % AHEAD] = spot_of(t, ids[i - AHEAD]).row;
+            ask_for_row(t, rows[i % AHEAD], dim);
+        }
     }
 }
 
 void mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to) {
     struct table t = open_table(memory);
-    uint32_t dim = t.head->room.dim;
-    struct spot spots[BLOCK];
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t length = count - start < BLOCK ? count - start : BLOCK;
-        find(&t, ids + start, length, spots);
-        ask_for_rows(&t, spots, length, dim);
-        for (size_t i = 0; i < length; i++) {
-            float *row = to + (start + i) * dim;
-            if (spots[i].row != NOWHERE) memcpy(row, row_at(&t, spots[i].row), dim * sizeof(float));
-            else mh_row_weights(rule, ids[start + i], row, dim);
-        }
-    }
+    look_up(&t, rule, ids, count, to);
+}
+
+int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
+                 size_t count, float *to) {
+    struct table t = view(memory, room); /* the memory itself may be given back while it is read */
+    uint64_t before = atomic_load_explicit(&t.head->changes, memory_order_acquire);
+    if (t.head->magic != MAGIC) return MH_ROWS_GONE;
+    if (before & 1) return MH_ROWS_CHANGING;
+    t.index = t.indexes[t.head->states[t.head->current & 1].index & 1];
+    look_up(&t, rule, ids, count, to);
+    atomic_thread_fence(memory_order_acquire);
+    return atomic_load_explicit(&t.head->changes, memory_order_relaxed) == before ? 0 : MH_ROWS_CHANGING;
 }
 
 /* ---- changing ---- */
@@ -182,7 +224,7 @@ struct touch {
 static int touch(struct table *t, const struct mh_rows_rule *rule, const struct touch *one, size_t slot) {
     struct entry *entry = &t->index[slot];
     if (entry->place && entry->update == one->number) return MH_ROWS_TWICE;
-    uint32_t dim = t->head->room.dim, seen = entry->place & ~MH_ROW_CANDIDATE, place = entry->place;
+    uint32_t dim = t->dim, seen = entry->place & ~MH_ROW_CANDIDATE, place = entry->place;
     int known = has_row(entry), is_made = !known && seen + 1 >= rule->admit_after;
     t->state.candidates -= is_made && entry->place;
     t->state.candidates += !known && !is_made && !entry->place;
@@ -198,18 +240,14 @@ static int touch(struct table *t, const struct mh_rows_rule *rule, const struct 
 
 static int touch_all(struct table *t, const struct mh_rows_rule *rule, struct touch one, const int64_t *ids,
                      const float *gradients, const struct spot *spots, size_t count) {
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t end = start + BLOCK < count ? start + BLOCK : count;
-        for (size_t i = start; i < end; i++) {
-            if (spots[i].slot != NOWHERE) __builtin_prefetch(&t->index[spots[i].slot], 1);
-        }
-        ask_for_rows(t, spots + start, end - start, t->stride);
-        for (size_t i = start; i < end; i++) {
-            one.id = ids[i];
-            one.gradient = gradients + i * t->head->room.dim;
-            int failed = touch(t, rule, &one, spots[i].slot == NOWHERE ? slot_of(t, ids[i]) : spots[i].slot);
-            if (failed) return failed;
-        }
+    for (size_t i = 0; i < count + AHEAD; i++) {
+        if (i < count) ask_for_row(t, spots[i].row, t->stride);
+        if (i < AHEAD) continue;
+        size_t now = i - AHEAD;
+        one.id = ids[now];
+        one.gradient = gradients + now * t->dim;
+        int failed = touch(t, rule, &one, spots[now].slot == NOWHERE ? slot_of(t, ids[now]) : spots[now].slot);
+        if (failed) return failed;
     }
     return 0;
 }
@@ -227,6 +265,7 @@ int mh_rows_update(void *memory, const struct mh_rows_rule *rule, uint64_t numbe
     struct need need = need_of(&t, rule, spots, count);
     wanted->rows = t.state.rows + need.rows;
     wanted->candidates = t.state.candidates - need.admitted + need.candidates;
+    begin_changes(t.head);
     int swept = 0, failed = mh_rows_sweep(&t, rule, number, spots, count, &need, may_evict, &swept);
     if (!failed) {
         if (swept) find(&t, ids, count, spots);
@@ -236,6 +275,7 @@ int mh_rows_update(void *memory, const struct mh_rows_rule *rule, uint64_t numbe
         if (failed) mh_rows_recover(memory);
         else commit(&t, number);
     }
+    end_changes(t.head);
     free(spots);
     return failed;
 }

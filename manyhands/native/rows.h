@@ -1,14 +1,16 @@
 /* Rows of embeddings: a table from 64-bit ids to rows of fp32, in one stretch of memory that somebody else owns and that
  * may outlive the process. `rows.c` finds and changes rows, `sweep.c` lets old ones go, `row_rules.c` has the optimizers and
- * what a row starts with, `ids.c` makes ids unique. One process at a time changes a table. Start reading at mh_rows_update. */
+ * what a row starts with, `ids.c` makes ids unique. One process at a time changes a table; others may peek. Start reading at
+ * mh_rows_update. */
 #ifndef MANYHANDS_ROWS_H
 #define MANYHANDS_ROWS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* What calls return besides 0: memory is too small, and the table has to move to a larger one; an id is there twice. */
-enum { MH_ROWS_NO_ROOM = 4, MH_ROWS_TWICE = 5, MH_ROWS_OLD_NUMBER = 6 };
+/* What calls return besides 0: memory is too small, and the table has to move to a larger one; an id is there twice; somebody
+ * else changes rows at this moment; the table is not there any more. */
+enum { MH_ROWS_NO_ROOM = 4, MH_ROWS_TWICE = 5, MH_ROWS_OLD_NUMBER = 6, MH_ROWS_CHANGING = 7, MH_ROWS_GONE = 8 };
 
 /* How many of what there is room for. A row has `dim` weights and `num_states` numbers of its optimizer. */
 struct mh_rows_room {
@@ -54,6 +56,12 @@ int mh_rows_recover(void *memory);
 /* Changes nothing: an id without a row gets what its row would start with. */
 void mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to);
 
+/* The same in a table that another process may change, move or give back meanwhile. `room` is what mh_rows_read_room said when
+ * it was opened. 0: all rows are as they were at one moment, between two updates. Else nothing in `to` counts:
+ * MH_ROWS_CHANGING, and it can be tried again; or MH_ROWS_GONE. */
+int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
+                 size_t count, float *to);
+
 /* Of `count` different ids the gradients, each multiplied by `factor`. Either all of it counts, from the moment that the
  * table's number is `number`, or nothing does. Numbers ascend. With `may_evict`, rows and candidates that were not touched for
  * longest make room for new ones; else there may be none for them, and `wanted` says how many rows and candidates there
@@ -87,8 +95,15 @@ void mh_row_start(const struct mh_rows_rule *rule, int64_t id, float *row, uint3
 void mh_row_weights(const struct mh_rows_rule *rule, int64_t id, float *row, uint32_t dim);
 void mh_row_change(const struct mh_rows_rule *rule, float *row, const float *gradient, float factor, uint32_t dim);
 
-/* The different ones of `ids` in the order of their first appearance, and for each of `ids` the place of its own. Returns how
- * many there are, or -1 without memory. */
+/* Every id belongs to one of so many parts of its table, the same wherever it is asked for. */
+#define MH_ROW_PARTS 16
+static inline uint64_t mh_part_of(int64_t id) { return ((uint64_t)id * 0x9e3779b97f4a7c15u) >> 60; }
+
+/* Where each part's begin, if `ids` are in the order of parts, which is what it returns; behind the last, the end. */
+int mh_part_bounds(const int64_t *ids, size_t count, int64_t bounds[MH_ROW_PARTS + 1]);
+
+/* The different ones of `ids` in the order of their parts, and in a part in that of their first appearance; and for each of
+ * `ids` the place of its own. Returns how many there are, or -1 without memory. */
 int64_t mh_unique(const int64_t *ids, size_t count, int64_t *different, int64_t *inverse);
 
 /* Every row of `values` added to the row `inverse` says, in order. */

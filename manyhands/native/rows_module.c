@@ -88,6 +88,24 @@ static PyObject *rows_lookup(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *rows_peek(PyObject *self, PyObject *args) {
+    struct rule given;
+    struct mh_rows_room room;
+    number memory, ids, to;
+    Py_ssize_t count;
+    int failed;
+    if (!PyArg_ParseTuple(args, "KO&y#KnK:rows_peek", &memory, to_room, &room, &given.bytes, &given.length, &ids, &count,
+                          &to)) {
+        return NULL;
+    }
+    const struct mh_rows_rule *rule = as_rule(&given);
+    if (rule == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mh_rows_peek(AT(const void, memory), &room, rule, AT(const int64_t, ids), (size_t)count, AT(float, to));
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(failed);
+}
+
 static PyObject *rows_update(PyObject *self, PyObject *args) {
     struct rule given;
     number memory, update, ids, gradients;
@@ -177,6 +195,23 @@ static PyObject *unique(PyObject *self, PyObject *args) {
     return found < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(found);
 }
 
+static PyObject *part_bounds(PyObject *self, PyObject *args) {
+    number ids;
+    Py_ssize_t count;
+    int64_t bounds[MH_ROW_PARTS + 1];
+    int in_order;
+    if (!PyArg_ParseTuple(args, "Kn:part_bounds", &ids, &count)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    in_order = mh_part_bounds(AT(const int64_t, ids), (size_t)count, bounds);
+    Py_END_ALLOW_THREADS
+    PyObject *list = PyList_New(MH_ROW_PARTS + 1);
+    for (Py_ssize_t i = 0; list != NULL && i <= MH_ROW_PARTS; i++) {
+        PyObject *bound = PyLong_FromLongLong(bounds[i]);
+        if (bound == NULL || PyList_SetItem(list, i, bound)) Py_CLEAR(list);
+    }
+    return list == NULL ? NULL : Py_BuildValue("NN", PyBool_FromLong(in_order), list);
+}
+
 static PyObject *add_rows(PyObject *self, PyObject *args) {
     number to, values, inverse;
     Py_ssize_t count, dim;
@@ -194,6 +229,8 @@ PyMethodDef mh_row_methods[] = {
     {"rows_count", rows_count, METH_VARARGS, "rows_count(address): last update, rows and candidates"},
     {"rows_recover", rows_recover, METH_VARARGS, "rows_recover(address): undo an update that was not finished"},
     {"rows_lookup", rows_lookup, METH_VARARGS, "rows_lookup(address, rule, ids, count, to)"},
+    {"rows_peek", rows_peek, METH_VARARGS,
+     "rows_peek(address, room, rule, ids, count, to): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
     {"rows_update", rows_update, METH_VARARGS,
      "rows_update(address, rule, number, ids, gradients, count, factor, may_evict): what failed, and room wanted"},
     {"rows_move", rows_move, METH_VARARGS, "rows_move(from, to): all of a table into an empty one"},
@@ -204,6 +241,7 @@ PyMethodDef mh_row_methods[] = {
     {"rows_stride", rows_stride, METH_VARARGS, "rows_stride(dim, num_states): from row to row, in floats"},
     {"row_states", row_states, METH_VARARGS, "row_states(optimizer, dim): how many numbers an optimizer keeps in a row"},
     {"unique", unique, METH_VARARGS, "unique(ids, count, different, inverse): how many different ones"},
+    {"part_bounds", part_bounds, METH_VARARGS, "part_bounds(ids, count): whether they are in order, and where parts begin"},
     {"add_rows", add_rows, METH_VARARGS, "add_rows(to, values, inverse, count, dim)"},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define BLOCK (MH_BLOCK_BYTES / sizeof(float))
+
+/* One block of a piece: `given` is its gradient, `g` memory for one that can be changed, `free` as much again. */
+struct block {
+    const float *given;
+    float *g, *free;
+    const float *w;
+    float *to;
+    const float *from[MH_MAX_STATES];
+    float *state[MH_MAX_STATES];
+    size_t count;
+    int past_caches; /* new values are not read soon: their stores need not read what they replace */
+};
+
 struct vector_ops {
     void (*scale)(float *to, const float *a, float factor, size_t count);
     void (*add_scaled)(float *to, const float *a, float alpha, const float *b, size_t count);
@@ -13,6 +27,7 @@ struct vector_ops {
     void (*interpolate)(float *to, const float *a, const float *b, float weight, size_t count);
     void (*root)(float *to, const float *a, float divisor, float eps, size_t count);
     void (*larger)(float *to, const float *a, const float *b, size_t count);
+    void (*momentum)(const struct mh_update *u, const struct block *b);
 };
 
 #define FOR_CPU(name) any_##name
@@ -42,18 +57,6 @@ static const struct vector_ops *ops_for_this_cpu(void) {
 #else
 static const struct vector_ops *ops_for_this_cpu(void) { return &any_ops; }
 #endif
-
-#define BLOCK (MH_BLOCK_BYTES / sizeof(float))
-
-/* One block of a piece: `g` is its gradient, `free` as much memory again. */
-struct block {
-    float *g, *free;
-    const float *w;
-    float *to;
-    const float *from[MH_MAX_STATES];
-    float *state[MH_MAX_STATES];
-    size_t count;
-};
 
 static void sgd(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
     const float *step = b->g;
@@ -120,6 +123,19 @@ static void rmsprop(const struct vector_ops *v, const struct mh_update *u, struc
 static void (*const optimizers[MH_NUM_OPTIMIZERS])(const struct vector_ops *, const struct mh_update *, struct block *) = {
     sgd, adam, adagrad, rmsprop};
 
+/* Where new values go to another copy, so large that little of it would be left in a cache when somebody reads it. */
+#define WORTH_STREAMING_BYTES ((size_t)4 << 20)
+
+static int is_streamed(const float *from, const float *to) { return to == NULL || (to != from && (uintptr_t)to % 64 == 0); }
+
+static int goes_past_caches(const struct mh_piece *piece) {
+    if (piece->count * sizeof(float) < WORTH_STREAMING_BYTES || !is_streamed(piece->w, piece->to)) return 0;
+    for (size_t i = 0; i < MH_MAX_STATES; i++) {
+        if (!is_streamed(piece->from[i], piece->state[i])) return 0;
+    }
+    return 1;
+}
+
 static void place_block(const struct mh_piece *piece, size_t start, struct block *b) {
     b->w = piece->w + start;
     b->to = piece->to + start;
@@ -130,11 +146,24 @@ static void place_block(const struct mh_piece *piece, size_t start, struct block
 }
 
 static void update_block(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
+    if (u->optimizer == MH_SGD && u->momentum != 0 && !u->first) {
+        v->momentum(u, b);
+        return;
+    }
+    if (b->given != b->g) memcpy(b->g, b->given, b->count * sizeof(float));
     /* In torch's order: divide out weights and loss scale, clip, turn round. Each is rounded. */
     if (u->factor != 1) v->scale(b->g, b->g, u->factor, b->count);
     if (u->clip != 1) v->scale(b->g, b->g, u->clip, b->count);
     if (u->maximize) v->scale(b->g, b->g, -1.0f, b->count);
     optimizers[u->optimizer](v, u, b);
+}
+
+/* Stores past the caches come in no order with others. Whoever sees what this thread writes after this sees what it wrote
+ * before it. */
+static void order_stores(void) {
+#ifdef __x86_64__
+    __builtin_ia32_sfence();
+#endif
 }
 
 /* Of the weights and states in a block, which are in the nearest cache. */
@@ -155,14 +184,19 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
     if (mh_check_program(program, length, num_sources)) return MH_BAD_ARGUMENT;
     unsigned char *memory = malloc((2 + MH_MAX_DEPTH) * MH_BLOCK_BYTES);
     if (memory == NULL) return MH_NO_MEMORY;
+    order_stores();
     uint64_t number = 0;
     struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
     for (size_t i = 0; i < num_pieces; i++) {
         const void *const *rows = sources + i * num_sources;
+        block.past_caches = goes_past_caches(&pieces[i]);
         for (size_t start = 0; start < pieces[i].count; start += BLOCK) {
             block.count = pieces[i].count - start < BLOCK ? pieces[i].count - start : BLOCK;
-            mh_sum_block(block.g, rows, start * sizeof(float), program, length, block.count, MH_F32,
-                         memory + 2 * MH_BLOCK_BYTES);
+            block.given = length == 1 ? (const float *)rows[program[0]] + start : block.g;
+            if (length > 1) {
+                mh_sum_block(block.g, rows, start * sizeof(float), program, length, block.count, MH_F32,
+                             memory + 2 * MH_BLOCK_BYTES);
+            }
             place_block(&pieces[i], start, &block);
             if (watch != NULL) watch->found[number] = digest_of(block.w, block.from, block.count);
             update_block(v, u, &block);
@@ -172,6 +206,7 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
             number++;
         }
     }
+    order_stores();
     free(memory);
     return 0;
 }

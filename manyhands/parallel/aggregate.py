@@ -8,10 +8,12 @@ outer rule moves the weights that all agree on. Start reading at `combine`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from manyhands.parallel.rounds import Rule
 
 __all__ = [
     "OUTER_LR",
@@ -28,8 +30,6 @@ __all__ = [
     "trimmed_mean",
     "weighted_mean",
 ]
-
-Rule = Literal["mean", "weighted", "median", "trimmed"]
 
 # What the authors of DiLoCo found best for its outer step.
 OUTER_LR = 0.7

@@ -89,6 +89,11 @@ class StepBuffers:
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
         self._nothing = torch.empty(0, dtype=torch.float64)
 
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Moving averages: what layers write in forward, and do not look at in backward."""
+        return tuple(self._averages)
+
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
         self._alone = num_slices == num_ranks == 1
         if not self._alone:
@@ -131,12 +136,21 @@ class StepBuffers:
         after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         return torch.cat([self._added(after, made), made])
 
-    def joined(self, earlier: Tensor, later: Tensor) -> Tensor:
+    def united(self, earlier: Tensor, later: Tensor) -> Tensor:
         """Two contributions of one slice, which went through different layers."""
         size = len(self._owner)
         touched = later[size:] > 0
         averages = torch.where(touched[self._owner], later[:size], earlier[:size])
         return torch.cat([averages, earlier[size:] + later[size:]])
+
+    def joined(self, contributions: Sequence[Tensor]) -> Tensor:
+        """Those of several slices, as `apart` made them, as if one had made them all, one after the other."""
+        total, numel = contributions[0], len(self._owner)
+        for later in contributions[1:]:
+            calls = later[numel:]
+            keep = torch.where(self._cumulative, torch.ones_like(calls), self._keep**calls)
+            total = torch.cat([keep[self._owner] * total[:numel] + later[:numel], total[numel:] + calls])
+        return total
 
     def put_back(self) -> None:
         """Back to the step's own values. After backward, which may still need what forward left."""

@@ -74,8 +74,14 @@ class Exchange:
         buffers: StepBuffers,
         number: int,
         hashes: Sequence[float] = (),
+        *,
+        may_ride: bool = True,
     ) -> None:
-        """`hashes` tell of this rank's copy of the weights, in steps where copies are compared; as many on each."""
+        """`hashes` tell of this rank's copy of the weights, in steps where copies are compared; as many on each.
+
+        Without `may_ride` the message is posted when gradients are under way already.
+        """
+        self._may_ride = may_ride
         self._axis, self._gradients, self.shares = axis, gradients, shares
         self._note, self._buffers, self._number = note, buffers, number
         self.moved = False
@@ -101,7 +107,7 @@ class Exchange:
         numbers = [float(note.stop), float(len(changes)), float(note.collect), *note.times, *self._hashes]
         for report in reports:
             numbers += [report.total, report.weight]
-        self._carried = self._gradients.can_carry(8 * self._length)
+        self._carried = self._may_ride and self._gradients.can_carry(8 * self._length)
         if self._carried and not self._width:
             self._gradients.carry(struct.pack(f"{len(numbers)}d", *numbers))
             return

@@ -175,6 +175,8 @@ class Book:
         self._void: dict[int, set[int]] = {}
         """Worker -> rows that it may still write to, though its leases of them are no more."""
         self._again: list[Item] = []
+        self._soon: dict[int, list[Item]] = {}
+        """Worker -> what it was told to expect, and nobody was leased so far."""
         self._next = Item(max(course.first, self.low + 1), 0)
         self._met: dict[int, int] = {}
         self._tickets: dict[int, int] = {}
@@ -197,6 +199,17 @@ class Book:
     @property
     def rows_used(self) -> int:
         return len(self._used_rows())
+
+    def awaited(self) -> set[int]:
+        """Who may fill something before the next meeting: everybody while steps are left to hand out, then who has one.
+
+        For courses whose steps are handed out whole. Before all have said what they hold, nothing is handed out.
+        """
+        leased = {lease.held.step for lease in self._leases.values()}
+        left = (*(item.step for item in self._again), *range(self._next.step, self._boundary + 1))
+        if not self._missing and any(step not in leased and not self._is_applied(step) for step in left):
+            return set(self._living if self._living is not None else self._met)
+        return self._missing | {lease.worker for lease in self._leases.values() if not lease.filled}
 
     def expect(self, workers: Iterable[int]) -> None:
         """These may have leases that this book, which another one preceded, knows nothing of until they ask."""
@@ -233,6 +246,14 @@ class Book:
         if met < self._boundary <= self.low:
             return self._call_meeting()
         return self._grant(worker, {held.filling for held in holding})
+
+    def soon(self, worker: int, count: int) -> list[Item]:
+        """What it will probably be leased next, so that it can read the rows ahead; others get it if need be."""
+        mine = self._soon.setdefault(worker, [])
+        while len(mine) < count and self._find_next().step <= self._boundary:
+            mine.append(self._next)
+            self._next = self._after(self._next)
+        return list(mine)
 
     def filled(self, held: Held) -> bool:
         """Whether this filling is leased, and the first of its slice: then its gradient is wanted."""
@@ -310,7 +331,7 @@ class Book:
         if self._missing or not max(self._met.values()) <= self._met[worker] < self._boundary:
             return None
         row = self._free_row()
-        item = self._pick() if row is not None else None
+        item = self._pick(worker) if row is not None else None
         if row is None or item is None:
             return None
         self._fillings += 1
@@ -320,18 +341,34 @@ class Book:
             self.minutes = msgspec.structs.replace(self.minutes, reach=item.step)
         return Grant(held, self.low)
 
-    def _pick(self) -> Item | None:
-        """What to hand out now: what was taken back first, then the next, and at last what others are slow with."""
+    def _pick(self, worker: int) -> Item | None:
+        """What to hand out: what was taken back, what it expects, the next, what others expect, or are slow with."""
         while self._again:
             item = self._again.pop(0)
             if not self._is_applied(item.step):
                 return item
-        while self._next.step <= self._boundary and (self._is_applied(self._next.step) or self._of(self._next)):
+        own = [one for one in self._soon if one == worker or not self._lives(one)]
+        found_next, of_others = self._find_next(), self._expected(self._soon)
+        # Steps that are applied in order get their rows in order, or later ones might have all of them.
+        first = min([found_next, *of_others]).step
+        last = self._boundary if self._rule.ahead is None else min(self._boundary, first)
+        for found in (*self._expected(own), found_next, *of_others):
+            if found.step <= last and self._rule.admits(found.step, self.low):
+                self._soon = {one: [item for item in items if item != found] for one, items in self._soon.items()}
+                return found
+        return self._second()
+
+    def _expected(self, workers: Iterable[int]) -> list[Item]:
+        return sorted(item for worker in workers for item in self._soon[worker] if not self._is_taken(item))[:1]
+
+    def _find_next(self) -> Item:
+        """The first that nobody has and nobody expects; or one beyond the boundary."""
+        while self._next.step <= self._boundary and self._is_taken(self._next):
             self._next = self._after(self._next)
-        if self._next.step > self._boundary or not self._rule.admits(self._next.step, self.low):
-            return self._second()
-        item, self._next = self._next, self._after(self._next)
-        return item
+        return self._next
+
+    def _is_taken(self, item: Item) -> bool:
+        return self._is_applied(item.step) or bool(self._of(item))
 
     def _second(self) -> Item | None:
         """The first slice that somebody has, is not done with, and nobody else has."""

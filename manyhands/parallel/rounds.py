@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-__all__ = ["Closing", "Downpour", "Rounds", "close_round", "fragments_of", "pairs"]
+__all__ = ["Closing", "Downpour", "Quorum", "Rounds", "Rule", "close_round", "fragments_of", "pairs"]
+
+Rule = Literal["mean", "weighted", "median", "trimmed"]
+"""How what workers have becomes one: `aggregate` has each."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,21 @@ def pairs(seed: int, number: int, members: Iterable[int]) -> list[tuple[int, int
 
     drawn = sorted(members, key=lambda member: (lot(member), member))
     return list(zip(drawn[::2], drawn[1::2], strict=False))
+
+
+class Quorum(msgspec.Struct, frozen=True, kw_only=True):
+    """When a round closes that does not wait for everybody, and how those who have come are put together."""
+
+    least: int | float
+    """So many workers, or such a part of those who may still come."""
+    deadline_s: float
+    """Since the first has come."""
+    rule: Rule = "mean"
+    trim: float = 0.2
+
+    def of(self, num_workers: int) -> int:
+        wanted = self.least if isinstance(self.least, int) else math.ceil(self.least * num_workers)
+        return max(1, min(wanted, num_workers))
 
 
 class Closing(msgspec.Struct, frozen=True):

@@ -159,6 +159,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rows that no update has touched for so many steps go, at the next eighth of as many."""
     max_bytes: int | None = None
     """Of rows and index. When they are full, rows go that no update has touched for longest."""
+    cache: int | None = None
+    """Rows that a worker on another host than the servers keeps, as far as the mode's staleness allows."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -172,7 +174,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(f"init is {self.init!r}.", where=where, fix=[f'init="{name}"' for name in _STARTS])
         if not self.scale >= 0:
             raise SpecError(f"scale is {self.scale:g}, but must not be below 0.", where=where)
-        for name, value in {"dim": self.dim, "admit_after": self.admit_after, "keep_steps": self.keep_steps}.items():
+        numbers = {"dim": self.dim, "admit_after": self.admit_after, "keep_steps": self.keep_steps, "cache": self.cache}
+        for name, value in numbers.items():
             if value is not None and not 1 <= value <= MOST:
                 raise SpecError(f"{name} is {value}, but must be from 1 to {MOST}.", where=where)
 

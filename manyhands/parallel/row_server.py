@@ -23,6 +23,7 @@ from manyhands.parallel.served_messages import (
     Number,
     Opened,
     OpenRows,
+    Refused,
     RowGradients,
 )
 from manyhands.parallel.served_tables import Tables, parts_of
@@ -53,7 +54,7 @@ class RowServer:
         self.num_made = 0
         """Updates that this process has made."""
         self.refused: Counter[str] = Counter()
-        """Messages that changed nothing, because they were "late"."""
+        """Messages that changed nothing, because they were "late", or of a "misfit"."""
         if told := self._register.value:
             self._begin(msgspec.msgpack.decode(told, type=OpenRows))
 
@@ -84,6 +85,10 @@ class RowServer:
         if before is not None and message.number < before.number:
             self.refused["late"] += 1
             return []
+        if self._number >= message.servers or message.step < 0 or message.base < 0:
+            self.refused["misfit"] += 1
+            why = f"it is server {self._number}, asked for step {message.step} of {message.servers} servers"
+            return [(sender, Refused(number=message.number, server=self._number, why=why))]
         if before is None or message.number > before.number:
             self._register.write(msgspec.msgpack.encode(message))
             self._begin(message)
@@ -98,7 +103,8 @@ class RowServer:
         if message.step > self.version:
             if not self._tables.has(message.step, message.pieces):
                 return []
-            self._tables.apply(message.step + opened.base, [message.step], message.factor, message.tables)
+            found = self._tables.gather([message.step])
+            self._tables.apply(message.step + opened.base, found, message.factor, message.tables)
             self._tables.drop_until(message.step)
             self.version, self.num_made = message.step, self.num_made + 1
         return [(sender, Applied(number=message.number, server=self._number, step=message.step))]

@@ -24,8 +24,22 @@ from manyhands.native import library, why_not
 from manyhands.parallel.row_rules import MOST, OPTIMIZERS, TableSpec
 from manyhands.parallel.served_memory import Memory, Register
 
-__all__ = ["Room", "RowTable", "add_rows", "larger", "most_room", "private_memory", "unique"]
+__all__ = [
+    "PARTS",
+    "Room",
+    "RowTable",
+    "add_rows",
+    "in_parts",
+    "larger",
+    "most_room",
+    "open_region",
+    "private_memory",
+    "region_register",
+    "unique",
+]
 
+PARTS = 16
+"""An id belongs to one of so many parts of its table, whoever keeps them; as native/rows.h has it."""
 FIRST_ROWS, FIRST_TOUCHED = 1024, 4096
 _PAGE = mmap.PAGESIZE
 _WHERE = struct.Struct("<QQ")
@@ -81,10 +95,10 @@ def larger(room: Room, wanted: Room, most: Room) -> Room:
 
 
 class _Private(Segment):
-    """In large pages where there are some: rows lie anywhere, and every small one would have to be looked up."""
-
     def __init__(self, num_bytes: int) -> None:
         super().__init__(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def use_large_pages(self) -> None:
         with contextlib.suppress(OSError):  # a kernel without them
             self.buffer.madvise(mmap.MADV_HUGEPAGE)
 
@@ -95,6 +109,19 @@ class _Private(Segment):
 def private_memory(name: str, num_bytes: int) -> Segment:
     """Memory of this process alone."""
     return _Private(num_bytes)
+
+
+def region_register(spec: TableSpec, memory: Memory) -> Register:
+    """What says where the table is now; empty before there is one."""
+    return Register(memory(f"rows of {spec.name}", _PAGE))
+
+
+def open_region(spec: TableSpec, memory: Memory, where: bytes) -> tuple[int, Segment]:
+    """What the register has told: the number of a region, which no other has, and its memory."""
+    generation, num_bytes = _WHERE.unpack(where)
+    segment = memory(f"rows of {spec.name}, region {generation} of {num_bytes} bytes", num_bytes)
+    segment.use_large_pages()  # rows lie anywhere in it
+    return generation, segment
 
 
 class RowTable:
@@ -111,11 +138,11 @@ class RowTable:
         self._most = most_room(spec)
         self.recovered = False
         """Whether an update was undone when the table was opened."""
-        self._segment = memory(f"rows of {spec.name}", _PAGE)  # until there is a region
-        self._register, self._generation = Register(self._segment), 0
+        self._register = region_register(spec, memory)
+        self._segment, self._generation = self._register.segment, 0  # until there is a region
         if self._register.value:
-            self._generation, num_bytes = _WHERE.unpack(self._register.value)
-            self._open(self._region(self._generation, num_bytes))
+            self._generation, segment = open_region(spec, memory, self._register.value)
+            self._open(segment)
         else:
             rows = min(num_rows, self._most.rows)
             candidates = min(rows, self._most.candidates)
@@ -230,9 +257,6 @@ class RowTable:
 
     # ---- regions of memory ----
 
-    def _region(self, generation: int, num_bytes: int) -> Segment:
-        return self._memory(f"rows of {self.spec.name}, region {generation} of {num_bytes} bytes", num_bytes)
-
     def _open(self, segment: Segment) -> None:
         found = library.rows_room(segment.address, segment.num_bytes)
         if found is None or found[:2] != self._most[:2]:
@@ -243,13 +267,14 @@ class RowTable:
     def _replace(self, room: Room, fill: Callable[[Segment], None]) -> None:
         """Go over to a new region. Until the register says so, the old one counts."""
         generation, before = self._generation + 1, self._segment
-        segment = self._region(generation, room.num_bytes)
+        where = _WHERE.pack(generation, room.num_bytes)
+        segment = open_region(self.spec, self._memory, where)[1]
         memory = np.frombuffer(segment.buffer, np.uint8)
         if memory[:_PAGE].any():  # somebody was killed while filling it
             memory[:] = 0
         library.rows_format(segment.address, tuple(room))
         fill(segment)
-        self._register.write(_WHERE.pack(generation, room.num_bytes))
+        self._register.write(where)
         self._room, self._segment, self._generation = room, segment, generation
         if generation > 1:
             before.free()
@@ -305,11 +330,17 @@ class RowTable:
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ids in the order of their first appearance, and for each of `ids` the place of its own."""
+    """The different ids, those of each part together (see `in_parts`), and for each of `ids` the place of its own."""
     flat = _flat_ids(ids)
     different, inverse = torch.empty_like(flat), torch.empty_like(flat)
     count = library.unique(flat.data_ptr(), len(flat), different.data_ptr(), inverse.data_ptr())
     return different[:count], inverse.view(ids.shape)
+
+
+def in_parts(ids: Tensor) -> tuple[bool, list[int]]:
+    """Whether those of each part lie together, in order, and where each part begins then; behind the last, the end."""
+    found: tuple[bool, list[int]] = library.part_bounds(ids.data_ptr(), len(ids))
+    return found
 
 
 def add_rows(values: Tensor, inverse: Tensor, count: int) -> Tensor:

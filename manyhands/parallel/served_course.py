@@ -17,11 +17,24 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_memory import ServedMemory
-from manyhands.parallel.served_messages import Applied, Ask, Done, Filled, Number, Open, Piece, Reply, Stand, Want
+from manyhands.parallel.served_messages import (
+    Applied,
+    Ask,
+    Done,
+    Filled,
+    Number,
+    Open,
+    Piece,
+    Reply,
+    Stand,
+    Values,
+    Want,
+)
 from manyhands.parallel.served_part import Gradient, ServedPart
 from manyhands.parallel.served_states import plain_schedule, settings_of
 from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.sparse import Contribution as RowSum
 
 __all__ = ["MAX_TOLD", "Ongoing", "Outbox", "Saved", "more_of"]
 
@@ -41,6 +54,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     more: bytes
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
+    owed: list[Done] = []
+    """Steps of a round that are in the weights, and not counted yet."""
 
     @property
     def version(self) -> int:
@@ -84,11 +99,14 @@ class Ongoing:
         self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
         self._intent = served.intent(number)
         self.shard.first = self._begun(saved)
+        self._owed = saved.owed
         self._senders: dict[int, bytes] = {}
         """Step -> who waits to hear that it is applied."""
         self._rows_of, self._rows = -1, b""
         """Packed rows of embeddings, and how many updates they had seen."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
+        self._values: dict[int, Values] = {}
+        """What workers have told of themselves. Lost with this server: they tell it again."""
         self.book: Book | None = None
         self._standings: dict[int, Standing] = {}
         self._living: frozenset[int] | None = None
@@ -100,6 +118,7 @@ class Ongoing:
     def hear_living(self, living: frozenset[int]) -> None:
         self._living = living.intersection(self.opened.workers)
         self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
+        self._values = {worker: told for worker, told in self._values.items() if worker in living}
         if self.book is not None:
             self.book.lose(self._living)
         else:
@@ -154,10 +173,15 @@ class Ongoing:
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
         is_whole = self.tables.has(held.filling, message.pieces)
-        if known and held.filling > 0 and is_whole and self._is_there(contribution):
+        if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
+
+    def _keep_handed(self, message: Filled) -> bool:
+        if message.worker in self._away and message.handed:
+            return False
+        return self.tables.keep_handed(message.held.filling, message.held.row, message.handed)
 
     def take(self, sender: bytes, message: Piece) -> Outbox:
         if self.shard.is_applied(message.held.step):
@@ -204,6 +228,8 @@ class Ongoing:
         outbox: Outbox = []
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
+            if ask.values:
+                self._values[worker] = ask.values
             answer = None
             if all_told:
                 answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
@@ -225,6 +251,8 @@ class Ongoing:
             meet=answer.step if isinstance(answer, Meet) else None,
             why=answer.why if isinstance(answer, Meet) else 0,
             done=done,
+            values=[told for worker, told in self._values.items() if worker != ask.worker],
+            soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
         )
 
     def _news(self, told: int) -> tuple[list[Done], bool]:
@@ -235,6 +263,10 @@ class Ongoing:
         return done, updates <= told + MAX_TOLD
 
     # ---- updates ----
+
+    @property
+    def has_due(self) -> bool:
+        return self.shard.due() is not None
 
     def apply_one(self) -> Outbox:
         due = self.shard.due()
@@ -264,17 +296,18 @@ class Ongoing:
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
         norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
+        rows_found = self.tables.gather([one.filling for one in due])
         if not self._are_intact(due):  # somebody else was given the row while it was read
             return []
         if self.tables:
-            self._apply_rows(step, version + 1, due, factor)
+            self._apply_rows(step, version + 1, rows_found, factor)
+            self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, [self._row(one) for one in due])
             loss = sum(one.total for one in due) / weight
             done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
-        if self.opened.scheduled and self._scheduler is not None:
-            self._scheduler.step()
+        self._advance_schedule(rows)
         self.shard.applied(step)
         self._commit()
         self.part.updated(version)
@@ -282,12 +315,17 @@ class Ongoing:
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
 
-    def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
+    def _advance_schedule(self, rows: int) -> None:
+        """Once for each batch that an update has seen."""
+        if self.opened.scheduled and self._scheduler is not None:
+            for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
+                self._scheduler.step()
+
+    def _apply_rows(self, step: int, number: int, found: Sequence[RowSum], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
         if not self.shard.in_order:
             self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, [one.filling for one in due], factor)
-        self.tables.drop([one.filling for one in due])
+        self.tables.apply(number, found, factor)
 
     def _begun(self, saved: Saved) -> int | None:
         """The step that a server before this one had begun to apply to rows, and did not commit."""
@@ -305,6 +343,7 @@ class Ongoing:
             more=self.part.more(),
             groups=settings_of(self.part.optimizer),
             scheduler=plain_schedule(self._scheduler),
+            owed=self._owed,
         )
         self._register.write(msgspec.msgpack.encode(saved))
 

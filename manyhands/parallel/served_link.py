@@ -27,10 +27,12 @@ from manyhands.parallel.served_messages import (
     Open,
     Opened,
     OpenRows,
+    Refused,
     Reply,
     RowGradients,
     Rows,
 )
+from manyhands.parallel.served_misfit import refusal
 from manyhands.parallel.served_talks import Talk
 
 __all__ = ["Link", "Pushed"]
@@ -63,7 +65,7 @@ class Link:
         self._reply: Reply | None = None
         self._applied: dict[int, set[int]] = {}
         self._asked: set[int] = set()
-        self._rows: dict[int, bytes] = {}
+        self._rows: dict[int, Rows] = {}
         self._talks: Sequence[Talk] = ()
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
@@ -140,7 +142,7 @@ class Link:
             port.send(piece)
         port.send(msgspec.structs.replace(push.filled, pieces=len(pieces)) if pieces else push.filled)
 
-    def look_up(self, asked: Sequence[tuple[int, Lookup]]) -> list[bytes]:
+    def look_up(self, asked: Sequence[tuple[int, Lookup]]) -> list[Rows]:
         """Rows from servers, in the order of the questions."""
         self._asked, self._rows = {question.ticket for _, question in asked}, {}
 
@@ -219,10 +221,12 @@ class Link:
                         continue
                     case Opened():
                         self._opened.add(message.server)
+                    case Refused():
+                        raise refusal(message)
                     case Reply():
                         self._reply = message
                     case Rows() if message.ticket in self._asked:
-                        self._rows[message.ticket] = message.rows
+                        self._rows[message.ticket] = message
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)
         return answered

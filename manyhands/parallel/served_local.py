@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.copies import copy_large_
 from manyhands.parallel.leases import Held
 from manyhands.parallel.placing import Chunk
 from manyhands.parallel.served_link import Link
@@ -80,9 +81,9 @@ class Local:
             views = served.weights(version).views
             for place, start, stop in chunks:
                 if stop - start == views[place].numel():
-                    own[place].copy_(views[place])
+                    copy_large_(own[place], views[place])
                 else:
-                    _flat(own[place])[start:stop] = _flat(views[place])[start:stop]
+                    copy_large_(_flat(own[place])[start:stop], _flat(views[place])[start:stop])
             if served.version(server) <= version + served.copies - 2:  # nobody wrote there meanwhile
                 return version
 

@@ -6,16 +6,21 @@ them to the servers. Start reading at `ServedRows.lookup`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import CheckpointSaveFailed
+from manyhands.parallel.row_cache import RowCache
 from manyhands.parallel.row_rules import TableSpec
+from manyhands.parallel.rows import in_parts
+from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import Lookup, Number, RowGradients
+from manyhands.parallel.served_messages import Handed, Lookup, Number, RowGradients
+from manyhands.parallel.served_shared import SharedRows
 from manyhands.parallel.served_tables import PARTS, Tables, by_part, parts_of, rows_from, to_bytes
 from manyhands.parallel.sparse import Contribution, LocalRows, Sparse
 
@@ -28,12 +33,19 @@ MOST_BYTES = 2**18
 class ServedRows:
     """The rows of a model's embeddings, for one worker. It is a `RowSource`."""
 
-    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None) -> None:
-        """`memory` is the servers', or on another host a copy that has to be brought up to date."""
+    def __init__(self, model: nn.Module, seed: int, link: Link, memory: Memory | None, *, shares: bool) -> None:
+        """`memory` is the servers', if it `shares` that with them; else a copy that has to be brought up to date."""
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)
         self._link, self._memory, self._local = link, memory, LocalRows()
         self._specs: dict[str, TableSpec] = {}
+        self._shares = shares and memory is not None
+        self._shared: dict[str, SharedRows] = {}
+        self._shelf = HandedOver(memory) if memory is not None else None
+        self._caches: dict[str, RowCache] = {}
+        self._at_least: int | None = None
+        self.oldest: int | None = None
+        """How many updates the oldest row has seen that a cache has given since `lacking_at_most` began."""
         self._number: Number | None = None
         self._servers = 0
         self.is_new = True
@@ -52,18 +64,53 @@ class ServedRows:
 
     def open(self, spec: TableSpec) -> None:
         self._specs[spec.name] = spec
+        self._shared.pop(spec.name, None)
+        if spec.cache is not None and not self._shares:
+            self._caches[spec.name] = RowCache(spec.cache, spec.dim)
         self._local.open(spec)
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         if self._number is None or self.is_new:
             return self._local.lookup(table, ids)
-        dim, ids = self._specs[table].dim, ids.cpu()
-        wanted = [(server, some) for server, places in self._by_server(ids) for some in _cut(places, dim)]
-        questions = [(server, self._question(table, ids[some])) for server, some in wanted]
-        found = torch.empty(len(ids), dim)
-        for (_, some), rows in zip(wanted, self._link.look_up(questions), strict=True):
-            found[some] = rows_from(rows, dim)
+        ids, found = ids.cpu(), torch.empty(len(ids), self._specs[table].dim)
+        is_ordered, bounds = in_parts(ids)
+        left = torch.arange(len(ids))
+        if is_ordered and self._shares:
+            parts = self._shared_rows(table).look_up(ids, bounds, found)
+            left = torch.cat([left[:0], *(left[bounds[part] : bounds[part + 1]] for part in parts)])
+        elif (cache := self._caches.get(table)) is not None and self._at_least is not None:
+            left, seen = cache.find(ids, self._at_least, found)
+            self.oldest = min((one for one in (self.oldest, seen) if one is not None), default=None)
+        if len(left):
+            self._ask_for(table, ids, left, found)
         return found
+
+    @contextmanager
+    def lacking_at_most(self, updates: int, version: int) -> Iterator[None]:
+        """Inside, rows from a cache count that lack at most so many of the updates to `version`."""
+        self._at_least, self.oldest = version - updates, None
+        try:
+            yield
+        finally:
+            self._at_least = None
+
+    def _ask_for(self, table: str, ids: Tensor, places: Tensor, found: Tensor) -> None:
+        """The rows at these places."""
+        dim = found.shape[1]
+        by_server = [(server, places[some]) for server, some in self._by_server(ids[places])]
+        wanted = [(server, some) for server, mine in by_server for some in _cut(mine, dim)]
+        questions = [(server, self._question(table, ids[some])) for server, some in wanted]
+        cache = self._caches.get(table)
+        for (_, some), answer in zip(wanted, self._link.look_up(questions), strict=True):
+            found[some] = rows_from(answer.rows, dim)
+            if cache is not None:
+                cache.put(ids[some], answer.version, found[some])
+
+    def _shared_rows(self, table: str) -> SharedRows:
+        assert self._memory is not None
+        if table not in self._shared:
+            self._shared[table] = SharedRows(self._specs[table], self._memory)
+        return self._shared[table]
 
     def _question(self, table: str, ids: Tensor) -> Lookup:
         assert self._number is not None
@@ -102,10 +149,16 @@ class ServedRows:
             for spec in self._specs.values():
                 self._local.open(spec)
         self._number, self._servers, self.is_new, self.tells = number, servers, False, False
+        for cache in self._caches.values():
+            cache.clear()  # a course may begin with other rows
 
     def updates_beyond(self, number: int) -> int:
         """How many more updates than that the rows in this process have seen."""
         return max([0, *(table.number - number for table in self._local.tables.values())])
+
+    def hand_over(self, row: int, contributions: Sequence[Contribution]) -> list[Handed]:
+        """A lease's gradients, in memory, for servers of this host; empty where there are none, or no such servers."""
+        return self._shelf.put(row, contributions) if self._shares and self._shelf and contributions else []
 
     def messages(self, filling: int, contributions: Sequence[Contribution]) -> list[list[RowGradients]]:
         """A lease's gradients, for each server those of its ids, in pieces."""

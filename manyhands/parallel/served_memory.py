@@ -51,7 +51,7 @@ class Register:
     """A value that is the old or the new one, whenever its writer is killed; empty at first. One writer at a time."""
 
     def __init__(self, segment: Segment) -> None:
-        self._segment, self._room = segment, segment.num_bytes // 2
+        self.segment, self._room = segment, segment.num_bytes // 2
         self._number, self.value = self._newest()
 
     def read(self) -> bytes:
@@ -61,11 +61,11 @@ class Register:
 
     def write(self, value: bytes) -> None:
         number = self._number + 1
-        _write(self._segment, number % 2 * self._room, self._room, number, value)
+        _write(self.segment, number % 2 * self._room, self._room, number, value)
         self._number, self.value = number, value
 
     def _newest(self) -> tuple[int, bytes]:
-        found = [_read(self._segment, at, self._room) for at in (0, self._room)]
+        found = [_read(self.segment, at, self._room) for at in (0, self._room)]
         return max((one for one in found if one is not None), default=(0, b""))
 
 

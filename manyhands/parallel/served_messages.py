@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.leases import Course, Held, Item
+from manyhands.parallel.rounds import Quorum
 
 __all__ = [
     "Applied",
@@ -24,6 +25,7 @@ __all__ = [
     "FromServer",
     "FromWorker",
     "Got",
+    "Handed",
     "Lookup",
     "Number",
     "Of",
@@ -32,10 +34,12 @@ __all__ = [
     "Opened",
     "Part",
     "Piece",
+    "Refused",
     "Reply",
     "RowGradients",
     "Rows",
     "Stand",
+    "Values",
     "Want",
 ]
 
@@ -50,6 +54,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 Of = Literal["weights", "states", "tables", "standing", "course"]
 """Weights with the buffers, the optimizer's states, rows of embeddings, what a server has committed, or the course that
 it was told of."""
+
+Values = list[tuple[int, float]]
+"""What a worker's own code takes means of: values, each with the rows that it is of."""
 
 
 class Open(_Message, frozen=True, kw_only=True):
@@ -89,6 +96,10 @@ class Open(_Message, frozen=True, kw_only=True):
     """What is not in place yet, and comes in frames before the course begins."""
     tables: list[int] = []
     """Rows of embeddings come, too: in so many bytes for each server."""
+    batches_per_step: int = 1
+    """What servers take for a step is a stretch of so many batches, on which a worker trained by itself."""
+    quorum: Quorum | None = None
+    """Steps are applied in rounds, each with whoever has come; None: each by itself."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):
@@ -104,6 +115,13 @@ class Opened(_Message, frozen=True, kw_only=True):
     server: int
 
 
+class Refused(_Message, frozen=True, kw_only=True):
+    """To an Open that does not fit this server: it changes nothing here."""
+
+    server: int
+    why: str
+
+
 class Ask(_Message, frozen=True, kw_only=True):
     """A worker wants work, from the first server."""
 
@@ -117,6 +135,9 @@ class Ask(_Message, frozen=True, kw_only=True):
     """How many updates of the run it knows of."""
     wish: int = 0
     holding: list[Held] = []
+    values: Values = []
+    soon: int = 0
+    """How many slices after the next one it wants to know of, to read them ahead."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +151,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     staleness: int
     """How many updates its gradients had not seen, at most."""
     grad_norm: float | None
+    together: int = 1
+    """Of how many steps, of as many workers, its round was made."""
 
 
 class Reply(_Message, frozen=True, kw_only=True):
@@ -144,6 +167,21 @@ class Reply(_Message, frozen=True, kw_only=True):
     why: int = 0
     done: list[Done] = []
     """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
+    values: list[Values] = []
+    """What other workers have told last."""
+    soon: list[Item] = []
+    """With work: steps and places that will probably be leased to this worker next."""
+
+
+class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gradients of a table's rows, in shared memory: see `served_handing`."""
+
+    table: str
+    region: int
+    """How long the region is that they are in."""
+    at: int
+    bounds: list[int]
+    """Where each part's ids begin; behind the last, the end."""
 
 
 class Filled(_Message, frozen=True, kw_only=True):
@@ -158,6 +196,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     """Parameters without a gradient in it."""
     pieces: int = 0
     """How many messages with gradients of rows this server was sent beside it."""
+    handed: list[Handed] = []
+    """Gradients of rows that lie in memory, for all servers."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 
@@ -174,6 +214,8 @@ class Rows(_Message, frozen=True, kw_only=True):
     ticket: int
     rows: bytes
     """In the order of the ids, each as long as the table's dimension."""
+    version: int = 0
+    """How many updates they have seen; where servers have rows alone, that is not told."""
 
 
 class RowGradients(_Message, frozen=True, kw_only=True):
@@ -266,4 +308,4 @@ class Stand(_Message, frozen=True, kw_only=True):
 
 FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want
 """What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Reply | Applied | Rows | Got | Part
+FromServer = Opened | Refused | Reply | Applied | Rows | Got | Part

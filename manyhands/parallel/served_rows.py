@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from manyhands.parallel.copies import copy_large_
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.shared_gradients import AT_ONCE_BYTES
 from manyhands.parallel.tree import Stack
@@ -44,7 +45,7 @@ class RowFiller:
             if self._at_once and param.grad is not None and not param.grad.is_sparse:
                 fresh = self._views[index]
                 # A reentrant backward brings a gradient in instalments.
-                fresh.add_(param.grad) if index in self._put else fresh.copy_(param.grad)
+                fresh.add_(param.grad) if index in self._put else copy_large_(fresh, param.grad)
                 self._put.add(index)
                 param.grad = None
 

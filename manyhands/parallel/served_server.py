@@ -7,8 +7,10 @@ of leases, the buffers, and the journal of updates. Start reading at `PartServer
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,11 +33,14 @@ from manyhands.parallel.served_messages import (
     Open,
     Opened,
     Piece,
+    Refused,
     RowGradients,
     Stand,
     Want,
 )
+from manyhands.parallel.served_misfit import misfit
 from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
+from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
 from manyhands.parallel.served_tables import Tables, parts_of
@@ -77,18 +82,19 @@ class PartServer:
         place: Mapping[str, int],
         foreign: ForeignState,
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seed` is the run's, which rows of embeddings begin with."""
+        """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is."""
         sparse = Sparse(model)
         sparse.set_seed(seed)
         self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
-        self._register = course_register(memory, number)
+        self._register, self._clock = course_register(memory, number), clock
         self._course: Ongoing | None = None
         self._intake: Intake | None = None
         self.refused: Counter[str] = Counter()
-        """Messages that changed nothing, because they were "broken", "late" or "repeated"."""
+        """Messages that changed nothing, because they were "broken", "late" or "repeated", or of a "misfit"."""
         self._living: frozenset[int] | None = None
         self.num_made = 0
         """Updates that this process has made."""
@@ -144,7 +150,7 @@ class PartServer:
             case RowGradients():
                 course.tables.keep(message)
             case Lookup():
-                rows = course.tables.look_up(message)
+                rows = course.tables.look_up(message, course.shard.num_applied)
                 return [(sender, rows)] if rows is not None else []
             case Piece():
                 return course.take(sender, message)
@@ -172,7 +178,7 @@ class PartServer:
 
     @property
     def has_work(self) -> bool:
-        return self._course is not None and self._course.shard.due() is not None
+        return self._course is not None and self._course.has_due
 
     def hear_living(self, workers: Collection[int]) -> None:
         """Only these workers are still there."""
@@ -198,6 +204,9 @@ class PartServer:
             return []
         if before is not None and message.number == before.opened.number:
             return [(sender, Opened(number=message.number, server=self._number))]
+        if why := misfit(message, self._number, self._model, self._optimizer):
+            self.refused["misfit"] += 1
+            return [(sender, Refused(number=message.number, server=self._number, why=why))]
         if message.brings:
             if self._intake is None or self._intake.opened.number != message.number:
                 served = open_memory(self._model, self._memory, message, self._foreign)
@@ -243,7 +252,8 @@ class PartServer:
         part.resume(saved.version, saved.counts, saved.more)
         clips = self._clip_norm is not None
         hatch = Hatch(self._number, opened, served, self._streams(served, opened), self.refused, clips=clips)
-        self._course = Ongoing(
+        kind = Ongoing if opened.quorum is None else partial(RoundCourse, clock=self._clock)
+        self._course = kind(
             self._number,
             self._model,
             self._scheduler,

@@ -3,13 +3,13 @@
 Every rank gets the sum of a step's gradients for rows, as without servers; then one rank sends each server its share,
 and servers apply it under the step's number, once. A rank whose step fails does it again with the rows it began with,
 so no server may be ahead of any rank: shares are sent when all ranks have committed the step, and nobody looks rows up
-before all servers have them. What a rank owes to servers until then is part of its state. Start reading at
-`ServedStep.settle`.
+before all servers have them. What a rank owes to servers until then is part of its state. Between two steps rows may go
+to another number of servers. Start reading at `ServedStep.settle`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from manyhands.comm.axis import Axis
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import ApplyRows, Number, OpenRows, RowGradients
+from manyhands.parallel.served_messages import ApplyRows, OpenRows, RowGradients
 from manyhands.parallel.sparse import Contribution
 from manyhands.parallel.sparse_step import SparseStep
 
-__all__ = ["ServedStep"]
+__all__ = ["ServedStep", "agreed_servers"]
 
 
 class _Owed(NamedTuple):
@@ -33,6 +33,25 @@ class _Owed(NamedTuple):
     step: int
     contributions: list[Contribution]
     factor: float
+
+
+class _Servers(msgspec.Struct, array_like=True):
+    """What a rank says of servers before a step's rows are sent."""
+
+    current: OpenRows
+    proposed: OpenRows | None
+    has_tried: bool
+
+
+def agreed_servers(everyone: Sequence[_Servers]) -> OpenRows:
+    """The newest, in which some ranks may be already.
+
+    A proposal does not count while a share of the step may be on its way to servers of before: a part of a table that
+    one of them is at would have two owners.
+    """
+    proposed = [one.proposed for one in everyone if one.proposed is not None]
+    may_change = not any(one.has_tried for one in everyone)
+    return max([*(one.current for one in everyone), *(proposed if may_change else [])], key=lambda one: one.number)
 
 
 class ServedStep(SparseStep):
@@ -50,19 +69,24 @@ class ServedStep(SparseStep):
         link: Link,
         memory: Memory | None,
         *,
+        shares: bool,
         num_servers: Callable[[], int],
+        are_up: Callable[[int], bool],
         generation: Callable[[], tuple[int, int]],
         wait_for_chief: Callable[[str], None],
-        tell: Callable[[str], None],
     ) -> None:
-        """`num_servers` says how many there should be, `generation` which one of workers this is."""
+        """`shares`: the memory is the servers'. `num_servers` says how many there should be, `are_up` whether so many
+        are there, and `generation` which one of workers this is.
+        """
         super().__init__(model, seed)
-        self._served, self._link = ServedRows(model, seed, link, memory), link
-        self._num_servers, self._generation, self._wait_for_chief = num_servers, generation, wait_for_chief
-        self._tell, self._told_servers = tell, 0
+        self._served, self._link = ServedRows(model, seed, link, memory, shares=shares), link
+        self._num_servers, self._are_up = num_servers, are_up
+        self._generation, self._wait_for_chief = generation, wait_for_chief
         self._opening: OpenRows | None = None
         self._openings = 0
         self._owed: _Owed | None = None
+        self._has_tried = False
+        """A share of the step that is owed may be on its way to a server."""
         self._tells_peers = False
 
     @property
@@ -77,7 +101,9 @@ class ServedStep(SparseStep):
         if known:  # a rank was lost when some had it done already
             self._enter(max(known, key=lambda one: one.number))
             return
-        proposed = msgspec.msgpack.encode(self._propose(step)) if axis.rank == 0 else b""
+        proposed = b""
+        if axis.rank == 0:
+            proposed = msgspec.msgpack.encode(self._propose(step, self._served.updates_beyond(step)))
         opening = msgspec.msgpack.decode(axis.all_gather_bytes("servers of rows", proposed)[0], type=OpenRows)
         if axis.rank == 0:
             self._served.install(opening.step + opening.base)
@@ -85,10 +111,9 @@ class ServedStep(SparseStep):
         self._wait_for_chief(f"rows {opening.number}")
         self._enter(opening)
 
-    def _propose(self, step: int) -> OpenRows:
+    def _propose(self, step: int, base: int) -> OpenRows:
         self._openings += 1
-        number: Number = (*self._generation(), self._openings)
-        return OpenRows(number=number, servers=self._num_servers(), step=step, base=self._served.updates_beyond(step))
+        return OpenRows(number=(*self._generation(), self._openings), servers=self._num_servers(), step=step, base=base)
 
     def _enter(self, opening: OpenRows) -> None:
         self._opening = opening
@@ -105,12 +130,34 @@ class ServedStep(SparseStep):
 
     def settle(self, axis: Axis) -> None:
         """Have servers apply the step that all ranks are to have committed. By all ranks together, and repeatable."""
-        axis.barrier("step taken by all")
+        self._agree_on_servers(axis)
         if self._owed is not None:
             self._send(self._owed, axis)
         axis.barrier("rows on servers")
-        self._owed = None
-        self._look_at_servers()
+        self._owed, self._has_tried = None, False
+
+    def _agree_on_servers(self, axis: Axis) -> None:
+        """The step is taken by all; and it goes to other servers than the last one, if rank 0 thinks that it should."""
+        assert self._opening is not None
+        mine = _Servers(self._opening, self._rescaled() if axis.rank == 0 else None, self._has_tried)
+        self._has_tried = True  # from here on: who hears all may send, and be the only one to know of it
+        told = axis.all_gather_bytes("step taken by all", msgspec.msgpack.encode(mine))
+        everyone = [msgspec.msgpack.decode(data, type=_Servers) for data in told]
+        opening = agreed_servers(everyone)
+        if all(one.current.number == opening.number for one in everyone):
+            return
+        if axis.rank == 0:
+            self._link.open(opening)
+        self._wait_for_chief(f"rows {opening.number}")
+        self._enter(opening)
+
+    def _rescaled(self) -> OpenRows | None:
+        """Another number of servers is wanted, and all of them are there: what to tell them. Nothing is copied."""
+        assert self._opening is not None
+        wanted = self._num_servers()
+        if self._owed is None or wanted == self._opening.servers or not self._are_up(wanted):
+            return None
+        return self._propose(self._owed.step - 1, self._opening.base)
 
     def _send(self, owed: _Owed, axis: Axis) -> None:
         """This rank's share of the sending: to every server one rank does it."""
@@ -131,14 +178,6 @@ class ServedStep(SparseStep):
             tables=[one.table for one in owed.contributions],
             factor=owed.factor,
         )
-
-    def _look_at_servers(self) -> None:
-        """Rows do not move while they are served."""
-        assert self._opening is not None
-        wanted, there = self._num_servers(), self._opening.servers
-        if wanted not in (there, self._told_servers):
-            self._told_servers = wanted
-            self._tell(f'servers wanted: {wanted}; but with mode="hybrid" rows stay on {there} while the run lasts')
 
     # ---- ranks that come, and what they are told ----
 

@@ -18,14 +18,25 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import RowTable
+from manyhands.parallel.rows import PARTS, RowTable, in_parts
+from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import Lookup, RowGradients, Rows
+from manyhands.parallel.served_messages import Handed, Lookup, RowGradients, Rows
 from manyhands.parallel.sparse import Contribution, merge
 
-__all__ = ["PARTS", "Tables", "by_part", "ids_from", "in_parts", "part_of", "parts_of", "rows_from", "to_bytes"]
+__all__ = [
+    "PARTS",
+    "Tables",
+    "by_part",
+    "ids_from",
+    "in_order",
+    "part_of",
+    "parts_of",
+    "rows_from",
+    "to_bytes",
+    "within",
+]
 
-PARTS = 16
 _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -34,18 +45,18 @@ def part_of(ids: Tensor) -> Tensor:
     return ((ids * _MIX) >> 60) & (PARTS - 1)
 
 
-def in_parts(ids: Tensor) -> tuple[Tensor | slice, list[int]]:
+def in_order(ids: Tensor) -> tuple[Tensor | slice, list[int]]:
     """What puts ids in the order of their parts, and where each part begins there; behind the last, the end."""
-    parts = part_of(ids).numpy().astype(np.uint8)
-    bounds = [0, *np.bincount(parts, minlength=PARTS).cumsum().tolist()]
-    if (parts[1:] >= parts[:-1]).all():  # as workers send them: nothing need be moved
+    is_ordered, bounds = in_parts(ids)
+    if is_ordered:  # as workers send them: nothing need be moved
         return slice(None), bounds
+    parts = part_of(ids).numpy().astype(np.uint8)
     return torch.from_numpy(np.argsort(parts, kind="stable")), bounds  # of single bytes, that is a radix sort
 
 
 def by_part(ids: Tensor) -> list[Tensor]:
     """Places of the ids of each part, in their order."""
-    order, bounds = in_parts(ids)
+    order, bounds = in_order(ids)
     places = torch.arange(len(ids))[order]
     return [places[start:stop] for start, stop in pairwise(bounds)]
 
@@ -76,21 +87,25 @@ class Tables:
     def __init__(self, specs: Sequence[TableSpec], memory: Memory, parts: Sequence[int]) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._tables = {
-            (spec.name, part): RowTable(_share(spec), _within(memory, part)) for spec in specs for part in parts
+            (spec.name, part): RowTable(_share(spec), within(memory, part)) for spec in specs for part in parts
         }
+        self._parts = list(parts)
         self._pieces: dict[int, dict[int, RowGradients]] = {}
         """Gradients by lease, and by their order."""
+        self._shelf = HandedOver(memory)
+        self._handed: dict[int, tuple[int, list[Handed]]] = {}
+        """By lease: those that lie in memory, and beside which row."""
 
     def __bool__(self) -> bool:
         return bool(self._specs)
 
-    def look_up(self, asked: Lookup) -> Rows | None:
-        """None: no such table, or ids that are not this server's."""
+    def look_up(self, asked: Lookup, version: int = 0) -> Rows | None:
+        """After so many updates. None: no such table, or ids that are not this server's."""
         spec = self._specs.get(asked.table)
         if spec is None or len(asked.ids) % 8:
             return None
         ids = ids_from(asked.ids)
-        order, bounds = in_parts(ids)
+        order, bounds = in_order(ids)
         ids, rows = ids[order], torch.empty(len(ids), spec.dim)
         for part, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop:
@@ -100,7 +115,7 @@ class Tables:
                 rows[start:stop] = table.lookup(ids[start:stop])
         found = torch.empty_like(rows)
         found[order] = rows
-        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found))
+        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found), version=version)
 
     def keep(self, piece: RowGradients) -> None:
         """A part of a lease's gradients; nonsense is dropped."""
@@ -109,25 +124,37 @@ class Tables:
         if spec is not None and len(piece.ids) == 8 * count and len(piece.gradients) == 4 * spec.dim * count:
             self._pieces.setdefault(piece.filling, {})[piece.order] = piece
 
+    def keep_handed(self, filling: int, row: int, handed: list[Handed]) -> bool:
+        """Where a lease's gradients lie; False: nothing of this kind can be there."""
+        dims = {name: spec.dim for name, spec in self._specs.items()}
+        sound = all(one.table in dims and self._shelf.has(row, one, dims[one.table]) for one in handed)
+        if sound and handed:
+            self._handed[filling] = row, handed
+        return sound
+
     def has(self, filling: int, pieces: int) -> bool:
         return len(self._pieces.get(filling, ())) >= pieces
 
     def drop(self, fillings: Sequence[int]) -> None:
         for filling in fillings:
             self._pieces.pop(filling, None)
+            self._handed.pop(filling, None)
 
     def drop_until(self, filling: int) -> None:
         """All up to this one."""
         self.drop([one for one in self._pieces if one <= filling])
 
-    def apply(self, number: int, fillings: Sequence[int], factor: float, touched: Sequence[str] = ()) -> None:
-        """The gradients of these leases, in the order of their slices, as update `number`; done again, nothing.
+    def gather(self, fillings: Sequence[int]) -> list[Contribution]:
+        """The sum of these leases' gradients, in the order of their slices: copies."""
+        return merge(one for filling in fillings for one in self._contributions(filling))
+
+    def apply(self, number: int, found: Sequence[Contribution], factor: float, touched: Sequence[str] = ()) -> None:
+        """What was gathered, as update `number`; done again, nothing.
 
         Rows of `touched` tables grow older by it, also where it has no gradients for a part.
         """
-        found = merge(self._contribution(piece) for filling in fillings for piece in self._sorted(filling))
         for name, ids, gradients in [*found, *self._aged(touched, {one.table for one in found})]:
-            order, bounds = in_parts(ids)
+            order, bounds = in_order(ids)
             ids, gradients = ids[order], gradients[order]
             for part, (start, stop) in enumerate(pairwise(bounds)):
                 table, mine = self._tables.get((name, part)), slice(start, stop)
@@ -144,9 +171,10 @@ class Tables:
             if name in self._specs and name not in found
         ]
 
-    def _sorted(self, filling: int) -> list[RowGradients]:
-        pieces = self._pieces.get(filling, {})
-        return [pieces[order] for order in sorted(pieces)]
+    def _contributions(self, filling: int) -> list[Contribution]:
+        pieces, (row, handed) = self._pieces.get(filling, {}), self._handed.get(filling, (0, []))
+        sent = [self._contribution(pieces[order]) for order in sorted(pieces)]
+        return [*sent, *(self._shelf.take(row, one, self._parts, self._specs[one.table].dim) for one in handed)]
 
     def _contribution(self, piece: RowGradients) -> Contribution:
         dim = self._specs[piece.table].dim
@@ -203,5 +231,5 @@ def _share(spec: TableSpec) -> TableSpec:
     return spec if spec.max_bytes is None else msgspec.structs.replace(spec, max_bytes=spec.max_bytes // PARTS)
 
 
-def _within(memory: Memory, part: int) -> Memory:
+def within(memory: Memory, part: int) -> Memory:
     return lambda name, num_bytes: memory(f"part {part}/{name}", num_bytes)

@@ -51,6 +51,11 @@ class Shard:
         """Updates since the beginning of the run."""
         return self.low + len(self.seen)
 
+    @property
+    def waiting(self) -> list[Contribution]:
+        """All that are here and not applied."""
+        return [one for places in self._waiting.values() for one in places.values()]
+
     def is_applied(self, step: int) -> bool:
         return step <= self.low or step in self.seen
 

@@ -211,7 +211,7 @@ class Sparse:
 
 
 def merge(contributions: Iterable[Contribution]) -> list[Contribution]:
-    """One for each table: sums in the order given, tables and ids in the order of their first appearance."""
+    """One for each table, in the order of their first appearance: sums in the order given."""
     by_table: dict[str, list[Contribution]] = {}
     for one in contributions:
         by_table.setdefault(one.table, []).append(one)

@@ -32,7 +32,7 @@ class Passes(Protocol):
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
 
-    def run(self, pieces: Sequence[Any], slices: Any, loss: Callable[[nn.Module, Any], Any]) -> None:
+    def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
         """Every slice of the replica through this rank's stages; `slices` is told of each (`strategies.staged`)."""
 
 
@@ -116,6 +116,8 @@ class Spread:
     def told(self, reports: Sequence[Report]) -> list[Report]:
         """The slices' losses and weights, which only those who compute the loss know, beside this rank's statistics."""
         numbers = torch.tensor([[report.total, report.weight] for report in reports], dtype=torch.float64)
+        if not reports:  # a short batch, of which this replica has nothing
+            return []
         self.mates.broadcast_([numbers], "losses of the last stage", source=self._knowing)
         rows: list[list[float]] = numbers.tolist()
         return [Report(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)]

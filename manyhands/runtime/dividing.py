@@ -1,22 +1,205 @@
-"""How a strategy's words become this worker's part of a model: which layers are split, and what of them is here."""
+"""How a strategy's words become this worker's part of a model: which layers are split or where, and what is here.
+
+Cuts into stages come first, because what the model does between its blocks is learned from the whole; then layers are
+split. What belongs to others is given up. Start reading at `_divide`.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import SpecError
+from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, shared_between, starts_at
+from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
-from manyhands.parallel.spread import Divided, Spread
+from manyhands.parallel.spread import Divided, Spread, Tie
+from manyhands.parallel.stage import StageRunner
+from manyhands.parallel.stand_in import learn_inputs
+from manyhands.parallel.tensor_plan import plan_tensor
+from manyhands.parallel.tensor_split import split_model_
+from manyhands.parallel.traced import Traced
 from manyhands.runtime.worker import Worker
+from manyhands.strategies.base import LossFn
+from manyhands.strategies.divided import Mesh, Pipeline
 
-__all__ = ["spread_of"]
-
-
-def spread_of(worker: Worker) -> Spread:
-    return Spread(worker.axis, worker.line("pipeline", "tensor"), lambda model: _divide(worker, model))
+__all__ = ["Sample", "spread_of"]
 
 
-def _divide(worker: Worker, model: nn.Module) -> Divided:
-    place = worker.grid.place(worker.rank)
+class Sample(NamedTuple):
+    """A slice's worth of rows, and what calls the model with them."""
+
+    batch: Any
+    call: Callable[[Any, Any], Any]
+
+
+def spread_of(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> Spread:
+    mates = worker.line("pipeline", "tensor")
+    return Spread(worker.axis, mates, lambda model: _divide(worker, model, loss, sample))
+
+
+def _divide(worker: Worker, model: nn.Module, loss: LossFn, sample: Callable[[], Sample | None]) -> Divided:
+    grid, choice = worker.grid, worker.strategy
+    parts = _cut(worker, model, sample()) if grid.pipeline > 1 else []
     shares: dict[str, Share] = {}
-    counted = frozenset(id(param) for name, param in model.named_parameters() if name in shares or place.tensor == 0)
+    if grid.tensor > 1:
+        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None))
+        shares = split_model_(model, plan, worker.line("tensor"))
+    if parts:
+        return _staged(worker, model, loss, parts, shares)
+    counts = grid.place(worker.rank).tensor == 0
+    counted = frozenset(id(param) for name, param in model.named_parameters() if counts or name in shares)
     return Divided(local=model, stand_in=model, shares=shares, counted=counted)
+
+
+# ---- stages ------------------------------------------------------------------------------------------------------
+
+
+def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
+    """All stages of the model, in their order, the same on every worker."""
+    choice = worker.strategy
+    assert isinstance(choice, Pipeline | Mesh)
+    stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
+    blocks = _blocks(model, stages, sample, choice.cuts or ())
+    if choice.cuts:
+        return list(blocks.parts(starts_at(blocks.names, choice.cuts, stages)))
+    costs = torch.tensor(_costs(blocks), dtype=torch.float64)
+    worker.axis.broadcast_([costs], "costs of blocks")  # measured: each worker would come to other numbers
+    return list(blocks.parts(balance(costs.tolist(), stages)))
+
+
+def _blocks(model: nn.Module, stages: int, sample: Sample | None, cuts: Sequence[str]) -> Blocks:
+    if is_chain(model):
+        chain = Chain(model)
+        if len(chain.names) >= stages:
+            return chain
+    if sample is None:
+        raise SpecError(
+            f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
+            where="mh.Pipeline",
+            fix=["fit or evaluate before this", "an nn.Sequential, which says itself where it can be cut"],
+        )
+    return Traced(model, learn_inputs(sample.call, model, sample.batch), stages, cuts)
+
+
+def _costs(blocks: Blocks) -> list[float]:
+    """Of each block, as far as that is known without running it: its weights are what it computes with."""
+    parts = blocks.parts(range(len(blocks.names)))
+    return [1.0 + sum(param.numel() for param in part.params.values()) for part in parts]
+
+
+def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:
+    choice, grid = worker.strategy, worker.grid
+    assert isinstance(choice, Pipeline | Mesh)
+    place = grid.place(worker.rank)
+    schedule = make_schedule(choice.schedule, grid.pipeline, 1, choice.chunks)
+    mine = schedule.stages_of(place.pipeline)
+    row = _Row(worker, model, parts, loss)
+    local = _Local([parts[stage] for stage in mine])
+    here = {id(param) for param in local.parameters()}
+    ties = _ties(worker, parts, schedule.ranks_of_stages)
+    others = {id(param) for param, ranks in ties if ranks[0] != place.pipeline}
+    counted = frozenset(
+        id(param)
+        for name, param in model.named_parameters()
+        if id(param) in here and id(param) not in others and (place.tensor == 0 or name in shares)
+    )
+    present = _present(model, local, parts)
+    for param in model.parameters():
+        if id(param) not in here:
+            param.data = param.new_empty(0)
+    met = [
+        Tie(param, worker.among(_ranks(worker, ranks), "tied weights")) for param, ranks in ties if id(param) in here
+    ]
+    return Divided(
+        local=local,
+        stand_in=_Whole(model, local, row.runner.forward_only),
+        shares={name: share for name, share in shares.items() if name in present},
+        present=present,
+        counted=counted,
+        ties=met,
+        passes=row,
+    )
+
+
+def _ties(worker: Worker, parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+    """Weights that stages of several ranks have, and the pipeline's ranks that do."""
+    params = {name: param for part in parts for name, param in part.params.items()}
+    found = [
+        (params[name], sorted({rank_of[stage] for stage in stages})) for name, stages in shared_between(parts).items()
+    ]
+    return [(param, ranks) for param, ranks in found if len(ranks) > 1]
+
+
+def _ranks(worker: Worker, stages: Sequence[int]) -> list[int]:
+    """Of the workers at these places of this one's pipeline."""
+    place = worker.grid.place(worker.rank)
+    return [worker.grid.rank(place._replace(pipeline=stage)) for stage in stages]
+
+
+def _present(model: nn.Module, local: nn.Module, parts: Sequence[Part]) -> frozenset[str]:
+    """Names of what is here: this rank's, and buffers that no stage's modules have, which all keep."""
+    mine = {id(one) for one in [*local.parameters(), *local.buffers()]}
+    placed = {id(one) for part in parts for module in part.modules.values() for one in module.buffers()}
+    everyones = {id(one) for one in model.buffers()} - placed
+    state = model.state_dict(keep_vars=True)
+    return frozenset(name for name, one in state.items() if id(one) in mine or id(one) in everyones)
+
+
+class _Local(nn.Module):
+    """What this rank's stages have: their modules, and weights that the model uses between them."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        modules = {name: module for part in parts for name, module in part.modules.items()}
+        for number, module in enumerate(modules.values()):
+            self.add_module(str(number), module)
+        known = {id(param) for param in self.parameters()}
+        direct = [one for part in parts for one in part.params.values() if id(one) not in known]
+        for number, param in enumerate({id(one): one for one in direct}.values()):
+            self.register_parameter(f"weight {number}", param)
+
+
+class _Whole(nn.Module):
+    """Stands for the model where it is evaluated: the call goes through all stages, and each has the output."""
+
+    def __init__(self, model: nn.Module, local: nn.Module, run: Callable[[Inputs], Any]) -> None:
+        super().__init__()
+        self._local = local
+        self._hidden = (model, run)  # no child: most of it is not here
+
+    def train(self, mode: bool = True) -> _Whole:
+        self._hidden[0].train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hidden[1](Inputs(args, kwargs))
+
+
+class _Row:
+    """This rank's row of the schedule; each step has slices of its own."""
+
+    def __init__(self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn) -> None:
+        choice, line = worker.strategy, worker.line_over_sockets("pipeline")
+        assert isinstance(choice, Pipeline | Mesh)
+        self.runner = StageRunner(line, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
+        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == line.rank
+        self._slices: Any = None
+
+    def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
+        self._slices = slices
+        self.runner.train(pieces, name)
+
+    def slice_context(self, piece: Any) -> AbstractContextManager[Any]:
+        return self._slices.slice_context(piece)  # type: ignore[no-any-return]
+
+    def weigh(self, piece: Any, result: Any) -> Tensor:
+        return self._slices.weigh(piece, result)  # type: ignore[no-any-return]
+
+    def slice_done(self, piece: Any) -> None:
+        self._slices.slice_done(piece)

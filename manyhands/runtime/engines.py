@@ -24,7 +24,8 @@ from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.runtime.dividing import spread_of
+from manyhands.parallel.spread import Spread
+from manyhands.runtime.dividing import Sample, spread_of
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.wishes import END_FIT
@@ -35,6 +36,7 @@ from manyhands.strategies.choices import LocalSGD, ParameterServer, Sharded
 from manyhands.strategies.one_copy import OneCopy
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import Reach, Served
+from manyhands.strategies.stretched import Stretched, way_of
 
 __all__ = ["AnyEngine", "make_engine"]
 
@@ -42,8 +44,21 @@ AnyEngine = Engine | Served
 """Served workers do not take steps in turns."""
 
 
-def make_engine(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, joining: bool) -> AnyEngine:
-    """The engine of this worker's strategy. With `joining`, the other workers are training already."""
+def make_engine(
+    worker: Worker,
+    parts: Parts,
+    model: nn.Module,
+    pacing: Pacing,
+    *,
+    joining: bool,
+    sample: Callable[[], Sample | None],
+) -> AnyEngine:
+    """The engine of this worker's strategy. With `joining`, the other workers are training already.
+
+    `sample` gives some data, where there is any, for strategies that look at it before they divide the model.
+    """
+    if worker.is_divided:
+        return _replicated(worker, parts, model, pacing, joining, spread=spread_of(worker, parts.loss, sample))
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
 
 
@@ -55,6 +70,7 @@ def _replicated(
     joining: bool,
     rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
     kind: type[Replicated] = Replicated,
+    spread: Spread | None = None,
 ) -> Replicated:
     spec = worker.resolved.spec
     return kind(
@@ -74,7 +90,7 @@ def _replicated(
         tell=worker.warn,
         foreign=foreign_state(model),
         rows=rows,
-        spread=spread_of(worker) if worker.is_divided else None,
+        spread=spread,
     )
 
 
@@ -132,20 +148,25 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
     session, choice = worker.session, worker.strategy
     assert isinstance(session, Session), "parameter servers need an agent"
     assert isinstance(choice, ParameterServer)
-    link = Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+    link = _link(worker)
+    if choice.takes_local_steps:
+        return _stretched(worker, choice, link, parts, model, joining)
     if choice.mode != "hybrid":
         return _served(worker, session, choice, link, parts, model, joining)
+
+    reach = _reach(session, link, clips=False)
 
     def rows(model: nn.Module, seed: int) -> ServedStep:
         return ServedStep(
             model,
             seed,
             link,
-            _reach(session, link, clips=False).memory,
+            reach.memory,
+            shares=not reach.is_away,
             num_servers=lambda: session.servers_wanted,
+            are_up=reach.are_up,
             generation=lambda: parse_generation(worker.group.generation),
             wait_for_chief=worker.wait_for_chief,
-            tell=worker.warn,
         )
 
     return _replicated(worker, parts, model, pacing, joining, rows)
@@ -178,6 +199,36 @@ def _served(
     )
 
 
+def _link(worker: Worker) -> Link:
+    session = worker.session
+    assert isinstance(session, Session), "servers need an agent"
+    return Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+
+
+def _stretched(
+    worker: Worker, choice: ParameterServer | LocalSGD, link: Link, parts: Parts, model: nn.Module, joining: bool
+) -> Stretched:
+    spec, session, way = worker.resolved.spec, worker.session, way_of(choice)
+    assert isinstance(session, Session), "servers need an agent"
+    return Stretched(
+        Axis(0, 1) if joining else worker.axis,
+        parts.loss,
+        Precision(spec.train.precision, worker.device),
+        choice if isinstance(choice, ParameterServer) else ParameterServer(),
+        link,
+        _reach(session, link, clips=False),
+        way=way,
+        clip_norm=spec.train.clip_norm,
+        network=lambda: worker.network,
+        seed=spec.run.seed,
+        num_servers=lambda: 1 if way.quorum is not None else worker.session.servers_wanted,
+        worker=session.seat.incarnation,
+        most_workers=worker.most_workers,
+        foreign=foreign_state(model),
+        wait_for_chief=worker.wait_for_chief,
+    )
+
+
 def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
     """Servers of this host share memory with its workers; others are reached by their addresses."""
     if session.server_endpoint(0).startswith("tcp:"):
@@ -185,9 +236,11 @@ def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
     return Local(link, session.shared_memory)
 
 
-def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Averaged:
+def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:
     spec, strategy, foreign = worker.resolved.spec, worker.strategy, foreign_state(model)
     assert isinstance(strategy, LocalSGD)
+    if strategy.leases:
+        return _stretched(worker, strategy, _link(worker), parts, model, joining)
     local = Replicated(
         Axis(0, 1),
         parts.loss,
@@ -240,9 +293,6 @@ _MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]
     "multi_worker": _replicated,
     "parameter_server": _with_servers,
     "local_sgd": _averaged,
-    "tensor": _replicated,
-    "pipeline": _replicated,
-    "mesh": _replicated,
     "sharded": _sharded,
     "central_storage": _stored_once,
 }

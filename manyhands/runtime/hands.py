@@ -13,26 +13,26 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batches import Piece, Step
+from manyhands.data.batches import Step
 from manyhands.errors import MemoryChanged, PeerLost, SpecError, UsageError
 from manyhands.events import Logged
 from manyhands.parallel.divergence import CopiesDiffer
-from manyhands.runtime import evaluating
+from manyhands.runtime import evaluating, means
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.leased_loop import LeasedLoop, refuse_apart
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
-from manyhands.runtime.wishes import LEAVE, REGROUP, SAVE
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.runtime.worker import StrategyChoice, enter
-from manyhands.strategies.base import LossFn, MetricFn, StepStats
-from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepStats
+from manyhands.strategies.served import Served
 
 __all__ = ["Hands", "join"]
 
@@ -76,7 +76,7 @@ class Hands:
         self._run: Run | None = None
         self._taken: Steps | None = None
         self._step: Step | None = None
-        self._piece: Piece | None = None
+        self._piece: PieceLike | None = None
         self._context: AbstractContextManager[None] | None = None
         self._backward_done = False
         self._todo: list[int] = []
@@ -84,6 +84,10 @@ class Hands:
         self._lost: PeerLost | None = None
         self._means = 0
         self._last_step: Step | None = None
+        self._leased: LeasedLoop | None = None
+        """The loop under way, where servers lease slices."""
+        self._stop_asked = self._is_over = self._was_left = False
+        self._crossed = 0
         self.stepped = False
         """Whether the last call of `step` updated the weights."""
         self.loss = float("nan")
@@ -112,13 +116,19 @@ class Hands:
                 where="audit",
                 fix=["audit = false", "mh.Trainer"],
             )
-        choice = self._worker.strategy
-        if isinstance(choice, ParameterServer) and choice.leases:
+        if self._worker.grid.pipeline > 1:
             raise SpecError(
-                "Parameter servers lease slices to whoever is free, so workers do not take steps together: a loop of "
-                "your own could not tell when.",
+                "A pipeline runs several slices at a time through its stages, and a loop of your own has one: it could "
+                "not say what comes next.",
                 where="mh.join",
-                fix=["mh.Trainer", 'mh.ParameterServer(mode="hybrid")', 'strategy="mirrored"'],
+                fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
+            )
+        if self._worker.strategy.takes_local_steps:
+            raise SpecError(
+                "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "
+                "could not tell when.",
+                where="mh.join",
+                fix=["mh.Trainer", "mh.LocalSGD(every=H), where workers average together"],
             )
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         if self._worker.is_server:
@@ -144,8 +154,12 @@ class Hands:
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int | None = None,
     ) -> Iterator[Any]:
-        """This worker's slices, one after the other, from where the run stands. Call `backward` and `step` for each."""
-        run = self._known_run
+        """This worker's slices, one after the other, from where the run stands. Call `backward` and `step` for each.
+
+        Under parameter servers slices are leased, and whoever is fast gets more of them; in async a worker gets all
+        slices of a batch, one by default. To end the loop early, on every worker, call `request_stop`.
+        """
+        run = self._all_workers("batches")
         training = run.begin_call("batches")
         if run.calls.already_done:
             return
@@ -162,16 +176,19 @@ class Hands:
             try:
                 if not joined and not run.calls.goes_on:
                     taken.save("first checkpoint", required=True)
-                yield from self._slices(taken)
+                self._is_over = self._stop_asked = False
+                yield from self._slices(taken) if not isinstance(training.engine, Served) else self._leases(taken)
                 self._worker.end_trial()
                 taken.checking.at_end()
                 taken.save("end of batches")
             except GeneratorExit:  # the loop was left by `break`
                 self._worker.end_trial()
+                self._was_left = self._leased is not None and self._leased.leave()
                 raise
             finally:
                 taken.end()
                 self._leave_slice()
+                self._leased = None
                 taken.close()
         run.calls.finish(None)
 
@@ -180,75 +197,82 @@ class Hands:
         if self._piece is None or self._backward_done:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
         self._leave_slice()
-        self._training.in_step.phases.mark("forward")
+        result = loss if weight is None else (loss, weight)
+        if self._leased is not None:
+            self._leased.backward(result)
+        else:
+            self._backward_in_step(self._piece, result)
+        self._backward_done = True
+
+    def _backward_in_step(self, piece: PieceLike, result: Any) -> None:
+        engine = self._training.in_step
+        engine.phases.mark("forward")
         try:
-            self._training.in_step.backward(self._piece, loss if weight is None else (loss, weight))
+            engine.backward(piece, result)
         except PeerLost as lost:
             if not self._worker.is_elastic:
                 raise
             self._lost = lost  # `step` sees to it
-        self._training.in_step.phases.mark("backward")
-        self._backward_done = True
+        engine.phases.mark("backward")
 
     def step(self) -> None:
         """Update the weights when this was the worker's last slice of the step; else do nothing.
 
-        In an elastic run the worker may be given further slices of the same step: those of one that was lost.
+        In an elastic run the worker may be given further slices of the same step: those of one that was lost. Under
+        parameter servers this sends the gradient off, and waits for the next slice: `stepped` if servers have made
+        updates meanwhile, one or many, of this gradient or others'.
         """
         if not self._backward_done:
             raise UsageError("step was called without backward for this slice.", fix=["hands.backward(loss)"])
-        assert self._piece is not None and self._step is not None
-        self._todo.remove(self._piece.index)
-        self.stepped = (not self._todo or self._lost is not None) and self._finish_step(self._step)
-        self._piece = None
+        assert self._piece is not None
+        before = self.steps_done
+        if self._leased is not None:
+            self.stepped, self.loss = self._leased.step(), self._leased.loss
+        else:
+            assert self._step is not None
+            self._todo.remove(self._piece.index)
+            self.stepped = (not self._todo or self._lost is not None) and self._finish_step(self._step)
+        self._crossed, self._piece = self.steps_done - before, None
 
     def every(self, steps: int) -> bool:
-        return self.steps_done % steps == 0
+        """Whether the last call of `step` took the run past a multiple of `steps`. Elsewhere: whether it is at one."""
+        return self.steps_done % steps < max(1, self._crossed)
+
+    def request_stop(self) -> None:
+        """Have the loop over batches end on every worker: after the next step, or the work that is handed out."""
+        self._stop_asked = True
+        if self._leased is not None:
+            self._leased.stop_asked = True
 
     def log(self, **values: float | Tensor) -> None:
         """Record values with the step's number; the chief's are kept."""
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = {name: means.number(value) for name, value in values.items()}
         self._worker.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of `value` over the workers that had a slice in this step, weighted by their rows.
 
-        All of those workers must call it, after `step`; the others need not.
+        All of those workers must call it, after `step`; the others need not. Where parameter servers lease slices,
+        nobody waits for anybody: it is the mean of `value` and of what the other living workers have said last, each
+        weighted by the rows of its last slice. `loss` is exact there, too.
         """
-        assert self._last_step is not None
-        step, world = self._last_step, self._worker.world_size
-        rows = [sum(step.bounds[v][1] - step.bounds[v][0] for v in share) for share in step.shares]
+        if self._leased is not None:
+            return self._leased.mean(means.number(value))
+        if self._last_step is None:
+            raise UsageError("mean was called before a step, or after the loop.", fix=["hands.mean(value) in the loop"])
+        step, number = self._last_step, means.number(value)
         if self._worker.is_elastic:
-            return self._mean_of_living(_number(value))
-        if world == 1:
-            return _number(value)
+            rows = means.rows_of(step, self._computed)
+            return self._known_run.regrouping.agreed(lambda: means.of_living(self._worker.axis, rows, number))
         self._means += 1
-        key = f"mean/{step.number}/{self._means}"
-        self._worker.session.set(f"{key}/{self.rank}", msgspec.msgpack.encode(_number(value)))
-        timeout_s = self._known_run.spec.comm.timeout_s
-        parts = [
-            (rows[rank], msgspec.msgpack.decode(self._worker.session.get(f"{key}/{rank}", timeout_s), type=float))
-            for rank in range(world)
-            if rows[rank]
-        ]
-        return sum(count * part for count, part in parts) / sum(rows)
-
-    def _mean_of_living(self, value: float) -> float:
-        """In an elastic run, of the workers that there are when all have called; one that has died says nothing."""
-        assert self._last_step is not None
-        step = self._last_step
-        mine = msgspec.msgpack.encode((sum(step.bounds[v][1] - step.bounds[v][0] for v in self._computed), value))
-        told = self._gathered(mine)
-        parts = [msgspec.msgpack.decode(data, type=tuple[int, float]) for data in told]
-        return sum(rows * part for rows, part in parts) / max(1, sum(rows for rows, _ in parts))
-
-    def _gathered(self, data: bytes) -> list[bytes]:
-        return self._known_run.regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("hands", data))
+        key, timeout_s = f"mean/{step.number}/{self._means}", self._known_run.spec.comm.timeout_s
+        return means.of_all(self._worker, step, key, number, timeout_s)
 
     def save(self) -> None:
         """Start a checkpoint beside the training; the chief writes it.
 
-        After the next step, where workers have state of their own: with reducer="int8", and with `LocalSGD`.
+        After the next step, where workers have state of their own: with reducer="int8", and with `LocalSGD`. Where
+        parameter servers lease slices, once what they have handed out is applied; only the chief's call counts.
         """
         if self._taken is None:
             raise UsageError("save was called outside the loop over batches().")
@@ -264,7 +288,7 @@ class Hands:
         collate: Any = None,
     ) -> dict[str, float]:
         """Loss and per-example metrics over all of `data`, every example once. All workers must call it."""
-        run, engine = self._known_run, self._training.in_step
+        run, engine = self._all_workers("evaluate"), self._training.engine
         source = run.source(data, collate=collate, shuffle=False)
         with engine.using_loss(loss):
             results, _ = run.regrouping.agreed(
@@ -274,13 +298,20 @@ class Hands:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ. All workers must call it."""
-        return self._known_run.regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
+        return self._all_workers("gather").regrouping.agreed(
+            lambda: evaluating.gather_tensors(self._worker.axis, tensor)
+        )
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
         """Sum or mean over the workers, the same bits on each. All workers must call it."""
         parts = self.gather(value)
         total = torch.stack(parts).sum(0)
         return total / len(parts) if op == "mean" else total
+
+    def _all_workers(self, what: str) -> Run:
+        """The run, for something that all workers do together."""
+        refuse_apart(what, in_loop=self._leased is not None, was_left=self._was_left)
+        return self._known_run
 
     @property
     def _known_run(self) -> Run:
@@ -295,11 +326,13 @@ class Hands:
     def _slices(self, taken: Steps) -> Iterator[Any]:
         engine, regrouping = self._training.in_step, self._known_run.regrouping
         taken.begin()
-        while (step := taken.next()) is not None:
+        while not self._is_over and (step := taken.next()) is not None:
             self._step, self._anew, self._lost = step, False, None
             self._worker.report(step.number, "training")
             regrouping.division = self._worker.group.generation
-            engine.begin_step(step, stop=taken.wish(step.number), collect=self._training.garbage.wanted)
+            engine.begin_step(
+                step, stop=taken.wish(step.number, end=self._stop_asked), collect=self._training.garbage.wanted
+            )
             self._todo, self._computed = list(step.indices), list(step.indices)
             pieces = step.mine()
             if not self._todo:
@@ -315,6 +348,13 @@ class Hands:
                     if self._anew:
                         break
                 pieces = map(step.slice, list(self._todo))
+
+    def _leases(self, taken: Steps) -> Iterator[Any]:
+        self._leased = LeasedLoop(self._training, taken, self._known_run.regrouping)
+        for piece in self._leased.slices():
+            self._piece, self._backward_done = piece, False
+            yield piece.batch
+            self._check_slice_done()
 
     def _check_slice_done(self) -> None:
         if self._piece is not None:
@@ -374,14 +414,10 @@ class Hands:
         if stats.stop == LEAVE:
             taken.leave()
         taken.after_step(save=stats.stop == SAVE)
+        self._is_over = stats.stop == END_FIT
         if stats.stop == REGROUP:
             self._known_run.regrouping.change()
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:
     raise AssertionError("a loop of the user's own computes its own loss")
-
-
-def _number(value: float | Tensor) -> float:
-    """Of the loss itself, too: torch warns about a number taken from a tensor that still has its graph."""
-    return float(value.detach() if isinstance(value, Tensor) else value)

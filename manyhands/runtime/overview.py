@@ -82,6 +82,8 @@ class Overview(msgspec.Struct, kw_only=True):
     """Where each worker is right now; empty when the run does not answer."""
     servers: list[ServerStatus] = []
     """This host's parameter servers right now; empty when the run has none, or does not answer."""
+    spare: ServerStatus | None = None
+    """The one that waits for the number of one that dies."""
     elastic: tuple[int, int] | None = None
     """Of a live elastic run: the least and the most workers, the number last asked for, and the generation."""
     workers_wanted: int | None = None
@@ -226,6 +228,7 @@ def _ask_agent(overview: Overview, path: Path) -> None:
         return  # nobody answers, or it ended while we asked: the files say all that is left to say
     overview.ranks, overview.servers, overview.generation = status.members, status.servers, status.generation
     overview.elastic, overview.workers_wanted = status.elastic, status.workers_wanted
+    overview.spare = status.spare
 
 
 def attempts_of(path: Path) -> list[int]:

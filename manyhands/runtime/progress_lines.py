@@ -21,6 +21,7 @@ from manyhands.events import (
     ResourcesUsed,
     Resumed,
     RoundRestarted,
+    RoundsClosed,
     RunEnded,
     RunStarted,
     ServerLost,
@@ -159,6 +160,9 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case StalenessSeen():
             told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
             return f"updates by the staleness of their gradients: {told}"
+        case RoundsClosed():
+            told = ", ".join(f"{workers}: {rounds}" for workers, rounds in sorted(event.rounds.items()))
+            return f"rounds by the number of workers that were in them: {told}"
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()

@@ -6,6 +6,7 @@ and touches neither the disk nor the other workers.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
+from manyhands.runtime.dividing import Sample
 from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.models import Parts, randomness_in
@@ -36,12 +38,15 @@ from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
-from manyhands.runtime.worker import Worker
+from manyhands.runtime.worker import StrategyChoice, Worker
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
 
 __all__ = ["Run"]
+
+USUAL_BATCH = 32
+"""Rows to look at where the data itself says how large a batch is."""
 
 
 class Run:
@@ -51,6 +56,7 @@ class Run:
         self.worker, self.parts, self.spec = worker, parts, worker.resolved.spec
         self._hooks, self._scheduler = hooks, scheduler
         self._training: Training | None = None
+        self._sample: Callable[[], Sample | None] = lambda: None
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
 
@@ -66,6 +72,20 @@ class Run:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
             progress.history = []
         return training
+
+    def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
+        """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
+        if self._training is not None or not self.worker.is_divided:
+            return
+
+        def sample() -> Sample:
+            source = as_source(data, collate=collate, num_workers=0, shuffle=False)
+            num_rows = max(1, (rows or USUAL_BATCH) // (self.spec.train.slices or self._default_slices()))
+            pieces = eval_pieces(source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device)
+            with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
+                return Sample(next(pieces).batch, self.parts.loss if with_loss else self.parts.call)
+
+        self._sample = sample
 
     def is_call_over(self) -> bool:
         """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""
@@ -163,7 +183,7 @@ class Run:
         # Made before the model is divided; only then is it known whether it is.
         whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
         pacing = Pacing(spec.train, worker.num_replicas)
-        engine = make_engine(worker, parts, model, pacing, joining=joining)
+        engine = make_engine(worker, parts, model, pacing, joining=joining, sample=self._sample)
         model.train()
         try:
             engine.setup(model, optimizer, joining=joining)
@@ -204,7 +224,7 @@ class Run:
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        if choice is not None and choice.mode == "async":
+        if _mode(worker.strategy) == "async":
             return self.spec.train.accumulate
         return self.spec.train.accumulate * self._most_replicas * microbatches(worker.strategy, worker.grid)
 
@@ -278,7 +298,7 @@ class Run:
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             _check_balance(source)
-        if isinstance(self.worker.strategy, ParameterServer) and self.worker.strategy.leases:
+        if self.worker.strategy.leases:
             _check_leasable(source)
         return Batches(
             source,
@@ -367,8 +387,8 @@ def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
         )
 
 
-def _mode(strategy: object) -> str:
+def _mode(strategy: StrategyChoice) -> str:
     """What the mode of parameter servers comes to."""
     if not isinstance(strategy, ParameterServer):
-        return ""
+        return "async" if strategy.leases else ""
     return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

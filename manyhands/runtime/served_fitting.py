@@ -8,10 +8,11 @@ its hooks do too. Start reading at `ServedFit._loop`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
-from manyhands.parallel.leases import Course
+from manyhands.parallel.leases import Course, Held, Item
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
 from manyhands.strategies.base import StepStats
@@ -85,6 +86,7 @@ class ServedFit(Fit):
 
     def _open(self, course: Course) -> None:
         self._worker.report(self._training.progress.step, "opening a course")
+        self._engine.soon = self._steps.batches.how_far
         scheduled = self._settings.scheduler_every == "step"
         self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
 
@@ -106,11 +108,21 @@ class ServedFit(Fit):
             if reply.meet is not None:
                 return reply.why
             if reply.work is not None:
-                self._announce(reply.work.step)
-                worker.report(reply.work.step, "training")
+                self._expect(reply.work.item, reply.soon)
                 garbage.hold()
-                engine.compute(self._steps.batches.at(reply.work.step), reply.work, reply.version)
+                self._do(reply.work, reply.version)
                 garbage.release()
+
+    def _do(self, work: Held, version: int) -> None:
+        self._announce(work.step)
+        self._worker.report(work.step, "training")
+        self._engine.compute(self._steps.batches.at(work.step), work, version)
+
+    def _expect(self, now: Item, soon: Sequence[Item]) -> None:
+        """Have what is leased fetched, and what will be, where it is of use."""
+        batches = self._steps.batches
+        if batches.how_far:
+            batches.expect([now, *soon], whole=self._engine.is_async)
 
     def _wish(self) -> int:
         """What all workers should meet for, as far as this one is concerned."""

@@ -20,6 +20,7 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
+from manyhands.control.spare import READY
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.served_memory import Attendance
@@ -29,7 +30,8 @@ from manyhands.parallel.served_variables import ServedVariable
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.variables import write_variables
 from manyhands.runtime.worker import Worker
-from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.stretched import way_of
 
 __all__ = ["serve"]
 
@@ -41,7 +43,7 @@ TAKE_AT_ONCE = 50
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
     """Join the run, and end the process with 0 when the run has no more use for it."""
     session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
-    assert isinstance(session, Session) and isinstance(choice, ParameterServer)
+    assert isinstance(session, Session) and choice.on_servers
     worker.settle_in(
         RunFacts(
             run_dir=spec.run.run_dir,
@@ -49,32 +51,44 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             strategy=worker.strategy.name,
             precision=spec.train.precision,
             script=sys.argv[0],
+            spare=choice.keeps_spare(session.seat.num_hosts),
         )
     )
-    _Serving(session, _make_server(worker, session, parts, scheduler), worker.warn).run()
+    make_server = _prepare(worker, session, parts, scheduler)
+    if not session.seat.is_spare or _is_appointed(session):
+        _Serving(session, make_server(session.seat.server), worker.warn).run()
     worker.close()
     raise SystemExit(0)
 
 
-def _make_server(
+def _is_appointed(session: Session) -> bool:
+    """A spare waits here, with all done that can be, until another server's number is its own."""
+    session.report(0, READY)
+    return session.await_appointment()
+
+
+def _prepare(
     worker: Worker, session: Session, parts: Parts, scheduler: Callable[[Any], Any] | None
-) -> PartServer | RowServer:
-    """Of what the strategy has on servers."""
+) -> Callable[[int], PartServer | RowServer]:
+    """Make what does not depend on a server's number; the rest, of what the strategy has on servers, comes with it."""
     spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
-    assert isinstance(strategy, ParameterServer)
-    if strategy.mode == "hybrid":
-        return RowServer(session.seat.server, model, session.shared_memory, seed=spec.run.seed)
+    assert isinstance(strategy, ParameterServer | LocalSGD)
+    if not strategy.leases:
+        return lambda number: RowServer(number, model, session.shared_memory, seed=spec.run.seed)
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = parts.make_optimizer(model)
-    return PartServer(
-        session.seat.server,
+    way = way_of(strategy) if strategy.takes_local_steps else None
+    outer = way.make_outer if way is not None else None  # the script's optimizer is each worker's own then
+    optimizer = parts.make_optimizer(model) if outer is None else outer(model.parameters())
+    schedule = scheduler(optimizer) if scheduler is not None and outer is None else None
+    return lambda number: PartServer(
+        number,
         model,
         optimizer,
-        scheduler(optimizer) if scheduler is not None else None,
+        schedule,
         session.shared_memory,
-        clip_norm=spec.train.clip_norm,
-        place=strategy.place or {},
+        clip_norm=None if strategy.takes_local_steps else spec.train.clip_norm,
+        place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
     )

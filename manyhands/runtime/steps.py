@@ -18,6 +18,7 @@ from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
 from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats
+from manyhands.strategies.served import Served
 
 __all__ = ["Steps"]
 
@@ -130,9 +131,10 @@ class Steps:
         raise Preempted(f"Stopped on request after step {step}; the checkpoint of that step is committed.")
 
     def regrouped(self) -> None:
-        """This worker has other slices from now on."""
+        """This worker has other slices from now on. Where they are leased, any: who reads them ahead goes on."""
         self.saver.take_office()
-        self._close_batches()
+        if not isinstance(self._training.engine, Served):
+            self._close_batches()
 
     def end(self) -> None:
         """No more steps, for whatever reason."""

@@ -27,11 +27,13 @@ from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
+from manyhands.runtime.stretched_fitting import StretchedFit
 from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.strategies.served import Served
+from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
 
@@ -152,6 +154,7 @@ class Trainer:
         run = self._run
         if resume not in ("auto", "never"):
             raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
+        run.offer(data, collate, batch_size or batch_per_worker)
         training = run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
@@ -177,7 +180,9 @@ class Trainer:
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        kind = ServedFit if isinstance(training.engine, Served) else Fit
+        kind: type[Fit] = Fit
+        if isinstance(training.engine, Served):
+            kind = StretchedFit if isinstance(training.engine, Stretched) else ServedFit
         self._fit = kind(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
@@ -191,6 +196,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
         run = self._run
+        run.offer(data, collate, batch_size)
         run.begin_call("evaluate")
         if run.is_call_over():
             return dict(run.calls.recorded())
@@ -207,6 +213,7 @@ class Trainer:
         Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
         """
         run = self._run
+        run.offer(data, collate, batch_size, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
         if run.is_call_over():

@@ -146,6 +146,7 @@ class Training:
                 generation=self.worker.group.generation,
                 staleness=stats.staleness,
                 batch=stats.batch,
+                together=stats.together,
             )
         )
         self.meter.add(stats)

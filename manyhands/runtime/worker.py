@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -192,10 +192,13 @@ class Worker:
 
     def line_over_sockets(self, *axes: str) -> Axis:
         """The same workers, for those who send to one another."""
-        ranks = self.grid.line(self.rank, *axes)
-        key = f"messages along {' and '.join(axes)} from {ranks[0]}"
+        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+
+    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+        """These workers, of which this is one, over sockets."""
+        key = f"{purpose} of {' '.join(map(str, ranks))}"
         if key not in self._connected:
-            self._connected[key] = self._connect(key, self.device, ranks.index(self.rank), len(ranks))
+            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
         return self._connected[key]
 
     @property
@@ -238,11 +241,7 @@ class Worker:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
         if not self.is_divided:
             return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
-        ranks = self.grid.line(self.rank, "data")
-        key = f"rows from {ranks[0]}"
-        if key not in self._connected:
-            self._connected[key] = self._connect(key, torch.device("cpu"), ranks.index(self.rank), len(ranks))
-        return self._connected[key].all_gather_bytes(name, data)
+        return self.among(self.grid.line(self.rank, "data"), "rows").all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
@@ -524,7 +523,7 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
             f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
             fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
         )
-    if strategy.name == "parameter_server" and not seat.num_servers:
+    if strategy.on_servers and not seat.num_servers:
         raise SpecError(
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
@@ -536,7 +535,13 @@ def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None
                 f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
                 fix=["no elastic=", 'strategy="mirrored"'],
             )
-    if strategy.name != "parameter_server" and seat.num_servers:
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
+    if not strategy.on_servers and seat.num_servers:
         raise SpecError(
             f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
             fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],

@@ -13,7 +13,10 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["SEAT_VARIABLES", "Group", "Seat", "parse_seat", "seat_environment", "server_endpoint"]
+__all__ = ["SEAT_VARIABLES", "SPARE", "Group", "Seat", "parse_seat", "seat_environment", "server_endpoint"]
+
+SPARE = -1
+"""In place of a server's number: it has none yet, and takes that of one that dies."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +73,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     role: Literal["worker", "server"] = "worker"
     """A server is in no group: its rank is -1, and its generation empty."""
     server: int = 0
-    """Of a server: its number. A replacement takes the same."""
+    """Of a server: its number, or `SPARE`. A replacement takes the same."""
     num_servers: int = 0
     servers: str = ""
     """Where the servers are, for `server_endpoint`: on this host, or one tcp:// endpoint for each."""
@@ -84,6 +87,10 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def is_server(self) -> bool:
         return self.role == "server"
+
+    @property
+    def is_spare(self) -> bool:
+        return self.is_server and self.server == SPARE
 
     def group(self) -> Group:
         """The group that this process is started in. A static run has no other; hosts have as many workers each."""

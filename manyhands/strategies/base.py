@@ -84,6 +84,8 @@ class StepStats:
     batch: int | None = None
     """Under asynchronous parameter servers: the step whose rows it took, and where they begin; else its own."""
     start: tuple[int, int] | None = None
+    together: int | None = None
+    """Under averaging with a quorum: how many workers the round had that it was in."""
     bytes_sent: int = 0
     lr: float | None = None
     samples_per_s: float = 0.0

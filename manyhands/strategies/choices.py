@@ -14,6 +14,8 @@ from manyhands.errors import SpecError
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
+# A worker that hears nothing from servers for twice as long gives up.
+LONGEST_DEADLINE_S = 300.0
 LEVELS = ("optimizer", "gradients", "parameters")
 
 
@@ -25,6 +27,25 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: dict[str, str] | None = None
     """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
     or "fp16"."""
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether weights, or some of them, are kept by server processes."""
+        return False
+
+    @property
+    def leases(self) -> bool:
+        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
+        return False
+
+    def keeps_spare(self, num_hosts: int) -> bool:
+        """Whether a server more than needed is kept ready."""
+        return False
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether a worker that leases batches takes several at a time, and trains weights of its own on them."""
+        return False
 
 
 class Single(_Settings, frozen=True, kw_only=True):
@@ -109,7 +130,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     with weights that lack the last `staleness` steps before it. hybrid: dense weights as `Mirrored` has them, and only
     rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
-    """Of ssp; 0 is sync."""
+    """Of ssp; 0 is sync. async: updates that rows from a worker's cache may lack (`mh.Embedding(cache=...)`)."""
     backup_workers: int = 0
     """sync and ssp: so many slices that somebody is slow with are given to idle workers, too; the first one counts."""
     aggregate: int | None = None
@@ -118,6 +139,15 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
     place: dict[str, int] | None = None
     """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
+    spare: bool | None = None
+    """Keep one more server process ready on each host that has servers, to take over at once from one that dies.
+    Default: yes where the run has one host."""
+    push_every: int = 1
+    """async: push the sum of so many batches' gradients, and take local steps on a copy meanwhile (Downpour)."""
+    pull_every: int = 1
+    """async: fetch fresh weights once in so many batches."""
+    local_lr: float | None = None
+    """Of those local steps, which are plain SGD's. Default: the optimizer's."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -138,13 +168,36 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         if self.damping and self.mode == "sync":
             what = "damping is for stale gradients, and sync has none"
             raise _wrong(what, "damping=False", 'mode="async"', where="mh.ParameterServer")
+        self._check_periods()
         if self.mode == "hybrid":
             self._check_hybrid()
 
     @property
+    def on_servers(self) -> bool:
+        return True
+
+    @property
     def leases(self) -> bool:
-        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
         return self.mode != "hybrid"
+
+    def keeps_spare(self, num_hosts: int) -> bool:
+        return num_hosts == 1 if self.spare is None else self.spare
+
+    @property
+    def takes_local_steps(self) -> bool:
+        return self.push_every > 1 or self.pull_every > 1
+
+    def _check_periods(self) -> None:
+        _at_least("push_every", self.push_every, 1)
+        _at_least("pull_every", self.pull_every, 1)
+        if self.takes_local_steps and self.mode != "async":
+            what = (
+                f"push_every is {self.push_every} and pull_every {self.pull_every}, but in {self.mode} every slice is"
+            )
+            raise _wrong(f"{what} pushed, and needs the newest weights", 'mode="async"', where="mh.ParameterServer")
+        if self.local_lr is not None and not (self.takes_local_steps and self.local_lr >= 0):
+            what = f"local_lr is {self.local_lr}, but must be 0 or more, and is for push_every or pull_every above 1"
+            raise _wrong(what, "no local_lr=", "push_every=4", where="mh.ParameterServer")
 
     def _check_hybrid(self) -> None:
         for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):
@@ -184,6 +237,12 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
     """With `overlap`: how much of its own weights a worker keeps when the average arrives."""
     peers: str = "all"
     """Average with "all", or in "pairs" that are drawn anew each round."""
+    asynchronous: bool = False
+    """With "elastic": each worker by itself, after `every` of its own batches. A server keeps the center."""
+    quorum: int | float | None = None
+    """A round closes with so many workers at least, or such a part of them; a server keeps the agreed weights."""
+    deadline_s: float | None = None
+    """With `quorum`: how long others are waited for, once the first has come."""
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None
@@ -205,6 +264,64 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
         self._check_overlap()
         if self.peers == "pairs":
             self._check_pairs()
+        if self.leases:
+            self._check_leases()
+
+    @property
+    def leases(self) -> bool:
+        return self.asynchronous or self.quorum is not None or self.deadline_s is not None
+
+    @property
+    def on_servers(self) -> bool:
+        return self.leases
+
+    def keeps_spare(self, num_hosts: int) -> bool:
+        return num_hosts == 1
+
+    @property
+    def takes_local_steps(self) -> bool:
+        return self.leases
+
+    @property
+    def servers(self) -> int | None:
+        return 1 if self.on_servers else None
+
+    def _check_leases(self) -> None:
+        """What needs all workers at the same time is refused where they are not."""
+        for name, usual in (("post_local", 0), ("fragments", 1), ("overlap", 0), ("peers", "all"), ("reducer", None)):
+            if getattr(self, name) != usual:
+                what = f"{name} is {getattr(self, name)!r}, but workers that do not wait for all push to a server"
+                raise _wrong(f"{what}, one by one", f"no {name}=", "neither asynchronous= nor quorum=")
+        if self.asynchronous:
+            self._check_asynchronous()
+        else:
+            self._check_quorum()
+
+    def _check_asynchronous(self) -> None:
+        if self.quorum is not None or self.deadline_s is not None:
+            what = "asynchronous has nobody wait for anybody, but quorum and deadline_s say how long workers wait"
+            raise _wrong(what, "no quorum= and deadline_s=", "asynchronous=False")
+        if self.outer != "elastic":
+            what = f"asynchronous is for elastic averaging, where nobody has to wait, but outer is {self.outer!r}"
+            raise _wrong(what, 'outer="elastic"', "asynchronous=False")
+        if self.rule != "mean":
+            what = f"rule is {self.rule!r}, but one worker at a time moves the center, so there is nothing to combine"
+            raise _wrong(what, 'rule="mean"', "asynchronous=False")
+
+    def _check_quorum(self) -> None:
+        if self.quorum is None or self.deadline_s is None:
+            what = f"quorum is {self.quorum} and deadline_s {self.deadline_s}, but a round needs both to close early"
+            raise _wrong(what, "quorum=0.75, deadline_s=10", "neither of them")
+        whole = isinstance(self.quorum, int) and not isinstance(self.quorum, bool)
+        if not (self.quorum >= 1 if whole else isinstance(self.quorum, float) and 0 < self.quorum < 1):
+            what = f"quorum is {self.quorum!r}, but must be a number of workers from 1 on, or a part of them below 1"
+            raise _wrong(what, "quorum=2", "quorum=0.75", "no quorum=, to wait for all")
+        if not 0 <= self.deadline_s <= LONGEST_DEADLINE_S:
+            what = f"deadline_s is {self.deadline_s}, but must be from 0 to {LONGEST_DEADLINE_S:g}"
+            raise _wrong(what, "deadline_s=10", "no quorum=, to wait for all")
+        if self.outer == "elastic":
+            what = "quorum has workers begin each round with the agreed weights, but elastic leaves each its own"
+            raise _wrong(what, 'outer="mean"', 'outer="nesterov"', "asynchronous=True, and no quorum=")
 
     def _check_numbers(self) -> None:
         limits = (

@@ -253,7 +253,7 @@ class Replicated(Computing):
 
     @property
     def compares_copies(self) -> bool:
-        return self._check_every > 0 and self._axis.size > 1
+        return self._check_every > 0 and self._axis.size > 1 and self.spread is None
 
     def hashes(self) -> Hashes:
         """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
@@ -297,7 +297,7 @@ class Replicated(Computing):
         """This rank's layers see every slice of the replica; the loss is known at their end."""
         assert isinstance(self.held.gradients, GradientSum) and self._loss_fn is not None
         slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
-        passes.run(pieces, slices, self._loss_fn)
+        passes.run(pieces, slices, f"step {self._step.number}")
         self.phases.mark("backward")
         self._exchange.post(spread.told(slices.reports()))
 
@@ -331,7 +331,10 @@ class Replicated(Computing):
         due = self.compares_copies and (step.number - 1) % self._check_every == 0 and not within
         hashes = self.hashes().numbers() if due else ()
         note = Note(stop, collect, self._times)
-        self._exchange = Exchange(self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes)
+        staged = self.spread is not None and self.spread.divided.passes is not None
+        self._exchange = Exchange(
+            self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes, may_ride=not staged
+        )
 
     def _stamp(self, number: int) -> bytes:
         """What marks this step's gradients: of this number, divided as this group of ranks does."""

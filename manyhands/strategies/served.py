@@ -10,7 +10,7 @@ at `Served.compute`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from manyhands.parallel.served_course import Saved, more_of
 from manyhands.parallel.served_link import Link, Pushed
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory, ServedMemory, layout_name
-from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply
+from manyhands.parallel.served_messages import Ask, Filled, Number, Of, Open, Reply, Values
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
 from manyhands.parallel.served_tables import Tables
@@ -137,6 +137,11 @@ class Served(Computing):
         self._is_gathered = False
         self.phases = Phases()
         self.held = _Held()
+        self.values: Values = []
+        """What this worker tells the others of itself; below, what each of them has told last."""
+        self.others: list[Values] = []
+        self.soon = 0
+        """How many leases ahead it wants to know of."""
 
     # ---- the verbs of every strategy ----
 
@@ -145,7 +150,7 @@ class Served(Computing):
         self._model, self._optimizer = model, optimizer
         _check(self._precision, optimizer, model)
         self._buffers = StepBuffers(model, self._foreign)
-        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory)
+        self._rows = ServedRows(model, self._seed, self._link, self._reach.memory, shares=not self._reach.is_away)
         if self._rows and self._clip_norm is not None:
             raise SpecError(
                 "clip_norm needs the norm of the whole gradient, but no server has all gradients of an embedding.",
@@ -258,6 +263,7 @@ class Served(Computing):
         self._opened, self._told = opened, opened.version
         self._held, self._are_states_new, self._is_gathered = {}, False, False
         self._optimizer.state.clear()  # servers have them from now on
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # by them: a scheduler would warn
         self._rows.enter(number, opened.servers)
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
@@ -354,7 +360,7 @@ class Served(Computing):
             self._held = {key: one for key, one in self._held.items() if one.filled.held.step > reply.version}
         self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
-        self._book = reply.book
+        self._book, self.others = reply.book, reply.values
         if reply.meet is not None:
             self._met = reply.meet
             self._look(reply.meet)
@@ -377,27 +383,47 @@ class Served(Computing):
             told=self._told,
             wish=wish,
             holding=[one.filled.held for one in self._held.values()],
+            values=self.values,
+            soon=self.soon,
         )
 
     def compute(self, step: StepLike, work: Held, version: int) -> None:
         """Compute what was leased, and push it; unless somebody else has done so, and the weights are gone."""
+        assert self._loss_fn is not None
+        slices = self.computing(step, work, version)
+        for piece in slices:
+            if piece is not None:
+                slices.send(self._loss_fn(self._model, piece.batch))
+
+    def computing(self, step: StepLike, work: Held, version: int) -> Generator[PieceLike | None, Any, None]:
+        """The same where somebody else has the loss. For each slice: a pause; the slice; its loss is sent; a pause.
+
+        Randomness and precision are the slice's from when it comes until its loss is sent. The push follows the last
+        pause; in any of them whoever computes may do as it likes.
+        """
         served, filler = self._memory_now()
         based_on, row = self._pull() if self.is_async else self._look(version), self._reach.row(work)
         if based_on is None:
             return
         served.begin_filling(row, work.filling)
         pieces = [step.slice(v) for v in (range(step.num_slices) if self._course_now.course.whole else [work.place])]
-        self.phases.mark("load")
         filler.begin(served.row(row).views, len(pieces))
         self._buffers.begin(len(pieces), 2)
-        results = [self._slice(piece, step) for piece in pieces]
+        results: list[tuple[float, float, Tensor, list[Contribution]]] = []
+        with self._rows.lacking_at_most(self._choice.staleness if self.ahead != 0 else 0, self._newest(work, based_on)):
+            for piece in pieces:
+                if results:
+                    yield None
+                yield None
+                self.phases.mark("load")
+                results.append((yield from self._slice(piece, step)))
         absent = filler.finish()
         served.write_statistics(row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
             worker=self._worker,
             held=work,
-            based_on=based_on,
+            based_on=based_on if self._rows.oldest is None else min(based_on, self._rows.oldest),
             total=sum(total for total, _, _, _ in results),
             weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
@@ -405,8 +431,15 @@ class Served(Computing):
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
         self.phases.mark("backward")
-        self._push(Pushed(filled, self._rows.messages(work.filling, rows) if rows else ()))
+        yield None
+        handed = self._rows.hand_over(row, rows)
+        sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
+        self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
         self.phases.mark("reduce")
+
+    def _newest(self, work: Held, based_on: int) -> int:
+        """All updates to this one are what a slice would see if it waited for them."""
+        return based_on if self.is_async else work.step - 1
 
     def _changes(self) -> bytes:
         """What the first slice made of buffers other than batch statistics; it travels in a message."""
@@ -427,12 +460,14 @@ class Served(Computing):
         else:
             self._held[push.filled.held.filling] = push
 
-    def _slice(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor, list[Contribution]]:
-        assert self._loss_fn is not None and self._filler is not None
+    def _slice(
+        self, piece: PieceLike, step: StepLike
+    ) -> Generator[PieceLike, Any, tuple[float, float, Tensor, list[Contribution]]]:
+        assert self._filler is not None
         place = piece.index
         self._buffers.enter(place)
         with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
-            result = self._loss_fn(self._model, piece.batch)
+            result = yield piece
         self.phases.mark("forward")
         total, weight, scaled = self.weigh(piece, result, step.rows)
         if not math.isfinite(total):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.exchange import Report
@@ -41,16 +42,18 @@ class StagedSlices:
     def slice_context(self, piece: PieceLike) -> Iterator[None]:
         """Around a forward pass of one slice through one stage: the step's buffers, and the slice's randomness.
 
-        Buffers go back to the step's values at once, for the next slice; backward does without what they were.
+        Buffers go back to the step's values at once, for the next slice. Autograd would take that for a change of what
+        the backward of this one needs; moving averages it does not need, so they keep their version.
         """
         place = self._place[piece.index]
-        self._buffers.enter(place)
-        with self._around(piece):
-            yield
-        made = self._buffers.leave(place)
-        before = self._statistics.get(place)
-        self._statistics[place] = made if before is None else self._buffers.joined(before, made)
-        self._buffers.put_back()
+        with _unsafe_preserve_version_counter(self._buffers.statistics):
+            self._buffers.enter(place)
+            with self._around(piece):
+                yield
+            made = self._buffers.leave(place)
+            before = self._statistics.get(place)
+            self._statistics[place] = made if before is None else self._buffers.united(before, made)
+            self._buffers.put_back()
 
     def weigh(self, piece: PieceLike, result: Any) -> Tensor:
         """What backward begins with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -27,4 +28,22 @@ def test_whoever_reads_a_word_while_another_process_writes_it_sees_no_third_numb
             seen.update(words[3] for _ in range(1000))
     assert writer.returncode == 0
     assert seen == {2**32, 2**32 - 1}
+    memory.close()
+
+
+def test_large_pages_lead_to_the_same_memory_for_everybody():
+    memory, num_bytes = HostMemory(), 3 * 2**21 + 4096
+    memory.allot("small", 4096)
+    offset = memory.allot("large", num_bytes)
+    here, there = Segment(memory.fd, num_bytes, offset), Segment(memory.fd, num_bytes, offset)
+    before = here.address
+    here.use_large_pages()
+    assert here.address != before and here.address % 2**21 == 0
+    for place in (0, num_bytes // 2, num_bytes - 1):
+        assert ctypes.c_char.from_address(here.address + place).value == b"\0"
+        there.buffer[place] = 7
+        assert ctypes.c_char.from_address(here.address + place).value == b"\7"
+    here.close()
+    assert there.buffer[num_bytes - 1] == 7
+    there.close()
     memory.close()

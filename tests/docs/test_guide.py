@@ -19,6 +19,7 @@ PAGES = (
     "docs/dispatch.md",
     "docs/embeddings.md",
     "docs/parameter-servers.md",
+    "docs/pipeline.md",
     "docs/sharding.md",
 )
 

@@ -12,8 +12,17 @@ import manyhands as mh
 from manyhands.testing import RankPool
 
 LAYOUTS: dict[str, tuple[int, Any]] = {
+    "mirrored 2": (2, mh.Mirrored()),
+    "central storage 2": (2, mh.CentralStorage()),
+    **{f"sharded {level} 2": (2, mh.Sharded(level)) for level in ("optimizer", "gradients", "parameters")},
     "tensor 2": (2, mh.Tensor(2)),
+    **{
+        f"pipeline 2 {schedule}": (2, mh.Pipeline(2, schedule=schedule))
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    },
     "mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2)),
+    "mesh 2 data x 2 pipeline": (4, mh.Mesh(data=2, pipeline=2)),
+    "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),
 }
 
 

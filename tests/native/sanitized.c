@@ -75,6 +75,16 @@ static void be_rank(void *base, size_t bytes, uint32_t rank, uint32_t world, siz
     exit(0);
 }
 
+/* Exact sizes, from any place to any other. */
+static void copy_from(size_t bytes, size_t skip) {
+    unsigned char *from = malloc(bytes + skip), *to = calloc(bytes + 3, 1);
+    for (size_t i = 0; i < bytes + skip; i++) from[i] = (unsigned char)(i % 251 + 1);
+    mh_copy(to + 3, from + skip, bytes);
+    for (size_t i = 0; i < bytes; i++) CHECK(to[3 + i] == from[skip + i]);
+    CHECK(to[0] == 0 && to[1] == 0 && to[2] == 0);
+    free(from), free(to);
+}
+
 /* Exact sizes again: one copy and two, one gradient and three. */
 static void update_all(size_t count, int two_copies, size_t num_sources) {
     static const int32_t program[] = {0, 1, MH_ADD, 2, MH_ADD};
@@ -158,6 +168,7 @@ int main(void) {
             encode_and_decode(counts[i], 1024, either);
             encode_and_decode(counts[i], 16, either);
         }
+        for (size_t skip = 0; skip < 70; skip += 23) copy_from(counts[i], skip);
     }
     puts("ok");
     return 0;

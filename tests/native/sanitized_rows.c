@@ -37,6 +37,20 @@ static void *taken_over(void *memory, struct mh_rows_room *room) {
     return moved;
 }
 
+/* What others see: the same rows; nothing of a table that is not there; and no harm from one that is nonsense. */
+static void peeked(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
+                   size_t count, const float *rows) {
+    size_t bytes = mh_rows_bytes(room), wanted = count * room->dim * sizeof(float);
+    float *found = malloc(wanted + 1);
+    CHECK(mh_rows_peek(memory, room, rule, ids, count, found) == 0 && memcmp(found, rows, wanted) == 0);
+    unsigned char *other = calloc(1, bytes);
+    CHECK(mh_rows_peek(other, room, rule, ids, count, found) == MH_ROWS_GONE);
+    memcpy(other, memory, bytes);
+    for (size_t i = 256; i < bytes; i++) other[i] = (unsigned char)mh_mix(i);
+    mh_rows_peek(other, room, rule, ids, count, found);
+    free(found), free(other);
+}
+
 static void one_table(int optimizer, uint32_t dim, uint32_t admit_after) {
     struct mh_rows_rule rule = {.optimizer = optimizer, .start = optimizer % MH_NUM_ROW_STARTS, .key = 5, .scale = 1,
         .lr = 0.1f, .eps = 1e-8f, .accumulator = 0.1f, .beta1 = 0.9f, .beta2 = 0.99f, .l1 = 0.1f, .l2 = 0.1f, .beta = 1,
@@ -56,6 +70,7 @@ static void one_table(int optimizer, uint32_t dim, uint32_t admit_after) {
         CHECK(mh_rows_update(memory, &rule, number, own, sums, (size_t)count, 0.5f, 1, &wanted) == 0);
         mh_rows_lookup(memory, &rule, own, (size_t)count, sums);
         CHECK(mh_rows_recover(memory) == 0);
+        peeked(memory, &room, &rule, own, (size_t)count, sums);
         free(ids), free(own), free(inverse), free(values), free(sums);
         if (number % 20 == 0) memory = taken_over(memory, &room);
     }

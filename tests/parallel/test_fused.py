@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import struct
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 
 from manyhands.comm.axis import Axis
 from manyhands.native import library, why_not
-from manyhands.parallel.fused import Fused, cut, fusible
+from manyhands.parallel.fused import Fused, Piece, cut, fusible, pack_pieces, run_update
 from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.tree import program
 from manyhands.parallel.updates import LocalUpdate
 from manyhands.runtime.late_compiler import load_compiler_late
 
@@ -164,6 +166,31 @@ def test_several_threads_give_the_bits_of_one() -> None:
     torch.set_num_threads(1)
     for one, three in zip(*found, strict=True):
         assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.1}], ids=str)
+def test_a_large_update_into_another_copy_gives_the_bits_of_one_in_place(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    numel = 2**20 + 21  # enough for stores past the caches, and some left over
+    weights, momenta, first, second = (torch.randn(numel) for _ in range(4))
+    optimizer = torch.optim.SGD([nn.Parameter(weights)], lr=0.1, momentum=0.9, **options)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"] = momenta
+    fused = Fused(optimizer)
+    (batch,) = fused.plan_step([0])
+    how, along = fused.how(batch, 0.5, 0.7), program([(0, 0), (0, 1)], 2)
+    rows = struct.pack("2Q", first.data_ptr(), second.data_ptr())
+    new, old = (torch.zeros(numel), torch.zeros(numel)), (weights.clone(), momenta.clone())
+    run_update(how, _piece(old, new), rows, along)
+    assert torch.equal(old[0], weights) and torch.equal(old[1], momenta)
+    run_update(how, _piece(old, old), rows, along)
+    fused.close()
+    assert torch.equal(new[0], old[0]) and torch.equal(new[1], old[1])
+    assert not torch.equal(old[0], weights)
+
+
+def _piece(old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...]) -> bytes:
+    (w, m), (to, kept) = (tuple(tensor.data_ptr() for tensor in copy) for copy in (old, new))
+    return pack_pieces([Piece(old[0].numel(), w, to, (m, 0, 0), (kept, 0, 0))])
 
 
 def test_parameters_that_come_later_are_updated_too() -> None:

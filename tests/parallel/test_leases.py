@@ -429,14 +429,60 @@ def test_without_backups_nothing_is_handed_out_twice():
     assert talk.ask(3) is None
 
 
+# ---- what workers expect -----------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_given_what_it_was_told_to_expect_and_others_something_else():
+    talk = Talk(ASYNC)
+    assert talk.work(1).step == 1
+    assert talk.book.soon(1, 1) == [(2, 0)]
+    assert talk.fill(2).step == 3
+    talk.apply(0, seen=frozenset([1, 3]))
+    assert talk.work(1).item == (2, 0)
+    assert talk.book.soon(1, 1) == [], "the epoch ends with step 3"
+
+
+def test_what_one_expects_is_given_to_others_before_they_idle():
+    talk = Talk()
+    first = talk.work(1)
+    assert talk.book.soon(1, 2) == [(1, 1), (2, 0)]
+    assert talk.work(2).item == (1, 1), "nothing else is admitted before step 1 is applied"
+    talk.book.filled(first)
+    assert talk.ask(1, first) is None
+    assert talk.book.soon(1, 2) == [(2, 0), (2, 1)]
+
+
+def test_what_the_dead_expected_comes_first():
+    talk = Talk(ASYNC)
+    talk.work(1)
+    assert talk.book.soon(1, 1) == [(2, 0)]
+    talk.book.lose([2])
+    assert [talk.fill(2).step for _ in range(3)] == [1, 2, 3]
+
+
+def test_what_is_expected_does_not_put_off_a_meeting():
+    talk = Talk(ASYNC)
+    talk.fill(1)
+    assert talk.book.soon(1, 2) == [(2, 0), (3, 0)]
+    assert talk.ask(2, wish=1) is None, "step 1 is handed out, and what is expected is not"
+    talk.apply(1)
+    assert talk.ask(1) == talk.ask(2) == Meet(1, 1)
+
+
 # ---- any order of events -----------------------------------------------------------------------------------------
 
 
 class AnyOrder(RuleBasedStateMachine):
     """Workers that ask, fill, hold and die; one server that applies what is there, in order."""
 
-    @initialize(ahead=st.sampled_from([0, 1, 2]), backups=st.integers(0, 2), slices=st.integers(1, 3))
-    def begin(self, ahead: int, backups: int, slices: int) -> None:
+    @initialize(
+        ahead=st.sampled_from([0, 1, 2]),
+        backups=st.integers(0, 2),
+        slices=st.integers(1, 3),
+        soon=st.sampled_from([0, 1, 3]),
+    )
+    def begin(self, ahead: int, backups: int, slices: int, soon: int) -> None:
+        self.soon = soon
         self.rule = Rule(ahead=ahead, backups=backups)
         self.course = course(last=9, slices=slices, batch_size=2 * slices, num_rows=7 * slices)
         self.low, self.number = 0, 1
@@ -465,10 +511,18 @@ class AnyOrder(RuleBasedStateMachine):
             assert answer.held.row not in {held.row for held in self.writing.values()}, "two would write to one row"
             self.writing[worker] = answer.held
             holding.append(answer.held)
+            self.look_ahead(worker)
         if isinstance(answer, Meet):
             assert answer.step == self.low
             assert not any(held.step > self.low for held in self.writing.values())
             self.met[worker] = answer.step
+
+    def look_ahead(self, worker: int) -> None:
+        expected = self.book.soon(worker, self.soon)
+        assert len(expected) <= self.soon
+        assert all(item.step <= self.course.last for item in expected)
+        others = [item for other in self.holding if other != worker for item in self.book.soon(other, 0)]
+        assert not {*expected} & {*others, *(held.item for held in self.writing.values())}
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""A process killed at any instruction of an update leaves a table as it was before it, or as it is after it."""
+"""A table while, and after, another process changes it: killed at any instruction, it leaves whole updates only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,30 @@ import pytest
 from manyhands.native import why_not
 
 ROUNDS = 30
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+
 def test_whoever_opens_the_table_of_a_killed_process_finds_whole_updates_only() -> None:
-    script = Path(__file__).with_name("row_rounds.py")
-    done = subprocess.run([sys.executable, str(script), str(ROUNDS), "1"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = ran("row_rounds", str(ROUNDS), "1")
     assert found["undone"] >= 5, found
     assert found["full"], "rows went, too, where kills could fall into it"
+
+
+def test_whoever_looks_rows_up_meanwhile_sees_those_of_one_moment() -> None:
+    found = ran("row_peeks")
+    assert found["regions"] > 1, "and followed it to another region"
+
+
+def ran(script: str, *args: str) -> dict[str, int]:
+    command = [sys.executable, "-m", f"tests.parallel.{script}", *args]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found

@@ -14,7 +14,7 @@ from manyhands.comm.segments import Segment
 from manyhands.native import why_not
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.rows import private_memory
-from manyhands.parallel.served_messages import Applied, ApplyRows, Lookup, Opened, OpenRows, RowGradients, Rows
+from manyhands.parallel.served_messages import Applied, ApplyRows, Lookup, Opened, OpenRows, Refused, RowGradients, Rows
 from manyhands.parallel.served_tables import by_part, parts_of, rows_from, to_bytes
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -148,3 +148,10 @@ def test_a_server_that_is_not_asked_for_any_more_is_released_by_the_next_opening
     assert not last.is_released()
     made(memory, opened=opening(number=(1, 1, 2), servers=servers))
     assert last.is_released() == (servers == 1)
+
+
+def test_rows_that_are_none_of_its_own_are_refused_and_it_goes_on() -> None:
+    server = made(Regions())
+    (answer,) = server.take(b"w", opening(number=(2, 1, 1), servers=0))
+    assert isinstance(answer[1], Refused) and server.refused == {"misfit": 1}
+    assert tell(server, 1, IDS) == [(b"w", Applied(number=NUMBER, server=0, step=1))]

@@ -17,7 +17,8 @@ from torch import nn
 from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parallel.row_rules import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, TableSpec
-from manyhands.parallel.rows import TURNS, Room, RowTable, add_rows, larger, most_room, unique
+from manyhands.parallel.rows import TURNS, Room, RowTable, add_rows, in_parts, larger, most_room, unique
+from manyhands.parallel.served_tables import PARTS, part_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -164,9 +165,12 @@ def test_ftrl_follows_the_formulas_of_the_dense_one(settings, convention, init) 
 
 
 @given(ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5), max_size=50))
-def test_unique_ids_come_in_the_order_of_their_first_appearance(ids) -> None:
+def test_unique_ids_come_in_the_order_of_parts_and_of_their_first_appearance(ids) -> None:
     different, inverse = unique(torch.tensor(ids, dtype=torch.int64))
-    assert different.tolist() == list(dict.fromkeys(ids))
+    assert different.tolist() == sorted(dict.fromkeys(ids), key=lambda one: one * 0x9E3779B97F4A7C15 % 2**64 >> 60)
+    is_ordered, bounds = in_parts(different)
+    parts = part_of(different).tolist()
+    assert is_ordered and [parts.index(p) if p in parts else bounds[p + 1] for p in range(PARTS)] == bounds[:-1]
     assert different[inverse].tolist() == ids
     values = torch.arange(2.0 * len(ids)).view(-1, 2)
     sums = add_rows(values, inverse, len(different))

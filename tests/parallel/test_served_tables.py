@@ -10,7 +10,7 @@ from manyhands.native import why_not
 from manyhands.parallel.row_rules import SGD, TableSpec
 from manyhands.parallel.rows import RowTable, private_memory
 from manyhands.parallel.served_messages import Lookup, RowGradients
-from manyhands.parallel.served_tables import PARTS, Tables, by_part, in_parts, part_of, rows_from, to_bytes
+from manyhands.parallel.served_tables import PARTS, Tables, by_part, in_order, part_of, rows_from, to_bytes
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -37,9 +37,9 @@ def test_every_id_is_in_its_part_and_those_of_a_part_keep_their_order() -> None:
 
 
 def test_ids_that_come_in_the_order_of_parts_stay_where_they_are() -> None:
-    order, bounds = in_parts(sorted_ids())
+    order, bounds = in_order(sorted_ids())
     assert order == slice(None) and (bounds[0], bounds[-1], len(bounds)) == (0, len(IDS), PARTS + 1)
-    assert isinstance(in_parts(IDS)[0], Tensor)
+    assert isinstance(in_order(IDS)[0], Tensor)
 
 
 @pytest.mark.parametrize("ids", [IDS, sorted_ids()], ids=["in any order", "by part"])
@@ -50,8 +50,8 @@ def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None
         number=(1, 1, 1), filling=4, order=0, table="t", ids=to_bytes(ids), gradients=to_bytes(gradients)
     )
     tables.keep(piece)
-    tables.apply(1, [4], 2.0)
-    tables.apply(1, [4], 2.0)  # done again, nothing
+    tables.apply(1, tables.gather([4]), 2.0)
+    tables.apply(1, tables.gather([4]), 2.0)  # done again, nothing
     whole.update(1, ids, gradients, factor=2.0)
     assert torch.equal(look_up(tables, IDS), whole.lookup(IDS))
     assert torch.equal(look_up(tables, ids.flip(0)), whole.lookup(ids.flip(0)))

@@ -116,8 +116,8 @@ def test_contributions_travel_as_bytes_and_are_summed_in_the_order_given() -> No
     told = unpacked(encode({4: [one, two], 7: [three, empty], 9: []}))
     assert sorted(told) == [4, 7]
     a, b = merge([*told[4], *told[7], four])
-    assert (a.table, a.ids.tolist(), b.ids.tolist()) == ("a", [3, -4, 7], [9])
-    assert a.gradients.tolist() == [[1.0, 3.0], [2.0, 2.0], [5.0, 5.0]], "1e8 - 1e8 + 1, in this order"
+    assert (a.table, a.ids.tolist(), b.ids.tolist()) == ("a", [7, -4, 3], [9])
+    assert a.gradients.tolist() == [[5.0, 5.0], [2.0, 2.0], [1.0, 3.0]], "1e8 - 1e8 + 1, in this order"
 
 
 def test_any_number_of_workers_ends_with_the_same_rows_to_the_bit(ranks: RankPool) -> None:

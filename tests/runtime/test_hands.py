@@ -128,6 +128,27 @@ def test_a_loop_by_hand_resumes_on_another_number_of_workers(ranks: RankPool, tm
         np.testing.assert_allclose(rest[2][name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+def until_one_stops(stops: int) -> tuple[int, int, bool]:
+    hands = mh.join(slices=4)
+    torch.manual_seed(0)
+    model = MODELS["plain"]()
+    hands.setup(model, OPTIMIZERS["SGD"](model.parameters()))
+    for batch in hands.batches(data(), batch_size=30, epochs=3):
+        hands.backward(mean_loss(model, batch))
+        hands.step()
+        if hands.stepped and hands.every(3) and hands.rank == stops:
+            hands.request_stop()
+    reached = hands.steps_done
+    for batch in hands.batches(data(), batch_size=30, steps=2):
+        hands.backward(mean_loss(model, batch))
+        hands.step()
+    return reached, hands.steps_done, hands.stepped
+
+
+def test_a_worker_ends_the_loop_of_all_after_the_next_step(ranks: RankPool) -> None:
+    assert ranks(2, until_one_stops, 1) == [(4, 6, True)] * 2
+
+
 def forget(what: str) -> str:
     hands = mh.join(slices=2)
     model = MODELS["plain"]()

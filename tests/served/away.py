@@ -218,7 +218,7 @@ class Away:
 
     def rows_here(self) -> ServedRows:
         """A worker's side of embeddings; its rows are in memory of its own."""
-        return ServedRows(make_model(), 0, self.wire, self.remote.memory)  # type: ignore[arg-type]
+        return ServedRows(make_model(), 0, self.wire, self.remote.memory, shares=False)  # type: ignore[arg-type]
 
     def weights_of_servers(self, version: int) -> list[torch.Tensor]:
         found = open_memory(self.model, self.memory, self.opened, ForeignState())

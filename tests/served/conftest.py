@@ -20,9 +20,9 @@ def served(tmp_path: Path) -> Iterator[Start]:
     """Starts runs: `served({"mode": "async"}, "-n", "2", "--servers", "2")`."""
     runs: list[Run] = []
 
-    def start(asked: dict[str, Any], *options: str, folder: str = "") -> Run:
+    def start(asked: dict[str, Any], *options: str, folder: str = "", script: Path = TRAINING) -> Run:
         where = tmp_path / (folder or f"run-{len(runs)}")
-        runs.append(Run(where, asked, ["--ui", "plain", *options], TRAINING))
+        runs.append(Run(where, asked, ["--ui", "plain", *options], script))
         return runs[-1]
 
     yield start

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from manyhands.comm.transport import open_port
+from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Held
@@ -18,15 +22,18 @@ from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.rows import RowTable
 from manyhands.parallel.served_course import more_of
 from manyhands.parallel.served_frames import FRAME_BYTES, checksum
+from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_messages import (
     Ask,
     Bring,
     Filled,
+    FromWorker,
     Lookup,
     Of,
     Part,
     Piece,
+    Refused,
     RowGradients,
     Stand,
     Want,
@@ -141,7 +148,7 @@ def test_rows_of_embeddings_begin_a_course_and_come_back_for_a_checkpoint(away):
     assert min(opened.tables) > 4 * FRAME_BYTES
     one.open(2, 0, opened.counts)
     other = Remote(one.wire, WORKER, clips=False)
-    fetched = ServedRows(make_model(), 0, one.wire, other.memory).everything()
+    fetched = ServedRows(make_model(), 0, one.wire, other.memory, shares=False).everything()
     assert fetched.snapshot("rows")["ids"].numel() == 0
     other.enter(one.model, one.opened, [[], []], ForeignState())
     other.fetch_rows(fetched)
@@ -285,6 +292,48 @@ def test_whatever_a_server_is_told_it_neither_fails_nor_changes_its_weights(busy
                 assert not isinstance(answer, Part) or len(answer.data) <= FRAME_BYTES
     assert_equal(busy.weights_of_servers(1), before)
     assert [server.version for server in busy.wire.servers] == [1, 1]
+
+
+MISFITS = {
+    "no parameter ghost": {"trained": ["0.weight", "ghost"]},
+    "other shapes": {"trained": ["2.weight", "0.weight"]},
+    "is server 0, and the course is for 0": {"servers": 0},
+    "with 1 groups": {"groups": []},
+    "optimizer is SGD": {"groups": [{"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8}]},
+    "no sense": {"rows": -1},
+}
+
+
+@pytest.mark.parametrize("why", MISFITS)
+def test_a_course_that_does_not_fit_is_refused_and_the_one_that_goes_on_is_left_alone(busy, why):
+    wrong = msgspec.structs.replace(busy.opened, number=(9, 9, 9), **MISFITS[why])
+    before, known = busy.weights_of_servers(1), busy.wire.servers[0].refused["misfit"]
+    (answer,) = busy.wire.say(0, wrong)
+    assert isinstance(answer, Refused) and answer.number == (9, 9, 9) and why in answer.why
+    assert busy.wire.servers[0].refused["misfit"] == known + 1
+    assert busy.wire.servers[0].course_number == busy.opened.number
+    assert_equal(busy.weights_of_servers(1), before)
+
+
+def test_the_worker_that_opened_it_is_told(busy, tmp_path):
+    at = f"ipc://{tmp_path}/server"
+    wrong = msgspec.structs.replace(busy.opened, number=(9, 9, 9), servers=1, **MISFITS["no parameter ghost"])
+    with zmq.Context() as context, ThreadPoolExecutor(1) as threads:
+        port = open_port(context, zmq.ROUTER, at, FromWorker, bind=True)
+        link = Link(lambda server: at, b"worker")
+
+        def answer_one() -> None:
+            assert port.socket.poll(30_000)
+            ((sender, message),) = port.receive(1)
+            for receiver, answer in busy.wire.servers[0].take(sender, message):
+                port.send(answer, to=receiver)
+
+        answered = threads.submit(answer_one)
+        with pytest.raises(SpecError, match=r"Parameter server 0 cannot train .* it has no parameter ghost"):
+            link.open(wrong)
+        answered.result()
+        link.close()
+        port.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.control.client import request_scale
+from manyhands.control.client import query, request_scale
 from manyhands.native import why_not
 from tests.docs.test_guide import blocks
+from tests.elastic.conftest import Run
 from tests.served.conftest import Start, steps_of
 from tests.served.test_served_runs import TWO_AND_TWO, faults
 
@@ -69,13 +70,20 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_with_another_number_
 
 
 @pytest.mark.long
-def test_rows_stay_where_they_are_when_other_servers_are_wanted(served: Start, mirrored: Any) -> None:
+def test_rows_go_to_fewer_servers_and_to_more_while_the_run_lasts(served: Start, mirrored: Any) -> None:
     slow = {"worker 0": 0.05, "worker 1": 0.05}
-    run = served({"mode": "hybrid", **ROWS, "slow_s": slow}, *TWO_AND_TWO)
+    run = served({"mode": "hybrid", **ROWS, "slow_s": slow, "epochs": 4}, *TWO_AND_TWO)
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
-    request_scale(run.directory, None, 1)
-    assert run.wait() == mirrored(**ROWS)
-    assert "servers wanted: 1; but" in run.output()
+    for wanted in (1, 3):
+        request_scale(run.directory, None, wanted)
+        run.until(lambda wanted=wanted: serving(run) == wanted, f"{wanted} servers with rows")
+    assert run.wait() == mirrored(**ROWS, epochs=4)
+
+
+def serving(run: Run) -> int:
+    """Servers that are there and have been told of a step; 0: some have not."""
+    servers = query(run.directory).servers
+    return len(servers) if all(one.step for one in servers) else 0
 
 
 @pytest.mark.long

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from manyhands.cli.status import status
 from manyhands.control.client import query, request_scale
 from manyhands.errors import UsageError
+from manyhands.events import ServerStarted
 from manyhands.native import why_not
+from manyhands.runtime.recorder import read_events
 from tests.elastic.conftest import Run
 from tests.served.conftest import Start, steps_of
 
@@ -56,11 +58,16 @@ def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
         ("server 0", 18, "after commit"),
         ("server 1", 24, "before the update"),
     )
+    places[-2:] = [{**one, "spared": True} for one in places[-2:]]
     run = served({"mode": mode, "rows": True, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
     told = run.wait()
     assert told["counter"] == [3.0]
     assert told["reached"] == 48
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    spares = {int(pid) for file in run.folder.glob("fault-*") if (pid := file.read_text())}
+    assert len(spares) == 2
+    started = [one for one in read_events(run.directory / "events" / "agent-0.jsonl") if isinstance(one, ServerStarted)]
+    assert spares <= {one.pid for one in started}, "they have not taken over"
 
 
 def test_ssp_keeps_its_bound_and_goes_on_without_a_slow_worker_that_dies(served: Start) -> None:

@@ -58,6 +58,23 @@ def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode:
     assert num_happened(tmp_path) == len(EVERYBODY)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_stretches_count_once_and_rounds_close_over_two_hosts(tmp_path: Path) -> None:
+    way, some = {"push_every": 3, "pull_every": 3}, {"epochs": 3, "save_every": 20}
+    places = faults(("server 0", 2, "taking a frame"), ("worker 1", 12, "between frames"))
+    with two_hosts_run(
+        tmp_path / "1", {"mode": "async", "settings": way, "faults": places, **some}, *ONE_AND_TWO
+    ) as run:
+        assert run.wait(240)["counter"] == [3.0]
+    assert num_happened(tmp_path / "1") == len(places)
+    quorum = {"every": 2, "quorum": 2, "deadline_s": 60.0}
+    asked = {"mode": "local_sgd", "settings": quorum, "record": True, **some}
+    with two_hosts_run(tmp_path / "2", asked, "-n", "1", "--servers", "1") as run:
+        told = run.wait(240)
+    assert told["cells"] == pytest.approx([1.5] * 256, abs=1e-4), "in every round there were both"
+
+
 @pytest.fixture(scope="module")
 def networks() -> Iterator[Prefixes]:
     with namespaces.two_hosts() as prefixes:

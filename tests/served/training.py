@@ -2,7 +2,8 @@
 
 `python training.py '{"mode": "async", "faults": [{"who": "server 0", "step": 8, "at": "before commit"}]}'`. Every row
 of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
-that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first.
+that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
+"spared", it waits until there is a spare server, and leaves its process number behind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.control.client import query
+from manyhands.control.spare import READY
 from manyhands.parallel import served_server
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.rows import RowTable
@@ -44,15 +47,27 @@ STEP = 0
 
 def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
     def act() -> None:
-        if fault["step"] > STEP:
+        if fault["step"] > STEP or fault["who"] != WHO:
             return
         try:
-            os.close(os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            file = os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return
+        if fault.get("spared"):
+            os.write(file, str(ready_spare()).encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
     return act
+
+
+def ready_spare() -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        spare = query("run").spare
+        if spare is not None and spare.status == READY:
+            return spare.pid
+        time.sleep(0.05)
+    raise AssertionError("there is no spare server")
 
 
 def before(owner: Any, name: str, act: Callable[[], None], only: Callable[..., bool] = lambda *_: True) -> None:
@@ -116,9 +131,11 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
 
 def arm() -> None:
     for number, fault in enumerate(ASKED.get("faults", [])):
-        if fault["who"] == WHO:
+        if fault["who"].split()[0] == WHO.split()[0]:
             PLACES[fault["at"]](once(number, fault))
     if WHO.startswith("server"):
+        before(served_server.PartServer, "__init__", lambda: None, see_number)
+        before(RowServer, "__init__", lambda: None, see_number)
         original = FusedPart.update
 
         def update(self: FusedPart, version: int, gradient: Any) -> Any:
@@ -130,9 +147,24 @@ def arm() -> None:
         before(RowServer, "_apply", lambda: None, see_step)
 
 
+def see_number(server: Any, number: int, *_: Any) -> bool:
+    """A spare one has had none until now."""
+    global WHO
+    WHO = f"server {number}"
+    return False
+
+
 def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> bool:
     global STEP
     STEP = message.step
+    return False
+
+
+def record_push(engine: Served, push: Any) -> bool:
+    """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
+    row = engine._memory_now()[0].row(push.filled.held.row).views[0]
+    with open("pushes.jsonl", "a") as file:
+        file.write(json.dumps({"step": push.filled.held.step, "who": WHO, "added": -float(row.double().sum())}) + "\n")
     return False
 
 
@@ -191,19 +223,25 @@ def optimizer(model: Counted) -> torch.optim.Optimizer:
 
 if __name__ == "__main__":
     arm()
+    if ASKED.get("record"):
+        before(Served, "_push", lambda: None, record_push)
     random = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS, 8, generator=random)
     data = (x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(ROWS))
     torch.manual_seed(0)
     model = Counted()
     mode = ASKED.get("mode")
-    strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **ASKED.get("settings", {}))
+    settings = ASKED.get("settings", {})
+    if mode == "local_sgd":
+        strategy: Any = mh.LocalSGD(**settings)
+    else:
+        strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **settings)
     trainer = mh.Trainer(
         model,
         loss,
         optimizer(model),
         strategy,
-        slices=None if mode == "async" else 4,
+        slices=None if mode in ("async", "local_sgd") else 4,
         exact=ASKED.get("exact", False),
         clip_norm=ASKED.get("clip"),
         hooks=[Watch()],
@@ -229,6 +267,7 @@ if __name__ == "__main__":
         "reached": trainer.step,
         "weights": digest.hexdigest(),
         "counter": sorted({float(value) for value in torch.cat(counts)}),
+        "cells": model.counter.tolist() if ASKED.get("record") else [],
         "loss": history[-1]["loss"],
     }
     if trainer.is_chief:

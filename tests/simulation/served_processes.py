@@ -195,6 +195,7 @@ class Server:
         world.history.rows_used = max(world.history.rows_used, book.rows_used)
         if isinstance(answer, Grant):
             world.note(Granted(world.now, worker, answer.held, answer.version))
+            book.soon(worker, world.soon)
         if not world.dies_here(self):
             version = book.low
             world.send(f"worker {worker}", lambda target: target.answered(ticket, book.number, version, answer))

@@ -53,7 +53,7 @@ def _course(random: Random, *, whole: bool) -> Course:
 
 class World:
     def __init__(self, seed: int, defects: Defects) -> None:
-        self.random, self.defects = Random(seed), defects
+        self.random, self.defects, self.soon = Random(seed), defects, seed % 3
         self.now, self._queue, self._sequence = 0.0, [], 0
         self.calm = self.over = False
         self.ahead = self.random.choice([0, 0, 1, 3, None, None])

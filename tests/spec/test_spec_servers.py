@@ -42,3 +42,9 @@ def test_what_cannot_work_is_refused_where_it_is_written(wrong, what, fix):
         mh.ParameterServer(**wrong)
     assert what in caught.value.what
     assert fix in caught.value.fix
+
+
+def test_a_spare_is_kept_where_the_run_has_one_host_unless_the_script_says_otherwise():
+    assert [mh.ParameterServer().keeps_spare(hosts) for hosts in (1, 2)] == [True, False]
+    assert [mh.ParameterServer(spare=False).keeps_spare(hosts) for hosts in (1, 2)] == [False, False]
+    assert [mh.ParameterServer(spare=True, mode="hybrid").keeps_spare(hosts) for hosts in (1, 2)] == [True, True]

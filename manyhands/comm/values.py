@@ -1,0 +1,82 @@
+"""Values from rank to rank of an axis: tensors in lists, tuples and dicts, whose sizes the receiver need not know.
+
+A short value is one message, a long one two: the first says how long it is in all. Sending returns at once, so ranks
+that send to each other never wait for each other in a circle. Start reading at `Values`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.axis import Axis, Pending
+from manyhands.comm.parcels import Frame, pack, unpack
+
+__all__ = ["Values"]
+
+FIRST_BYTES = 2**16
+"""Of the first message, at most. Gloo takes less than a receiver is ready for."""
+
+
+class Values:
+    """Sends and receives over one axis. Tags tell messages apart that are under way between the same two ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._going: list[tuple[Pending, Tensor]] = []
+        self.bytes_sent = 0
+
+    def send(self, value: Any, to: int, tag: int, name: str) -> None:
+        data = _joined(pack(value, name))
+        self.bytes_sent += len(data)
+        self._going = [one for one in self._going if not one[0].done]
+        for part, number in ((data[:FIRST_BYTES], 2 * tag), (data[FIRST_BYTES:], 2 * tag + 1)):
+            if len(part):
+                self._going.append((self.axis.send_start(part, to, number, name), data))
+
+    def receive(self, source: int, tag: int, name: str) -> Any:
+        """What `source` sends with this tag, in tensors of its own."""
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self.axis.receive_start(first, source, 2 * tag, name).wait()
+        (length,) = struct.unpack("<q", first[:8].numpy().tobytes())
+        data = first[:length]
+        if length > FIRST_BYTES:
+            data = torch.empty(length, dtype=torch.uint8)
+            pending = self.axis.receive_start(data[FIRST_BYTES:], source, 2 * tag + 1, name)
+            data[:FIRST_BYTES] = first
+            pending.wait()
+        return unpack(_frames(data))
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        going, self._going = self._going, []
+        for pending, _ in going:
+            pending.wait()
+
+
+def _joined(frames: Sequence[Frame]) -> Tensor:
+    """The length of all, the number of frames and their lengths, then the frames."""
+    lengths = [len(frame) for frame in frames]
+    head = struct.pack(f"<{2 + len(lengths)}q", 8 * (2 + len(lengths)) + sum(lengths), len(lengths), *lengths)
+    data = torch.empty(len(head) + sum(lengths), dtype=torch.uint8)
+    start = 0
+    for frame in (head, *frames):
+        data.numpy().data[start : start + len(frame)] = frame
+        start += len(frame)
+    return data
+
+
+def _frames(data: Tensor) -> list[Frame]:
+    view = data.numpy().data
+    (count,) = struct.unpack_from("<q", view, 8)
+    lengths = struct.unpack_from(f"<{count}q", view, 16)
+    frames: list[Frame] = []
+    start = 16 + 8 * count
+    for length in lengths:
+        frames.append(view[start : start + length])
+        start += length
+    return frames

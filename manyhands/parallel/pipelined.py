@@ -1,0 +1,101 @@
+"""From a model to its stages: blocks, what they cost, where to cut.
+
+The one place that knows which kinds of models can be cut, and how. Start reading at `blocks_of` and `cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
+from manyhands.parallel.traced import Traced
+
+__all__ = ["blocks_of", "cut", "measure", "sizes_of"]
+
+
+def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
+    """A Sequential's own; another model's as they are called with these inputs. The model itself is left alone."""
+    return Chain(model) if is_chain(model) else Traced(model, inputs, stages, at)
+
+
+def cut(
+    blocks: Blocks,
+    stages: int,
+    *,
+    at: Sequence[str] = (),
+    costs: Sequence[float] | None = None,
+    sizes: Sequence[float] | None = None,
+    limit: float | None = None,
+) -> Sequence[Part]:
+    """Parts for so many stages: beginning at the blocks that the user named, else balanced by what blocks cost.
+
+    Without costs by their sizes. Every rank must cut with the same numbers.
+    """
+    if at:
+        return blocks.parts(starts_at(blocks.names, at, stages))
+    known = sizes_of(blocks) if sizes is None else sizes
+    return blocks.parts(balance(known if costs is None else costs, stages, known, limit))
+
+
+def sizes_of(blocks: Blocks) -> list[float]:
+    """Bytes of each block's parameters."""
+    return [
+        float(sum(param.numel() * param.element_size() for param in {id(p): p for p in part.params.values()}.values()))
+        for part in _one_by_one(blocks)
+    ]
+
+
+def measure(blocks: Blocks, inputs: Inputs, times: int = 3) -> list[float]:
+    """Seconds of each block's forward and backward on such inputs: the median of `times`, after one to warm up.
+
+    Leaves no trace: gradients go nowhere, buffers and the generator are put back.
+    """
+    parts = _one_by_one(blocks)
+    state = torch.default_generator.get_state()
+    buffers = {id(b): b for part in parts for module in part.modules.values() for b in module.buffers()}.values()
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    rounds = []
+    try:
+        for _ in range(times + 1):
+            rounds.append(_measure_once(parts, inputs))
+            for buffer, value in before:
+                buffer.copy_(value)
+    finally:
+        torch.default_generator.set_state(state)
+    return [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def _one_by_one(blocks: Blocks) -> Sequence[Part]:
+    return blocks.parts(range(len(blocks.names)))
+
+
+def _measure_once(parts: Sequence[Part], inputs: Inputs) -> list[float]:
+    seconds, carried = [], None
+    for part in parts:
+        began = perf_counter()
+        with torch.enable_grad():
+            carried = part(inputs, carried)
+        _backward(carried, part)
+        seconds.append(perf_counter() - began)
+        carried = pytree.tree_map_only(Tensor, _fresh, carried)
+    return seconds
+
+
+def _backward(output: Any, part: Part) -> None:
+    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    weights = [param for param in part.params.values() if param.requires_grad]
+    if outputs and weights:
+        torch.autograd.grad(outputs, weights, [torch.ones_like(one) for one in outputs], allow_unused=True)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """As it comes from another stage."""
+    alone = tensor.detach()
+    return alone.requires_grad_().clone() if alone.is_floating_point() else alone

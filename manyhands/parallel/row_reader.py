@@ -1,0 +1,60 @@
+"""Rows of a table that another process changes, looked up in memory that both map; the work is done in native/rows.c.
+
+A reader changes nothing and holds nobody up. What it finds was there at one moment, between two updates; when it was
+not, it says so, and whoever asked tries again or asks the owner. It follows the table to larger regions. Start reading
+at `RowReader.look_up`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manyhands.comm.segments import Segment
+from manyhands.native import library
+from manyhands.parallel.row_rules import TableSpec
+from manyhands.parallel.rows import open_region, region_register
+from manyhands.parallel.served_memory import Memory
+
+__all__ = ["RowReader"]
+
+
+class RowReader:
+    """One table, as everybody but its owner may see it at any time."""
+
+    def __init__(self, spec: TableSpec, memory: Memory) -> None:
+        self._spec, self._memory, self._rule = spec, memory, spec.rule()
+        self._register = region_register(spec, memory)
+        self._segment: Segment | None = None
+
+    def look_up(self, ids: Tensor, to: Tensor) -> bool:
+        """Rows of `ids` into `to`. False: somebody is at them right now, or there is no table yet."""
+        if self._segment is None and not self._open():
+            return False
+        found = self._peek(ids, to)
+        if found == library.ROWS_GONE:
+            self.close()
+            found = self._peek(ids, to) if self._open() else found
+        return bool(found == 0)
+
+    def _peek(self, ids: Tensor, to: Tensor) -> int:
+        assert self._segment is not None
+        address, count = self._segment.address, len(ids)
+        return int(library.rows_peek(address, self._room, self._rule, ids.data_ptr(), count, to.data_ptr()))
+
+    def _open(self) -> bool:
+        """Where the table is now; it may be gone from there by then."""
+        where = self._register.read()
+        if not where:
+            return False
+        _, segment = open_region(self._spec, self._memory, where)
+        room = library.rows_room(segment.address, segment.num_bytes)
+        if room is None:
+            segment.close()
+            return False
+        self._segment, self._room = segment, room
+        return True
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None

@@ -1,0 +1,67 @@
+"""Whether a course fits the server that is told to begin it: pure.
+
+Workers and servers run the same script, but not always with the same arguments, files or versions. A server that has
+another model than whoever opens a course says so and goes on as before: others may be right. Start at `misfit`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.errors import SpecError
+from manyhands.parallel.served_memory import layout_name
+from manyhands.parallel.served_messages import Open, Refused
+from manyhands.parallel.updates import runs_fused
+
+__all__ = ["misfit", "refusal"]
+
+_SHOWN = 3
+MOST_COPIES, MOST_ROWS = 2**16, 2**20
+
+
+def misfit(opened: Open, server: int, model: nn.Module, optimizer: Optimizer) -> str | None:
+    """Why server number `server` cannot begin this course; None: it can."""
+    by_name = dict(model.named_parameters())
+    unknown = [name for name in opened.trained if name not in by_name]
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        return f"it has no parameter {', '.join(unknown[:_SHOWN])}{more}"
+    if layout_name(opened.trained, [by_name[name] for name in opened.trained]) != opened.layout:
+        return "its parameters have other shapes or types, or come in another order"
+    if server >= opened.servers:
+        return f"it is server {server}, and the course is for {opened.servers}"
+    if not _has_settings(opened, optimizer):
+        return f"its optimizer is {type(optimizer).__name__}, with {len(optimizer.param_groups)} groups of parameters"
+    return None if _is_sensible(opened) else "the course's numbers make no sense"
+
+
+def _has_settings(opened: Open, optimizer: Optimizer) -> bool:
+    """Whether what is told of the worker's optimizer is what one of this kind has."""
+    if opened.states and not runs_fused(optimizer):
+        return False
+    same_number = len(opened.groups) == len(optimizer.param_groups)
+    return same_number and all(optimizer.defaults.keys() <= group.keys() for group in opened.groups)
+
+
+def _is_sensible(opened: Open) -> bool:
+    course, num_trained = opened.course, len(opened.trained)
+    return (
+        opened.version == course.first - 1 >= 0
+        and course.first <= course.last
+        and min(course.batch_size, course.slices, course.num_rows) > 0
+        and 2 <= opened.copies <= MOST_COPIES
+        and 1 <= opened.rows <= MOST_ROWS
+        and len(opened.counts) in (0, num_trained)
+        and len(opened.tables) in (0, opened.servers)
+        and all(num_bytes >= 0 for num_bytes in opened.tables)
+    )
+
+
+def refusal(told: Refused) -> SpecError:
+    """What the worker that opened the course raises."""
+    return SpecError(
+        f"Parameter server {told.server} cannot train what this worker trains: {told.why}.",
+        where="the model and optimizer that the script made there, and here",
+        fix=["the same script, arguments and versions for servers and workers", "nothing random in what is made"],
+    )

@@ -1,0 +1,42 @@
+"""Rows on parameter servers of this host, looked up where they are: in memory that workers and servers share.
+
+Nobody waits for a server that changes rows meanwhile: a part that it is at is looked at again after the others, and
+asked for in a message if that has not helped. Start reading at `SharedRows.look_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from manyhands.parallel.row_reader import RowReader
+from manyhands.parallel.row_rules import TableSpec
+from manyhands.parallel.served_memory import Memory
+from manyhands.parallel.served_tables import PARTS, within
+
+__all__ = ["SharedRows"]
+
+# An update of a part does not take long; longer if its server has to wait for a core, or is dead.
+ROUNDS = 3
+
+
+class SharedRows:
+    """All parts of one table, which servers change. It changes nothing."""
+
+    def __init__(self, spec: TableSpec, memory: Memory) -> None:
+        self._parts = [RowReader(spec, within(memory, part)) for part in range(PARTS)]
+
+    def look_up(self, ids: Tensor, bounds: Sequence[int], to: Tensor) -> list[int]:
+        """Rows of `ids`, which come in the order of parts, into `to`; which parts are left, to be asked for.
+
+        Those of a part are of one moment. `bounds` says where each part begins.
+        """
+        left = [part for part in range(PARTS) if bounds[part] < bounds[part + 1]]
+        for _ in range(ROUNDS):
+            left = [part for part in left if not self._look_up(part, ids, bounds, to)]
+        return left
+
+    def _look_up(self, part: int, ids: Tensor, bounds: Sequence[int], to: Tensor) -> bool:
+        mine = slice(bounds[part], bounds[part + 1])
+        return self._parts[part].look_up(ids[mine], to[mine])

@@ -1,0 +1,235 @@
+"""Layers of which each rank has a part. A user's layer becomes one where it stands: same object, same parameters.
+
+`divide_` gives a module a class that is its own and one of the kinds below, so that names, hooks, tied weights and
+`isinstance` stay as they were. Its parameters then hold this rank's part; whoever asks the layer for its `weight` from
+outside gets a `Parted`, which is the whole to all purposes. Start reading at `Columns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from manyhands.comm.axis import Axis
+from manyhands.parallel.tensor_cuts import Cut
+from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_
+from manyhands.parallel.tensor_parts import part_of, parted, whole_of
+
+__all__ = [
+    "ChannelConv",
+    "ChannelNorm",
+    "Columns",
+    "ConvColumns",
+    "ConvRows",
+    "Divided",
+    "GridMatrix",
+    "Place",
+    "Rows",
+    "Vocabulary",
+    "divide_",
+]
+
+
+class Place:
+    """What a divided layer knows of itself: its name, its ranks, how each of its tensors is cut."""
+
+    def __init__(self, name: str, axis: Axis, cuts: Mapping[str, tuple[Cut, ...]], *, bare: bool = False) -> None:
+        self.name, self.axis, self.cuts, self.bare = name, axis, cuts, bare
+        """`bare`: inside an attention by heads, where tensors are plain parts."""
+        self.at_home = False
+        """Whether the layer's own forward asks for its weight."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        return self  # a group of ranks cannot be copied
+
+    def ranges(self, tensor: str, dim: int = 0) -> Ranges:
+        """Of one of the layer's tensors along a dim."""
+        return next(ranges for cut_dim, ranges in self.cuts[tensor] if cut_dim == dim)
+
+    def split(self, dim: int, ranges: Ranges) -> Split:
+        return Split(self.axis, dim, ranges, self.name)
+
+    def outside(self, tensor: str, value: Tensor) -> Tensor:
+        """What a stranger gets who asks for the layer's `weight`."""
+        cuts = self.cuts.get(tensor, ())
+        if not cuts or self.at_home:
+            return value
+        (dim, ranges), *more = cuts
+        if not more:
+            return parted(value, self.split(dim, ranges))
+        return _whole_of_block(value, self, cuts)
+
+
+def _whole_of_block(value: Tensor, place: Place, cuts: tuple[Cut, ...]) -> Tensor:
+    """Of a matrix that is cut along both dims: each rank's block in its place among zeros, summed."""
+    padding: list[int] = []
+    for dim in range(value.dim()):
+        split = place.split(dim, next(ranges for d, ranges in cuts if d == dim))
+        ((start, stop),) = split.mine
+        padding = [start, split.size - stop, *padding]
+    return leave_(functional.pad(value, padding), place.axis, place.name)
+
+
+def _asked(name: str) -> Any:
+    def get(self: nn.Module) -> Tensor | None:
+        value = self._parameters[name]
+        return value if value is None else self.place.outside(name, value)  # type: ignore[union-attr,operator]
+
+    return property(get)
+
+
+class Divided:
+    """A kind of division, to be mixed into a layer's own class."""
+
+    place: Place
+    weight = _asked("weight")
+    bias = _asked("bias")
+
+    def own(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter; of one that stays whole because others use it, too, a cut."""
+        value: Tensor | None = self._parameters.get(name)  # type: ignore[attr-defined]
+        return value
+
+
+@cache
+def _class_of(kind: type[Any], own: type[nn.Module]) -> type[nn.Module]:
+    return type(own.__name__, (kind, own), {"__doc__": kind.__doc__})
+
+
+def divide_(module: nn.Module, kind: type[Any], place: Place) -> None:
+    """Make the module a layer of that kind; its parameters hold parts already."""
+    module.place = place  # type: ignore[assignment]
+    module.__class__ = _class_of(kind, type(module))  # type: ignore[arg-type]
+
+
+class _Matrix(Divided):
+    """Of `nn.Linear`, and of Hugging Face's Conv1D, whose weight is the transpose of a Linear's."""
+
+    def matrix(self) -> Tensor:
+        weight = self.own("weight")
+        assert weight is not None
+        return weight if isinstance(self, nn.Linear) else weight.t()
+
+
+class Columns(_Matrix):
+    """Each rank computes some of the outputs from all inputs. Nothing travels forward; backward sums once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        x = enter(whole_of(x), place.axis, place.name)
+        y = functional.linear(x, self.matrix(), self._own_bias())
+        return y if place.bare else parted(y, place.split(y.dim() - 1, self._outputs()))
+
+    def _outputs(self) -> Ranges:
+        return self.place.ranges("weight", 0 if isinstance(self, nn.Linear) else 1)
+
+    def _own_bias(self) -> Tensor | None:
+        bias = self.own("bias")
+        if bias is None or "bias" in self.place.cuts:
+            return bias
+        return cut(bias, self.place.split(0, self._outputs()))  # whole, because others use it, too
+
+
+class Rows(_Matrix):
+    """Each rank takes some of the inputs and computes a summand of all outputs. Forward sums once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        if not place.bare:
+            inputs = place.ranges("weight", 1 if isinstance(self, nn.Linear) else 0)
+            x = part_of(x, place.split(x.dim() - 1, inputs))
+        return _with_bias(leave_(functional.linear(x, self.matrix()), place.axis, place.name), self.own("bias"))
+
+
+def _with_bias(y: Tensor, bias: Tensor | None, num_dims_after: int = 0) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * num_dims_after)
+
+
+class GridMatrix(_Matrix):
+    """Each rank has a block of the matrix: some of the outputs from some of the inputs. Whole in, whole out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        out, into = (0, 1) if isinstance(self, nn.Linear) else (1, 0)
+        x = part_of(x, place.split(x.dim() - 1, place.ranges("weight", into)))
+        y = functional.linear(x, self.matrix())
+        return _with_bias(gather(y, place.split(y.dim() - 1, place.ranges("weight", out))), self.own("bias"))
+
+
+class Vocabulary(Divided):
+    """An embedding of which each rank has some rows; the others' are zeros in its sum, which is therefore exact."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        place, weight = self.place, self.own("weight")
+        assert weight is not None and isinstance(self, nn.Embedding)
+        ((start, stop),) = place.split(0, place.ranges("weight")).mine
+        elsewhere = (ids < start) | (ids >= stop)
+        _check_ids(ids, self.num_embeddings)
+        padding = self.padding_idx
+        mine = padding - start if padding is not None and start <= padding < stop else None
+        rows = functional.embedding((ids - start).masked_fill(elsewhere, 0), weight, mine)
+        return leave_(rows.masked_fill(elsewhere[..., None], 0.0), place.axis, place.name)
+
+
+def _check_ids(ids: Tensor, num_embeddings: int) -> None:
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_embeddings):
+        raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {num_embeddings} rows")
+
+
+class _Conv(Divided):
+    def _channel_dim(self, x: Tensor) -> int:
+        return x.dim() - len(self.kernel_size) - 1  # type: ignore[attr-defined]
+
+    def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._conv_forward(x, self.own("weight"), bias)  # type: ignore[attr-defined,no-any-return]
+
+
+class ConvColumns(_Conv):
+    """Each rank computes some of the output channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        y = self._convolve(enter(whole_of(x), place.axis, place.name), self.own("bias"))
+        return parted(y, place.split(self._channel_dim(y), place.ranges("weight")))
+
+
+class ConvRows(_Conv):
+    """Each rank takes some of the input channels, and computes a summand of all output channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        part = part_of(x, place.split(self._channel_dim(x), place.ranges("weight", 1)))
+        y = leave_(self._convolve(part, None), place.axis, place.name)
+        return _with_bias(y, self.own("bias"), len(self.kernel_size))  # type: ignore[attr-defined]
+
+
+class ChannelConv(_Conv):
+    """A convolution in groups: each rank has some of the groups, with their inputs and outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place, dim = self.place, self._channel_dim(x)
+        y = self._convolve(part_of(x, place.split(dim, self.inputs)), self.own("bias"))
+        return parted(y, place.split(dim, place.ranges("weight")))
+
+    inputs: Ranges
+    """Of the input's channels."""
+
+
+class ChannelNorm(Divided):
+    """BatchNorm, InstanceNorm or GroupNorm of some of the channels, each of which needs nothing of the others."""
+
+    channels: Ranges
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.place.split(1, self.channels)
+        part = part_of(x, split)
+        self.place.at_home = True
+        try:
+            y: Tensor = super().forward(part)  # type: ignore[misc]
+        finally:
+            self.place.at_home = False
+        return parted(y, split)

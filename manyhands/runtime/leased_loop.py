@@ -1,0 +1,151 @@
+"""A loop of the user's own under parameter servers: slices one after the other, as servers lease them.
+
+`ServedFit` takes work and computes it; here the user's code computes, and it comes by between any two slices. All that
+is ours runs inside `step`: the push, asking for the next slice, hearing of updates, and meetings. Start reading at
+`LeasedLoop._leases`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from manyhands.data.batches import Step
+from manyhands.errors import UsageError
+from manyhands.events import StalenessSeen
+from manyhands.parallel.leases import Course
+from manyhands.parallel.served_messages import Values
+from manyhands.parallel.served_states import settings_of
+from manyhands.runtime import means
+from manyhands.runtime.fitting import FitSettings
+from manyhands.runtime.regroup import Regrouping
+from manyhands.runtime.served_fitting import END_FIT, LEAVE, REGROUP, REOPEN, SAVE, ServedFit
+from manyhands.runtime.steps import Steps
+from manyhands.runtime.training import Training
+from manyhands.strategies.base import PieceLike, StepStats
+
+__all__ = ["LeasedLoop", "refuse_apart"]
+
+
+class LeasedLoop(ServedFit):
+    """For each of `slices`: `backward`, then `step`. The same duties around updates as `ServedFit`, but for epochs."""
+
+    def __init__(self, training: Training, steps: Steps, regrouping: Regrouping) -> None:
+        settings = FitSettings(scheduler_every="step", early_stop=None, validate=None, goes_on=True)
+        super().__init__(None, training, steps, regrouping, settings)
+        self._staleness: Counter[int] = Counter()
+        self._parts = self._leases()
+        self._rows = 0
+        self._values: Values = []
+        self._known: list[dict[str, Any]] = []
+        """The optimizer's settings as servers have them."""
+        self._is_changed = False
+        self.loss = float("nan")
+        """Of the last update that this worker has heard of."""
+
+    def slices(self) -> Iterator[PieceLike]:
+        self._steps.begin()
+        try:
+            next(self._parts, None)
+            while (piece := next(self._parts, None)) is not None:
+                self._rows = piece.rows
+                yield piece
+        finally:
+            self._parts.close()
+            self._worker.emit(StalenessSeen(step=self._training.progress.step, updates=dict(self._staleness)))
+
+    def backward(self, result: Any) -> None:
+        self._parts.send(result)
+
+    def step(self) -> bool:
+        """Push, and have the next slice; whether there were updates meanwhile."""
+        before, self._values = self._training.progress.step, []
+        self._is_changed |= settings_of(self._training.optimizer) != self._known
+        next(self._parts, None)
+        return self._training.progress.step > before
+
+    def mean(self, value: float) -> float:
+        """Of this value and of those that others have told last."""
+        place = len(self._values)
+        self._values.append((self._rows, value))
+        self._engine.values = self._values
+        return means.weighted(told[place] for told in (self._values, *self._engine.others) if len(told) > place)
+
+    def leave(self) -> bool:
+        """The user's code has left the loop by `break`; whether others are still in it."""
+        worker = self._worker
+        if worker.world_size == 1:
+            return False
+        worker.warn(
+            f"Rank {worker.rank} has left its loop by `break`: what servers have leased to it, others get when its "
+            "process ends. hands.request_stop() ends the loop on every worker."
+        )
+        return True
+
+    def _leases(self) -> Generator[PieceLike | None, Any, None]:
+        """As `Served.computing` gives the parts of one lease, those of all; from one meeting to the next."""
+        while (course := self._next_course()) is not None:
+            self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
+            why = yield from self._until_meeting()
+            step = self._training.progress.step
+            self._worker.report(step, "meeting")
+            if why == LEAVE:
+                self._steps.leave()
+            self._steps.saver.after_step(save=why == SAVE or self._is_save_step(step))
+            if why == END_FIT:
+                return
+            if why == REGROUP:
+                self._regrouping.change()
+
+    def _until_meeting(self) -> Generator[PieceLike | None, Any, int]:
+        """Why all workers have met."""
+        engine, worker, garbage = self._engine, self._worker, self._training.garbage
+        while True:
+            worker.report(self._training.progress.step, "waiting for work")
+            reply = engine.ask(self._wish)
+            for done in reply.done:
+                self._hear(done)
+            if reply.meet is not None:
+                return reply.why
+            if reply.work is not None:
+                worker.report(reply.work.step, "training")
+                self._expect(reply.work.item, reply.soon)
+                garbage.hold()
+                yield from engine.computing(self._steps.batches.at(reply.work.step), reply.work, reply.version)
+                garbage.release()
+
+    def _open(self, course: Course) -> None:
+        super()._open(course)
+        self._known, self._is_changed = settings_of(self._training.optimizer), False
+
+    def _wish(self) -> int:
+        """Servers take over what the user has changed of the optimizer, on the chief, when a course begins."""
+        return super()._wish() or (REOPEN if self._worker.is_chief and self._is_changed else 0)
+
+    def _commit(self, step: Step, stats: StepStats) -> None:
+        training = self._training
+        if training.scheduler is not None:
+            training.scheduler.step()
+            self._known = settings_of(training.optimizer)
+        self._steps.done(step, stats)
+        training.progress.results, self.loss = {"loss": stats.loss}, stats.loss
+
+
+def refuse_apart(what: str, *, in_loop: bool, was_left: bool) -> None:
+    """Where servers lease slices, workers are together before and after the loop, and nowhere in it."""
+    if in_loop:
+        raise UsageError(
+            f"{what} needs all workers, but servers lease slices to each as it comes: in the loop over batches() they "
+            "are at different places.",
+            fix=[
+                f"hands.{what}(...) after the loop; for every epoch, a loop with epochs=1 each",
+                "hands.mean(value), which waits for nobody",
+                'mh.ParameterServer(mode="hybrid")',
+            ],
+        )
+    if was_left:
+        raise UsageError(
+            f"{what} needs all workers, but this one has left its loop by `break`, and others are still in theirs.",
+            fix=["hands.request_stop() in place of `break`: it ends the loop on every worker"],
+        )

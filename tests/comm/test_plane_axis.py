@@ -1,0 +1,44 @@
+"""Sums over ranks that share memory, through the calls that every axis has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.comm.plane_axis import connect_plane
+from manyhands.comm.shared_memory import AREA_BYTES
+from manyhands.native import why_not
+from manyhands.testing import RankPool
+
+needs_memory = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+# Nothing, one element, an odd number, more than a turn has room for.
+SIZES = (0, 1, 1001, AREA_BYTES // 4 + 77)
+
+
+def contribution(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sums(dtype: torch.dtype) -> list[Tensor]:
+    from manyhands.runtime.worker import _seated
+
+    session = _seated.get()[0]
+    rank, size = session.seat.rank, session.seat.world_size
+    memory = session.shared_memory
+    axis = connect_plane(lambda n: memory("sums", n, size), rank, size, timeout_s=20, missing=lambda: "")
+    found = [contribution(rank, count, dtype) for count in SIZES]
+    for tensor in found:
+        axis.sum_start(tensor, "a sum").wait()
+    axis.barrier("the end")  # before the first rank takes the memory away
+    session.close()
+    return found
+
+
+@needs_memory
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sums_are_made_in_rank_order_to_the_bit(ranks: RankPool, dtype: torch.dtype) -> None:
+    for world in (1, 2, 3):
+        expected = [sum((contribution(r, n, dtype) for r in range(1, world)), contribution(0, n, dtype)) for n in SIZES]
+        for found in ranks(world, sums, dtype):
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

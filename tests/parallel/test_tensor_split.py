@@ -1,0 +1,79 @@
+"""Models whose layers are divided over real ranks end where one process ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from tensor_cases import CASES, Found, pasted, train
+from torch import Tensor
+
+from manyhands.native import why_not
+from manyhands.testing import RankPool
+
+TOLERANCE = 1e-5
+HALF_TOLERANCE = 0.05
+
+
+def deviations(found: list[Found], alone: Found) -> dict[str, float]:
+    """By how much each result differs from one process's, at most, relative to the largest value of its tensor."""
+    shares = [one.shares for one in found]
+    together = {
+        "gradient": (pasted([one.gradients for one in found], shares), alone.gradients),
+        "weight": (pasted([one.weights for one in found], shares), alone.weights),
+        "rank": (
+            {str(r): one.answer for r, one in enumerate(found)},
+            {str(r): alone.answer for r in range(len(found))},
+        ),
+        "loss": ({"": torch.tensor(found[-1].losses)}, {"": torch.tensor(alone.losses)}),
+    }
+    return {f"{what} {key}": one for what, (a, b) in together.items() for key, one in _differences(a, b).items()}
+
+
+def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    return {
+        key: float((found[key] - value).abs().max() / value.abs().max().clamp(min=0.1))
+        for key, value in expected.items()
+    }
+
+
+def assert_same_on_every_rank(found: list[Found]) -> None:
+    for one in found:
+        for name, gradient in one.gradients.items():
+            assert name in one.shares or torch.equal(gradient, found[0].gradients[name]), name
+        assert torch.equal(one.answer, found[0].answer) and one.losses == found[0].losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_ranks_ends_where_one_process_ends(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    (alone,) = ranks(1, train, str(tmp_path / "1"), name)
+    for size in (2, 4):
+        found = ranks(size, train, str(tmp_path / str(size)), name, 3, not why_not(), deadline_s=110)
+        assert_same_on_every_rank(found)
+        assert not {what: by for what, by in deviations(found, alone).items() if by > TOLERANCE}
+
+
+@pytest.mark.slow
+def test_the_same_over_sockets_and_in_half_precision(ranks: RankPool, tmp_path: Path) -> None:
+    for half, steps, tolerance in ((False, 3, TOLERANCE), (True, 1, HALF_TOLERANCE)):
+        (alone,) = ranks(1, train, str(tmp_path / f"1{half}"), "transformer", steps, False, half)
+        found = ranks(2, train, str(tmp_path / f"2{half}"), "transformer", steps, False, half)
+        assert_same_on_every_rank(found)
+        assert not {what: by for what, by in deviations(found, alone).items() if by > tolerance}
+
+
+@pytest.mark.slow
+def test_ranks_meet_no_more_than_they_must(ranks: RankPool, tmp_path: Path) -> None:
+    """Each attention and each pair of layers sums once forward and once backward; logits are never gathered."""
+    found, _ = ranks(2, train, str(tmp_path / "gpt2"), "gpt2", 1)
+    sums = {"transformer.wte": 1, "lm_head, backward": 1}
+    for layer in ("transformer.h.0", "transformer.h.1"):
+        sums |= {f"{layer}.attn.c_attn, backward": 1, f"{layer}.attn.c_proj": 1}
+        sums |= {f"{layer}.mlp.c_fc, backward": 1, f"{layer}.mlp.c_proj": 1}
+    assert found.meetings == {("gather", "lm_head"): 1, **{("sum", name): times for name, times in sums.items()}}
+    found, _ = ranks(2, train, str(tmp_path / "convolutions"), "convolutions", 1)
+    assert found.meetings == {("sum", "two"): 1, ("sum", "last.0, backward"): 1, ("sum", "last.5"): 1}

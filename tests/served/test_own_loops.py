@@ -1,0 +1,91 @@
+"""Loops of the user's own under parameter servers: no exception in them, whoever is killed, and every gradient once."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.errors import UsageError
+from manyhands.native import why_not
+from manyhands.runtime.leased_loop import refuse_apart
+from tests.docs.test_guide import blocks
+from tests.elastic.conftest import Run
+from tests.served.conftest import Start
+from tests.served.test_served_runs import TWO_AND_TWO, faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+LOOP = Path(__file__).with_name("own_loop.py")
+Loop = Callable[..., Run]
+
+
+@pytest.fixture
+def loop(served: Start) -> Loop:
+    """The same runs as `served`, with another script."""
+    return lambda asked, *options: served(asked, *options, script=LOOP)
+
+
+def said(run: Run) -> list[list[dict[str, Any]]]:
+    """What each worker said in its loop."""
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in run.folder.glob("said-*.jsonl")]
+
+
+def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) -> None:
+    asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1}
+    alone = loop(asked, "-n", "1")
+    places = faults(("server 0", 4, "before commit"), ("worker 1", 6, "backward"))
+    run = loop({**asked, "mode": "sync", "loaders": 1, "faults": places}, "-n", "2", "--servers", "1")
+    told, expected = run.wait(), alone.wait()
+    assert {**told, "workers": [0.0]} == expected
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    assert not any(one.get("is_me") for worker in said(run) for one in worker), "loader processes read every slice"
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
+def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> None:
+    places = faults(
+        ("server 0", 5, "before the answer"),
+        ("worker 0", 8, "half-way through the push"),
+        ("server 1", 12, "after commit"),
+    )
+    asked = {"mode": mode, "slices": 2, "together": True, "faults": places}
+    run = loop(asked, *TWO_AND_TWO)
+    told = run.wait()
+    assert (told["counter"], told["reached"]) == ([2.0], 32)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    lines = [one for worker in said(run) for one in worker]
+    assert {one["refused"] for one in lines if "refused" in one} == {"gather", "evaluate"}
+    lines = [one for one in lines if "mean" in one]
+    assert all(1.0 <= one["mean"] <= 2.0 for one in lines)
+    assert any(1.0 < one["mean"] < 2.0 for one in lines), "nobody has heard of anybody"
+
+
+def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path: Path) -> None:
+    [example] = [block for block in blocks("docs/parameter-servers.md") if "mh.join" in block]
+    (tmp_path / "loop.py").write_text(example)
+    ended = subprocess.run(
+        [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = re.search(r"^(\d+) steps, loss 0\.", ended.stdout, re.M)
+    assert found, ended.stdout
+    assert 1 < int(found[1]) < 320
+
+
+def test_what_needs_all_workers_is_refused_where_they_are_not_together() -> None:
+    refuse_apart("gather", in_loop=False, was_left=False)
+    with pytest.raises(UsageError, match=r"evaluate needs all workers.*\n.*after the loop"):
+        refuse_apart("evaluate", in_loop=True, was_left=False)
+    with pytest.raises(UsageError, match=r"left its loop by `break`.*\n.*request_stop"):
+        refuse_apart("batches", in_loop=False, was_left=True)
