@@ -27,6 +27,7 @@ from bench import (
     recovery,
     report,
     served,
+    sharded,
 )
 from bench.child import ScriptFailed
 from bench.compare import Measured, Size, judge
@@ -54,6 +55,7 @@ MEASURES = {
     "memory": Bench(memory.measure, memory.why_not, launches=1),
     "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
+    "sharded": Bench(sharded.measure),
 }
 
 

@@ -42,13 +42,19 @@ def plain_environment(*, allocator: bool = True) -> dict[str, str]:
 
 
 def trainer(
-    workload: str, workers: int, *, name: str = OURS, flags: tuple[str, ...] = (), think_s: float = 0.0
+    workload: str,
+    workers: int,
+    *,
+    name: str = OURS,
+    strategy: str = "mirrored",
+    flags: tuple[str, ...] = (),
+    think_s: float = 0.0,
 ) -> Side:
     """`mh run` as a user types it; it sets threads and allocator itself. Every slice takes `think_s` longer."""
 
     def processes(folder: str) -> list[Process]:
         run = ("run", "-n", str(workers), "--threads", "1", "--ui", "none", "--run-dir", f"{folder}/run", *flags)
-        script = ("-m", "bench.trainer_side", workload, "mirrored", str(workers), str(think_s))
+        script = ("-m", "bench.trainer_side", workload, strategy, str(workers), str(think_s))
         return [Process([*MH, *run, *script], plain_environment(allocator=False))]
 
     return Side(name, workers, processes)
@@ -74,7 +80,7 @@ def one_process(name: str, script: Sequence[str]) -> Side:
 def torch_side(
     name: str, kind: str, workload: str, workers: int, *, allocator: bool = True, rows: int | None = None
 ) -> Side:
-    """`kind` is "ddp" or "alone", see `torch_side`."""
+    """`kind` is "ddp", "fsdp" or "alone", see `torch_side`."""
     command = (sys.executable, "-m", "bench.torch_side", kind, workload, *(() if rows is None else (str(rows),)))
     environment = plain_environment(allocator=allocator)
     return Side(name, workers, lambda _: ranks(command, environment, workers))

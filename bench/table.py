@@ -23,6 +23,7 @@ BENCHES = {
     "averaging": "Two hosts on a link of 100 Mbit/s: DiLoCo, H=32, against DistributedDataParallel on Gloo",
     "memory": "Host memory: mirrored against DistributedDataParallel",
     "served": "Parameter servers: two workers, a step is one batch of each",
+    "sharded": "Two workers: parameters divided, against fully_shard by hand on Gloo",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
@@ -129,6 +130,8 @@ ROWS = (
     Row("elastic-cost", "recovery", "elastic", "step, elastic", "static", Target("time", 1.02, noise_counts=True)),
     Row("elastic-quick", "recovery", "elastic-quick", "quick step, elastic", "static", Target("time", 1.02, True)),
     Row("exact-cost", "recovery", "exact", "step, exact", "default", Target("time", 1.1)),
+    Row("sharded-mlp", "sharded", "mlp-10m", f"{_MLP}, sharded", "fully_shard", Target("time", 1.02, True)),
+    Row("sharded-text", "sharded", "transformer", f"{_TEXT}, sharded", "fully_shard", Target("time", 1.02, True)),
     Row("memory", "memory", "keep", _LARGE, "DDP", Target("memory", 0.5), unit="MB"),
     Row("memory-system", "memory", "system", f"{_LARGE}, system allocator", "DDP", Target("memory", 0.5), unit="MB"),
 )
