@@ -134,11 +134,18 @@ static void commit(struct table *t, uint64_t number) {
 
 /* ---- finding ---- */
 
-static inline void ask_for_entry(const struct table *t, int64_t id) { __builtin_prefetch(&t->index[home_of(t, id)], 1); }
+static inline void ask_for_entry(const struct table *t, int64_t id) { __builtin_prefetch(&t->index[home_of(t, id)]); }
 
+/* To read only: another process may be about to change it. */
 static inline void ask_for_row(const struct table *t, uint64_t row, size_t floats) {
     if (row == NOWHERE) return;
-    for (size_t j = 0; j < floats; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, row) + j, 1);
+    for (size_t j = 0; j < floats; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, row) + j);
+}
+
+static inline void ask_to_change(const struct table *t, const struct spot *spot) {
+    if (spot->slot != NOWHERE) __builtin_prefetch(&t->index[spot->slot], 1);
+    if (spot->row == NOWHERE) return;
+    for (size_t j = 0; j < t->stride; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, spot->row) + j, 1);
 }
 
 static inline struct spot spot_of(const struct table *t, int64_t id) {
@@ -241,7 +248,7 @@ static int touch(struct table *t, const struct mh_rows_rule *rule, const struct 
 static int touch_all(struct table *t, const struct mh_rows_rule *rule, struct touch one, const int64_t *ids,
                      const float *gradients, const struct spot *spots, size_t count) {
     for (size_t i = 0; i < count + AHEAD; i++) {
-        if (i < count) ask_for_row(t, spots[i].row, t->stride);
+        if (i < count) ask_to_change(t, &spots[i]);
         if (i < AHEAD) continue;
         size_t now = i - AHEAD;
         one.id = ids[now];

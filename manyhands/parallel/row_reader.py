@@ -28,18 +28,21 @@ class RowReader:
 
     def look_up(self, ids: Tensor, to: Tensor) -> bool:
         """Rows of `ids` into `to`. False: somebody is at them right now, or there is no table yet."""
+        return self.look_up_at(ids.data_ptr(), len(ids), to.data_ptr())
+
+    def look_up_at(self, ids: int, count: int, to: int) -> bool:
+        """The same for int64 and room for rows of float32 at these addresses, each without gaps."""
         if self._segment is None and not self._open():
             return False
-        found = self._peek(ids, to)
+        found = self._peek(ids, count, to)
         if found == library.ROWS_GONE:
             self.close()
-            found = self._peek(ids, to) if self._open() else found
+            found = self._peek(ids, count, to) if self._open() else found
         return bool(found == 0)
 
-    def _peek(self, ids: Tensor, to: Tensor) -> int:
+    def _peek(self, ids: int, count: int, to: int) -> int:
         assert self._segment is not None
-        address, count = self._segment.address, len(ids)
-        return int(library.rows_peek(address, self._room, self._rule, ids.data_ptr(), count, to.data_ptr()))
+        return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to))
 
     def _open(self) -> bool:
         """Where the table is now; it may be gone from there by then."""

@@ -186,11 +186,14 @@ class RowTable:
         ids, gradients = _flat_ids(ids), gradients.detach().to("cpu", torch.float32).contiguous()
         if gradients.shape != (len(ids), self.spec.dim):
             raise DataError(f"{len(ids)} ids with gradients of shape {list(gradients.shape)}: {self._about}.")
+        self.update_at(number, ids.data_ptr(), gradients.data_ptr(), len(ids), factor)
+
+    def update_at(self, number: int, ids: int, gradients: int, count: int, factor: float) -> None:
+        """The same for `count` int64 and rows of float32 at these addresses, each without gaps."""
         while True:
             may_evict = self._room[2:4] == self._most[2:4]
             failed, wanted = library.rows_update(
-                *(self._address, self._rule, number, ids.data_ptr(), gradients.data_ptr(), len(ids)),
-                *(factor, may_evict),
+                self._address, self._rule, number, ids, gradients, count, factor, may_evict
             )
             if failed == 0:
                 return
@@ -198,7 +201,7 @@ class RowTable:
                 raise self._refusal(failed, number)
             room = larger(self._room, Room(*wanted), self._most)
             if room == self._room:
-                raise self._too_small(len(ids))
+                raise self._too_small(count)
             self._grow(room)
 
     def digest(self, turn: int | None = None) -> int:

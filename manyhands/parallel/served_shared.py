@@ -30,13 +30,15 @@ class SharedRows:
     def look_up(self, ids: Tensor, bounds: Sequence[int], to: Tensor) -> list[int]:
         """Rows of `ids`, which come in the order of parts, into `to`; which parts are left, to be asked for.
 
-        Those of a part are of one moment. `bounds` says where each part begins.
+        Those of a part are of one moment. `bounds` says where each part begins. Both tensors are without gaps.
         """
+        at_ids, at_rows, row_bytes = ids.data_ptr(), to.data_ptr(), 4 * to.shape[1]
+
+        def look_up(part: int) -> bool:
+            start, stop = bounds[part], bounds[part + 1]
+            return self._parts[part].look_up_at(at_ids + 8 * start, stop - start, at_rows + row_bytes * start)
+
         left = [part for part in range(PARTS) if bounds[part] < bounds[part + 1]]
         for _ in range(ROUNDS):
-            left = [part for part in left if not self._look_up(part, ids, bounds, to)]
+            left = [part for part in left if not look_up(part)]
         return left
-
-    def _look_up(self, part: int, ids: Tensor, bounds: Sequence[int], to: Tensor) -> bool:
-        mine = slice(bounds[part], bounds[part + 1])
-        return self._parts[part].look_up(ids[mine], to[mine])

@@ -155,13 +155,28 @@ class Tables:
         """
         for name, ids, gradients in [*found, *self._aged(touched, {one.table for one in found})]:
             order, bounds = in_order(ids)
-            ids, gradients = ids[order], gradients[order]
-            for part, (start, stop) in enumerate(pairwise(bounds)):
-                table, mine = self._tables.get((name, part)), slice(start, stop)
-                if table is None or table.number >= number:
-                    continue
-                if start < stop or (name in touched and table.spec.keep_steps is not None):
-                    table.update(number, ids[mine], gradients[mine], factor=factor)
+            self._apply_to_parts(number, name, bounds, ids[order], gradients[order], factor, ages=name in touched)
+
+    def _apply_to_parts(
+        self,
+        number: int,
+        name: str,
+        bounds: Sequence[int],
+        ids: Tensor,
+        gradients: Tensor,
+        factor: float,
+        *,
+        ages: bool,
+    ) -> None:
+        ids, gradients = ids.contiguous(), gradients.contiguous()
+        at_ids, at_gradients, row_bytes = ids.data_ptr(), gradients.data_ptr(), 4 * self._specs[name].dim
+        for part, (start, stop) in enumerate(pairwise(bounds)):
+            table = self._tables.get((name, part))
+            if table is None or table.number >= number:
+                continue
+            if start < stop or (ages and table.spec.keep_steps is not None):
+                places = at_ids + 8 * start, at_gradients + row_bytes * start
+                table.update_at(number, *places, stop - start, factor)
 
     def _aged(self, touched: Sequence[str], found: Collection[str]) -> list[Contribution]:
         """Nothing, for tables of which only other servers have rows in this update."""

@@ -123,7 +123,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after the rows are sent": lambda act: after(ServedStep, "_send", act),
     "before the step is taken": lambda act: before(ServedStep, "apply", act),
     "before rows are applied": lambda act: before(RowServer, "_apply", act),
-    "between two parts of a table": lambda act: after(RowTable, "update", act),
+    "between two parts of a table": lambda act: after(RowTable, "update_at", act),
     "before the answer of rows": lambda act: after(RowServer, "_apply", act),
     "while saving": lambda act: before(Saver, "save_now", act),
 }
