@@ -28,6 +28,8 @@ class Local:
         self._link, self.memory = link, memory
         self._served: ServedMemory | None = None
         self._own: list[Tensor] | None = None
+        self._passed = 0
+        """How many updates servers have made while this worker last made a gradient."""
 
     def enter(
         self, model: nn.Module, opened: Open, parts: Sequence[Sequence[Chunk]], foreign: ForeignState
@@ -64,6 +66,26 @@ class Local:
     def look(self, version: int) -> bool:
         """It is here, and stays as it is for as long as this worker needs it."""
         return True
+
+    def read(self) -> tuple[list[Tensor], int] | None:
+        """The newest weights where they are, and their version, if all servers have the same.
+
+        None also where servers are expected to make too many updates before this worker is done: one more than last
+        time would be too many.
+        """
+        served, versions = self._memory_now, self._versions()
+        if self._passed + 1 > served.copies - 2 or len(versions) > 1:
+            return None
+        (version,) = versions
+        return served.weights(version).views, version
+
+    def stayed(self, version: int) -> bool:
+        """Whether nobody has written to this version's memory."""
+        self._passed = max(self._versions()) - version
+        return self._passed <= self._memory_now.copies - 2
+
+    def _versions(self) -> set[int]:
+        return {self._memory_now.version(server) for server in range(len(self._parts))}
 
     def pull(self) -> tuple[list[Tensor], list[int]]:
         """Copies, which stay as they are, of the newest weights, and each server's version of them."""

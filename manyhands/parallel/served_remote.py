@@ -126,6 +126,14 @@ class Remote:
         fetches = self._fetch_weights(None)
         return self._memory_now.weights(0).views, [fetch.oldest for fetch in fetches]
 
+    def read(self) -> None:
+        """They are elsewhere."""
+        return None
+
+    def stayed(self, version: int) -> bool:
+        """What was fetched is this worker's own."""
+        return True
+
     def row(self, held: Held) -> int:
         return 0
 

@@ -45,10 +45,15 @@ from manyhands.strategies.computing import Computing
 
 __all__ = ["Reach", "Served"]
 
-# In async a worker copies a version while servers go on: it has to be there until they have made two more.
-ASYNC_COPIES = 3
+# In async a worker reads a version while servers go on, by about one update of each worker. Where servers are quicker,
+# workers make copies, for which a version has to be there until two more are made.
+ASYNC_COPIES, MOST_ASYNC_COPIES = 3, 8
 # A port drops what is longer than a message may be, and the push would be said again for ever.
 MOST_CHANGES_BYTES = MAX_MESSAGE_BYTES // 2
+
+
+_Result = tuple[float, float, Tensor, list[Contribution]]
+"""Of a slice: its loss and weight, batch statistics, and gradients of rows of embeddings."""
 
 
 class Reach(Protocol):
@@ -86,6 +91,12 @@ class Reach(Protocol):
 
     def pull(self) -> tuple[list[Tensor], list[int]]: ...
 
+    def read(self) -> tuple[list[Tensor], int] | None:
+        """The newest weights where they are, and their version; None where a copy is to be preferred."""
+
+    def stayed(self, version: int) -> bool:
+        """Whether weights of this version are still what they were, and what was made of them counts."""
+
     def row(self, held: Held) -> int:
         """Where in the memory this gradient goes."""
 
@@ -102,7 +113,8 @@ class Served(Computing):
 
     Promises: every slice of every step counts exactly once, whoever dies. With `mode="sync"` the result is that of
     `Replicated`, to the bit; with "ssp" a gradient lacks at most the last `staleness` steps; with "async" any number.
-    Costs: a gradient is written once and read once by servers; in async a worker copies the weights for every step.
+    Costs: a gradient is written once and read once by servers. In async a worker that servers overtake, so that they
+    write where it reads, computes once more with a copy of the weights; after that, it makes copies until they do not.
     """
 
     def __init__(
@@ -137,6 +149,8 @@ class Served(Computing):
         self._is_gathered = False
         self.opened_in = ("", 0)
         """The generation of the last course, and how many it has opened."""
+        self._reads_in_place = False
+        """In async, the weights that a slice is computed with are not this worker's own."""
         self.phases = Phases()
         self.held = _Held()
         self.values: Values = []
@@ -282,7 +296,7 @@ class Served(Computing):
             version=version,
             layout=layout_name(names, trained),
             trained=names,
-            copies=ASYNC_COPIES if self.ahead is None else 2 * (1 + self.ahead),
+            copies=self._num_copies(),
             rows=self._num_rows(course),
             workers=list(workers),
             away=[worker for worker, is_away in workers.items() if is_away],
@@ -317,6 +331,11 @@ class Served(Computing):
         """What servers have committed beside states that lie in memory."""
         opened = self._opened or self._reach.last_course()
         return _merged(opened, self._reach.standings(opened))
+
+    def _num_copies(self) -> int:
+        if self.ahead is None:
+            return min(ASYNC_COPIES + self._most_workers, MOST_ASYNC_COPIES)
+        return 2 * (1 + self.ahead)
 
     def _num_rows(self, course: Course) -> int:
         if course.whole:
@@ -393,34 +412,30 @@ class Served(Computing):
     def compute(self, step: StepLike, work: Held, version: int) -> None:
         """Compute what was leased, and push it; unless somebody else has done so, and the weights are gone."""
         assert self._loss_fn is not None
-        slices = self.computing(step, work, version)
+        slices = self.computing(step, work, version, may_repeat=True)
         for piece in slices:
             if piece is not None:
                 slices.send(self._loss_fn(self._model, piece.batch))
 
-    def computing(self, step: StepLike, work: Held, version: int) -> Generator[PieceLike | None, Any, None]:
+    def computing(
+        self, step: StepLike, work: Held, version: int, *, may_repeat: bool = False
+    ) -> Generator[PieceLike | None, Any, None]:
         """The same where somebody else has the loss. For each slice: a pause; the slice; its loss is sent; a pause.
 
         Randomness and precision are the slice's from when it comes until its loss is sent. The push follows the last
-        pause; in any of them whoever computes may do as it likes.
+        pause; in any of them whoever computes may do as it likes. With `may_repeat` all slices may come once more.
         """
-        served, filler = self._memory_now()
-        based_on, row = self._pull() if self.is_async else self._look(version), self._reach.row(work)
+        served, _ = self._memory_now()
+        based_on = self._pull(in_place=may_repeat) if self.is_async else self._look(version)
+        row = self._reach.row(work)
         if based_on is None:
             return
         served.begin_filling(row, work.filling)
         pieces = [step.slice(v) for v in (range(step.num_slices) if self._course_now.course.whole else [work.place])]
-        filler.begin(served.row(row).views, len(pieces))
-        self._buffers.begin(len(pieces), 2)
-        results: list[tuple[float, float, Tensor, list[Contribution]]] = []
-        with self._rows.lacking_at_most(self._choice.staleness if self.ahead != 0 else 0, self._newest(work, based_on)):
-            for piece in pieces:
-                if results:
-                    yield None
-                yield None
-                self.phases.mark("load")
-                results.append((yield from self._slice(piece, step)))
-        absent = filler.finish()
+        results, absent = yield from self._fill(step, pieces, work, based_on)
+        if self.is_async and not self._reach.stayed(based_on) and self._reads_in_place:
+            based_on = self._pull(in_place=False)
+            results, absent = yield from self._fill(step, pieces, work, based_on)
         served.write_statistics(row, [statistics for _, _, statistics, _ in results])
         filled = Filled(
             number=self._course_now.number,
@@ -439,6 +454,23 @@ class Served(Computing):
         sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
         self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
         self.phases.mark("reduce")
+
+    def _fill(
+        self, step: StepLike, pieces: Sequence[PieceLike], work: Held, based_on: int
+    ) -> Generator[PieceLike | None, Any, tuple[list[_Result], list[int]]]:
+        """Compute slices into a row: what each has told, and which parameters have no gradient."""
+        served, filler = self._memory_now()
+        filler.begin(served.row(self._reach.row(work)).views, len(pieces))
+        self._buffers.begin(len(pieces), 2)
+        results: list[_Result] = []
+        with self._rows.lacking_at_most(self._choice.staleness if self.ahead != 0 else 0, self._newest(work, based_on)):
+            for piece in pieces:
+                if results:
+                    yield None
+                yield None
+                self.phases.mark("load")
+                results.append((yield from self._slice(piece, step)))
+        return results, filler.finish()
 
     def _newest(self, work: Held, based_on: int) -> int:
         """All updates to this one are what a slice would see if it waited for them."""
@@ -463,9 +495,7 @@ class Served(Computing):
         else:
             self._held[push.filled.held.filling] = push
 
-    def _slice(
-        self, piece: PieceLike, step: StepLike
-    ) -> Generator[PieceLike, Any, tuple[float, float, Tensor, list[Contribution]]]:
+    def _slice(self, piece: PieceLike, step: StepLike) -> Generator[PieceLike, Any, _Result]:
         assert self._filler is not None
         place = piece.index
         self._buffers.enter(place)
@@ -516,10 +546,12 @@ class Served(Computing):
                 _copy(live, self._served.buffers(version))
             self._buffers.refresh()
 
-    def _pull(self) -> int:
-        """Have the newest weights of every server: the oldest version among them."""
+    def _pull(self, *, in_place: bool = True) -> int:
+        """Have the newest weights of every server, if possible where they are: the oldest version among them."""
         served, _ = self._memory_now()
-        weights, versions = self._reach.pull()
+        found = self._reach.read() if in_place else None
+        self._reads_in_place = found is not None
+        weights, versions = self._reach.pull() if found is None else (found[0], [found[1]])
         for param, own in zip(served.params, weights, strict=True):
             param.data = own
         self._take_buffers(versions[0])

@@ -25,7 +25,7 @@ from manyhands.parallel.served_server import PartServer
 from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.served import Served
 
-ROWS, BATCH, SLICES, WORKER = 100, 16, 4, 7
+ROWS, BATCH, SLICES, WORKER, OTHER = 100, 16, 4, 7, 8
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -53,6 +53,7 @@ class Direct:
         self._servers = [new_server(number) for number in range(num_servers)]
         self._tickets = itertools.count(1)
         self._applied: dict[int, set[int]] = {}
+        self._replies: dict[int, Reply] = {}
         self.waiting = Waiting()
 
     def replace(self, number: int) -> None:
@@ -63,11 +64,15 @@ class Direct:
         for server in self._servers:
             assert server.take(b"worker", message)
 
+    def follow(self, message: Open) -> None:
+        """Servers have it."""
+
     def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
         for _ in range(4):
-            self._servers[0].take(b"worker", make(next(self._tickets)))
-            if (reply := self._work()) is not None:
-                return reply
+            self._servers[0].take(b"worker", make(ticket := next(self._tickets)))
+            self._work()
+            if ticket in self._replies:
+                return self._replies.pop(ticket)
             for push in list(unanswered()):
                 self.tell(push)
         raise AssertionError("no answer, however often it is asked")
@@ -85,52 +90,65 @@ class Direct:
     def close(self) -> None:
         pass
 
-    def _work(self) -> Reply | None:
-        reply = None
+    def _work(self) -> None:
         for server in [*self._servers[1:], self._servers[0]]:
             while server.has_work:
-                reply = self._deliver(server.work()) or reply
+                self._deliver(server.work())
             if (standing := server.standing()) is not None:
                 self._servers[0].take(b"server", standing)
-        return self._deliver(self._servers[0].work()) or reply
+        self._deliver(self._servers[0].work())
 
-    def _deliver(self, outbox: list[tuple[bytes, Any]]) -> Reply | None:
-        reply = None
+    def _deliver(self, outbox: list[tuple[bytes, Any]]) -> None:
         for _, message in outbox:
             if isinstance(message, Reply):
-                reply = message
+                self._replies[message.ticket] = message
             elif isinstance(message, Applied):
                 self._applied.setdefault(message.step, set()).add(message.server)
-        return reply
 
 
 class World:
-    """The memory of a host, servers on it, and one worker."""
+    """The memory of a host, servers on it, and one worker; `add_worker` makes others."""
 
-    def __init__(self, mode: str, optimizer: Optimizers, clip: float | None, servers: int, settings: Any) -> None:
+    def __init__(
+        self,
+        mode: str,
+        optimizer: Optimizers,
+        clip: float | None,
+        servers: int,
+        settings: Any,
+        axis: Axis | None = None,
+        loss_fn: Any = loss,
+    ) -> None:
+        self._mode, self._num_servers, self._settings = mode, servers, settings
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
         self._host, self._known = HostMemory(), dict[str, int]()
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
         self.model = make_model()
         self.optimizer = optimizer(self.model.parameters())
-        self.engine = Served(
-            Axis(0, 1),
-            loss,
+        self.engine = self.add_worker(WORKER, self.model, self.optimizer, axis or Axis(0, 1), loss_fn)
+
+    def add_worker(
+        self, worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, axis: Axis, loss_fn: Any = loss
+    ) -> Served:
+        engine = Served(
+            axis,
+            loss_fn,
             Precision("fp32", torch.device("cpu")),
-            ParameterServer(mode=mode, servers=servers, **settings),
+            ParameterServer(mode=self._mode, servers=self._num_servers, **self._settings),
             self.link,  # type: ignore[arg-type]
             Local(self.link, self._memory),  # type: ignore[arg-type]
             seed=0,
-            clip_norm=clip,
-            num_servers=lambda: servers,
-            worker=WORKER,
+            clip_norm=self._clip,
+            num_servers=lambda: self._num_servers,
+            worker=worker,
             most_workers=2,
             foreign=ForeignState(),
             wait_for_chief=lambda what: None,
         )
-        self.model.train()
-        self.engine.setup(self.model, self.optimizer)
+        model.train()
+        engine.setup(model, optimizer)
+        return engine
 
     def _memory(self, name: str, num_bytes: int) -> Segment:
         if name not in self._known:
@@ -149,7 +167,7 @@ class World:
             place=self._place,
             foreign=ForeignState(),
         )
-        server.hear_living([WORKER])
+        server.hear_living([WORKER, OTHER])
         return server
 
     def open(self, epoch: int) -> None:

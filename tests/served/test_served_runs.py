@@ -58,16 +58,15 @@ def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
         ("server 0", 18, "after commit"),
         ("server 1", 24, "before the update"),
     )
-    places[-2:] = [{**one, "spared": True} for one in places[-2:]]
+    places[-1]["spared"] = True
     run = served({"mode": mode, "rows": True, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
-    told = run.wait()
+    told = run.wait(timeout_s=180.0)  # where others want the processors, a spare takes its time
     assert told["counter"] == [3.0]
     assert told["reached"] == 48
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
-    spares = {int(pid) for file in run.folder.glob("fault-*") if (pid := file.read_text())}
-    assert len(spares) == 2
+    spare = int((run.folder / f"fault-{len(places) - 1}").read_text())
     started = [one for one in read_events(run.directory / "events" / "agent-0.jsonl") if isinstance(one, ServerStarted)]
-    assert spares <= {one.pid for one in started}, "they have not taken over"
+    assert spare in [one.pid for one in started], "it has not taken over"
 
 
 def test_ssp_keeps_its_bound_and_goes_on_without_a_slow_worker_that_dies(served: Start) -> None:
