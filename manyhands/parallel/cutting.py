@@ -7,7 +7,7 @@ each block costs: `balance`, or where the user says: `starts_at`. Start reading 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -66,12 +66,18 @@ class Blocks(Protocol):
 
 
 def balance(
-    costs: Sequence[float], stages: int, memory: Sequence[float] | None = None, limit: float | None = None
+    costs: Sequence[float],
+    stages: int,
+    memory: Sequence[float] | None = None,
+    limit: float | None = None,
+    pins: Mapping[int, int] | None = None,
 ) -> list[int]:
     """Where each stage begins, so that the most expensive stage costs least; among those, the largest is smallest.
 
-    With a limit no stage takes more `memory` than that; `SpecError` where that cannot be.
+    With a limit no stage takes more `memory` than that; `pins` say which stage has a block. `SpecError` where that
+    cannot be.
     """
+    pins = pins or {}
     count = len(costs)
     if stages > count:
         raise SpecError(
@@ -79,15 +85,20 @@ def balance(
             fix=[f"stages={count}", "smaller blocks: a longer nn.Sequential, or more modules in the model"],
         )
     sizes = [0.0] * count if memory is None else list(memory)
-    cheapest = _smallest(costs, stages, sizes, math.inf if limit is None else limit)
+    cheapest = _smallest(costs, stages, sizes, math.inf if limit is None else limit, pins)
     if cheapest is None:
-        tightest = _smallest(sizes, stages, costs, math.inf)
-        assert tightest is not None
+        tightest = _smallest(sizes, stages, costs, math.inf, pins)
+        if tightest is None:
+            told = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
+            raise SpecError(
+                f"No cut into {stages} stages has {told}: a stage is blocks in a row, and none is empty.",
+                fix=["other stages for these blocks, in the order of the blocks", "no place="],
+            )
         raise SpecError(
             f"No cut into {stages} stages keeps each below {limit:g}; the best has one of {tightest[0]:g}.",
             fix=[f"memory_limit={tightest[0]:g}", "more stages"],
         )
-    smallest = _smallest(sizes, stages, costs, cheapest[0])
+    smallest = _smallest(sizes, stages, costs, cheapest[0], pins)
     assert smallest is not None
     return smallest[1]
 
@@ -96,23 +107,31 @@ _Cut = tuple[float, list[int]]
 """What its largest stage has, and where stages begin."""
 
 
-def _smallest(values: Sequence[float], stages: int, others: Sequence[float], cap: float) -> _Cut | None:
+def _smallest(
+    values: Sequence[float], stages: int, others: Sequence[float], cap: float, pins: Mapping[int, int]
+) -> _Cut | None:
     """The cut whose largest stage has least of `values`, with at most `cap` of `others` in any; None: there is none."""
     best: list[_Cut | None] = [(0.0, [])] + [None] * len(values)
-    for _ in range(stages):
-        best = [None, *(_one_more(best, values, others, stop, cap) for stop in range(1, len(values) + 1))]
+    for stage in range(stages):
+        elsewhere = {block for block, wanted in pins.items() if wanted != stage}
+        best = [None, *(_one_more(best, values, others, stop, cap, elsewhere) for stop in range(1, len(values) + 1))]
     return best[-1]
 
 
 def _one_more(
-    before: Sequence[_Cut | None], values: Sequence[float], others: Sequence[float], stop: int, cap: float
+    before: Sequence[_Cut | None],
+    values: Sequence[float],
+    others: Sequence[float],
+    stop: int,
+    cap: float,
+    elsewhere: Collection[int],
 ) -> _Cut | None:
-    """The best way to cover the first `stop` blocks with one stage more than in `before`."""
+    """The best way to cover the first `stop` blocks with one stage more than in `before`; some belong elsewhere."""
     found: _Cut | None = None
     value = other = 0.0
     for start in range(stop - 1, -1, -1):
         value, other = value + values[start], other + others[start]
-        if other > cap:
+        if other > cap or start in elsewhere:
             break
         rest = before[start]
         if rest is not None and (found is None or max(rest[0], value) < found[0]):

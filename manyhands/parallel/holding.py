@@ -19,6 +19,7 @@ from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.coded_gradients import CodedGradientSum, CodedResiduals
 from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.own_reduction import OwnReduction, Reduction
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
 from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
@@ -51,11 +52,15 @@ class Holding:
         bucket_bytes: int,
         check_every: int,
         tell: Callable[[str], None],
+        reduction: Reduction | None = None,
     ) -> None:
-        """`sharing` is given where ranks share memory; `network` is an axis that does without."""
+        """`sharing` is given where ranks share memory; `network` is an axis that does without.
+
+        With `reduction`, it puts slices' gradients together in place of their sum.
+        """
         self._model, self._optimizer, self._codec, self._network = model, optimizer, codec, network
         self._bucket_bytes, self._check_every, self._tell = bucket_bytes, check_every, tell
-        self._layout = ""
+        self._layout, self._reduction = "", reduction
         self._set_group(axis, sharing)
         self.sum: GradientSum | SharedGradients | ShardedSum | None = None
         self.weights: Update | None = None
@@ -131,6 +136,8 @@ class Holding:
         self.weights = LocalUpdate(self.sum, self._optimizer)
 
     def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
+        if self._reduction is not None:
+            return OwnReduction(trained, self._network(), self._reduction)
         if self._codec is None:
             return GradientSum(trained, self._network(), self._bucket_bytes)
         return CodedGradientSum(trained, self._network(), self._bucket_bytes, self._codec)

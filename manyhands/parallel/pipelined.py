@@ -5,7 +5,8 @@ The one place that knows which kinds of models can be cut, and how. Start readin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
 from manyhands.parallel.traced import Traced
 
@@ -33,15 +35,36 @@ def cut(
     costs: Sequence[float] | None = None,
     sizes: Sequence[float] | None = None,
     limit: float | None = None,
+    place: Mapping[str, int] | None = None,
 ) -> Sequence[Part]:
     """Parts for so many stages: beginning at the blocks that the user named, else balanced by what blocks cost.
 
-    Without costs by their sizes. Every rank must cut with the same numbers.
+    Without costs by their sizes; `place` says which stage has the blocks that match a pattern. Every rank must cut with
+    the same numbers.
     """
     if at:
         return blocks.parts(starts_at(blocks.names, at, stages))
     known = sizes_of(blocks) if sizes is None else sizes
-    return blocks.parts(balance(known if costs is None else costs, stages, known, limit))
+    return blocks.parts(
+        balance(known if costs is None else costs, stages, known, limit, _pins(blocks, place or {}, stages))
+    )
+
+
+def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, int]:
+    """Which stage has which block, by patterns of blocks' names, or of modules that hold them."""
+    pins: dict[int, int] = {}
+    for pattern, stage in place.items():
+        found = [
+            number
+            for number, name in enumerate(blocks.names)
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        ]
+        if not found:
+            raise SpecError(f"place: no block is called {pattern!r}.", fix=[f"one of {', '.join(blocks.names)}"])
+        if not 0 <= stage < stages:
+            raise SpecError(f"place: {pattern!r} is to be on stage {stage}, of {stages}.", fix=[f"{stages - 1}"])
+        pins |= dict.fromkeys(found, stage)
+    return pins
 
 
 def sizes_of(blocks: Blocks) -> list[float]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.exchange import Heard, Report
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
+from manyhands.parallel.own_reduction import Reduction
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.shares import Share
 
@@ -65,28 +66,44 @@ class Divided:
 class Spread:
     """`world` are all ranks, `mates` those of this replica, both in the order of their ranks."""
 
-    def __init__(self, world: Axis, mates: Axis, divide_: Callable[[nn.Module], Divided]) -> None:
-        self._world, self.mates, self._divide = world, mates, divide_
+    def __init__(
+        self,
+        world: Axis,
+        mates: Axis,
+        divide_: Callable[[nn.Module], Divided],
+        reduction: Reduction | None = None,
+    ) -> None:
+        """`reduction` is the user's own way to put slices' gradients together."""
+        self._world, self.mates, self._divide, self.reduction = world, mates, divide_, reduction
         self.divided: Divided
         self._knowing = 0
 
     def divide_(self, model: nn.Module, optimizer: Optimizer) -> Divided:
         """Have every rank begin with rank 0's weights, and keep its part of them; the optimizer keeps the same part."""
-        if any(values for values in optimizer.state.values()):
-            raise TrainingFailed(
-                f"The {type(optimizer).__name__} has states already, of the whole model.",
-                fix=["a new optimizer, or a function that makes one: lambda params: ..."],
-            )
         self._world.broadcast_([*model.parameters(), *model.buffers()], "weights of rank 0")
+        names = {id(param): name for name, param in model.named_parameters()}
         self.divided = self._divide(model)
-        if self.divided.shares:
-            _check_divisible(optimizer)
         here = {id(param) for param in self.divided.local.parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if id(param) in here]
+        for one in optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]:
+            if self.divided.shares:
+                _check_divisible(one)
+            for group in one.param_groups:
+                group["params"] = [param for param in group["params"] if id(param) in here]
+            self._cut_states(one, {param: names[id(param)] for param in one.state if id(param) in here})
         knows = self.divided.passes is None or self.divided.passes.is_last
         self._knowing = self.mates.all_gather_bytes("who computes the loss", b"1" if knows else b"0").index(b"1")
         return self.divided
+
+    def _cut_states(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Some optimizers have states before their first step; `names` are those of parameters that are here."""
+        for param in [*optimizer.state]:
+            share = self.divided.shares.get(names.get(param, ""))
+            if param not in names:
+                del optimizer.state[param]
+            elif share is not None:
+                values = optimizer.state[param]
+                fitting = {key: one for key, one in values.items() if isinstance(one, Tensor) and share.fits(one)}
+                values |= {key: share.cut(one) for key, one in fitting.items()}
 
     def settle(self) -> None:
         """Sum the gradients of parameters that several stages have, in the order of the stages."""
@@ -125,10 +142,8 @@ class Spread:
 
 def _check_divisible(optimizer: Optimizer) -> None:
     """Refuse what updates a matrix by looking at all of it."""
-    found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
-    for one in found:
-        if isinstance(one, Adafactor | Muon):
-            raise TrainingFailed(
-                f"{type(one).__name__} looks at whole matrices, and each worker has a part of them.",
-                fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
-            )
+    if isinstance(optimizer, Adafactor | Muon):
+        raise TrainingFailed(
+            f"{type(optimizer).__name__} looks at whole matrices, and each worker has a part of them.",
+            fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
+        )

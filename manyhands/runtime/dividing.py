@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs, Part, shared_between
 from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
 from manyhands.parallel.spread import Divided, Spread, Tie
@@ -25,7 +26,7 @@ from manyhands.parallel.tensor_plan import plan_tensor
 from manyhands.parallel.tensor_split import split_model_
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import LossFn
-from manyhands.strategies.divided import Mesh, Pipeline
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline
 
 __all__ = ["Sample", "spread_of"]
 
@@ -39,12 +40,16 @@ class Sample(NamedTuple):
 
 def spread_of(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> Spread:
     mates = worker.line("pipeline", "tensor")
-    return Spread(worker.axis, mates, lambda model: _divide(worker, model, loss, sample))
+    reduction = getattr(worker.strategy, "reducer", None)
+    return Spread(worker.axis, mates, lambda model: _divide(worker, model, loss, sample), reduction)
 
 
 def _divide(worker: Worker, model: nn.Module, loss: LossFn, sample: Callable[[], Sample | None]) -> Divided:
     grid, choice = worker.grid, worker.strategy
+    assert isinstance(choice, DIVIDED)
     parts = _cut(worker, model, sample()) if grid.pipeline > 1 else []
+    if choice.recompute is not None:
+        recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
         plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None))
@@ -78,7 +83,7 @@ def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
     if worker.is_chief and len(costs) > stages:
         costs[:] = torch.tensor(measure(blocks, inputs))
     worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
-    return list(cut(blocks, stages, costs=costs.tolist()))
+    return list(cut(blocks, stages, costs=costs.tolist(), place=choice.place))
 
 
 def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:

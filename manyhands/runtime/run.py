@@ -35,6 +35,7 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.memory_limit import check_memory
 from manyhands.runtime.models import Parts, randomness_in
 from manyhands.runtime.pacing import Pacing
+from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
@@ -210,6 +211,7 @@ class Run:
         divided = engine.divided if isinstance(engine, Replicated) else None
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
+            log_placement(worker, whole.placement())
         if engine.held.common is not None:
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None

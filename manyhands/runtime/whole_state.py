@@ -59,6 +59,14 @@ class WholeState:
         self._shares = shares
         self._present = frozenset([*self._like, *self._aliases]) if present is None else present
 
+    def placement(self) -> dict[str, Share]:
+        """What is here, and which part of it."""
+        return {
+            name: self._shares.get(name, Share(tuple(self._like[name].shape)))
+            for name in self._like
+            if name in self._present
+        }
+
     def like(self) -> dict[str, Tensor]:
         """Tensors without values, as the whole model has them."""
         return self._like

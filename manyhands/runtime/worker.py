@@ -430,12 +430,13 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     if seat is None:
         watch_ending()
     chosen = as_strategy(strategy)
+    reducer = getattr(chosen, "reducer", None)
     given = {
         "strategy": chosen.name if strategy is not None else None,
         "workers": getattr(chosen, "workers", None),
         "servers": getattr(chosen, "servers", None),
         "threads": chosen.threads,
-        "reducer": getattr(chosen, "reducer", None),
+        "reducer": reducer if isinstance(reducer, str) else None,  # a pipeline's is a function
         "elastic": getattr(chosen, "elastic", None),
         **arguments,
     }

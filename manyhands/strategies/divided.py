@@ -26,6 +26,12 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
     """Stages per worker. Default: 2 where the schedule is made for that, else 1."""
     cuts: tuple[str, ...] | None = None
     """The blocks that each stage but the first begins with, by name. Default: balanced by measured time."""
+    place: dict[str, int] | None = None
+    """Which stage has the blocks whose names match a pattern; the others are balanced around them."""
+    reducer: Any = None
+    """A function of one parameter's gradients, a list with one of each slice, in place of their sum."""
+    recompute: str | tuple[str, ...] | None = None
+    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
 
     def _check_pipeline(self, where: str) -> None:
         if self.schedule not in SCHEDULES:
@@ -34,6 +40,14 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
             )
         _at_least("microbatches", self.microbatches, 1, where)
         _at_least("chunks", self.chunks, 1, where)
+        if self.cuts and self.place:
+            raise SpecError("cuts says where every stage begins already.", where=where, fix=["no place=", "no cuts="])
+        if self.reducer is not None and not callable(self.reducer):
+            raise SpecError(
+                f"reducer is {self.reducer!r}; of a pipeline it is a function.",
+                where=where,
+                fix=["reducer=lambda gradients: torch.stack(gradients).sum(0)"],
+            )
 
 
 class Tensor(_Settings, frozen=True):
@@ -43,6 +57,8 @@ class Tensor(_Settings, frozen=True):
     rules: dict[str, str] | None = None
     """How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels", "grid" or
     "whole". Layers that no pattern names are split as their kind suggests."""
+    recompute: str | tuple[str, ...] | None = None
+    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     name = "tensor"
 
     def __post_init__(self) -> None:
@@ -73,12 +89,26 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     pipeline: int = 1
     rules: dict[str, str] | None = None
     """As `Tensor` has them."""
+    sharded: bool = False
+    """Replicas with a part of weights, gradients and states each, as `Sharded` has them; without other axes."""
     name = "mesh"
 
     def __post_init__(self) -> None:
         for axis in ("data", "tensor", "pipeline"):
             _at_least(axis, getattr(self, axis), 1, "mh.Mesh")
         self._check_pipeline("mh.Mesh")
+        if self.reducer is not None and self.data > 1:
+            raise SpecError(
+                f"reducer puts all slices' gradients together, and with data={self.data} no worker has all of them.",
+                where="mh.Mesh",
+                fix=["data=1", "no reducer="],
+            )
+        if self.sharded:
+            raise SpecError(
+                "Sharded replicas of a model that is divided otherwise, too, are not there yet.",
+                where="mh.Mesh",
+                fix=[f"mh.Sharded(workers={self.data})", "sharded=False"],
+            )
 
     @property
     def workers(self) -> int:

@@ -140,6 +140,7 @@ class Replicated(Computing):
             bucket_bytes=self._bucket_bytes,
             check_every=self._check_every,
             tell=self._tell,
+            reduction=self.spread.reduction if self.spread is not None else None,
         )
 
     @property
