@@ -139,7 +139,7 @@ def _writes(func: Any) -> bool:
 def _refuse_to_write(target: Parted, what: str) -> None:
     raise TrainingFailed(
         f"{what} writes into a view of what {target.division.name} returned, which is divided over the workers.",
-        fix=[f'patterns={{"{target.division.name}": "whole"}}', "write into a copy: .clone()"],
+        fix=[f'rules={{"{target.division.name}": "whole"}}', "write into a copy: .clone()"],
     )
 
 

@@ -164,7 +164,7 @@ def _check_degree(names: Mapping[str, nn.Module], chosen: Mapping[str, Choice], 
         nearest = min(works, key=lambda n: (abs(n - degree), n))
         raise SpecError(
             f"The {size} {what} of {name} cannot be divided evenly among {parts} workers.",
-            fix=[f"mh.Tensor({nearest})" if nearest > 1 else "one worker", f'patterns={{"{name}": "whole"}}'],
+            fix=[f"mh.Tensor({nearest})" if nearest > 1 else "one worker", f'rules={{"{name}": "whole"}}'],
         )
 
 

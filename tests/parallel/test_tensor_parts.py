@@ -143,6 +143,6 @@ def test_what_cannot_be_right_is_refused(ranks: RankPool, tmp_path: Path) -> Non
     first, second = ranks(2, refuse, str(tmp_path / "store"))
     assert first[:2] == second[:2]
     assert "__setitem__ writes into a view of what a layer returned" in first[0]
-    assert 'patterns={"a layer": "whole"}' in first[0]
+    assert 'rules={"a layer": "whole"}' in first[0]
     assert "Target 7 is out of bounds" in first[1]
     assert "shape=(4, 7), divided along dim 1 over 2 ranks" in first[2]
