@@ -47,6 +47,7 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: St
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
     places = faults(

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from manyhands.events import ServerStarted
 from manyhands.native import why_not
+from manyhands.runtime.recorder import read_events
 from tests.served.test_served_runs import faults
 from tests.served.test_stretched_runs import pushes_of
 from tests.served.two_hosts import Prefixes, two_hosts_run
@@ -52,11 +54,15 @@ def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoev
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode: str) -> None:
-    asked = {"mode": mode, "rows": True, "save_every": 20, **LONGER}
+    asked = {"mode": mode, "rows": True, "save_every": 20, **LONGER, "settings": {"spare": True}}
+    asked["faults"] = [*EVERYBODY[:-1], {**EVERYBODY[-1], "spared": True}]
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as run:
         told = run.wait(240)
     assert (told["counter"], told["reached"]) == ([5.0], 80)
     assert num_happened(tmp_path) == len(EVERYBODY)
+    spare = int((tmp_path / f"fault-{len(EVERYBODY) - 1}").read_text())
+    events = read_events(run.directory / "events" / "agent-0.jsonl")
+    assert spare in [event.pid for event in events if isinstance(event, ServerStarted)], "it has not taken over"
 
 
 @pytest.mark.long
