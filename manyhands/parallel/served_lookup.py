@@ -100,7 +100,7 @@ class ServedRows:
         by_server = [(server, places[some]) for server, some in self._by_server(ids[places])]
         wanted = [(server, some) for server, mine in by_server for some in _cut(mine, dim)]
         questions = [(server, self._question(table, ids[some])) for server, some in wanted]
-        cache = self._caches.get(table)
+        cache = self._caches.get(table) if self._at_least is not None else None
         for (_, some), answer in zip(wanted, self._link.look_up(questions), strict=True):
             found[some] = rows_from(answer.rows, dim)
             if cache is not None:
