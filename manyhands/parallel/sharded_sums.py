@@ -46,6 +46,8 @@ class ShardedSum:
         """`network` is an axis over sockets, for sums that shared memory has no way for."""
         self.params, self._axis, self._network = list(params), axis, network
         self.groups: list[GroupSum] = []
+        self.under_way = GroupSum(self, "nothing")
+        """Whose sum is being made."""
         self.sharded: list[nn.Parameter] = []
         """What torch has in place of each parameter, at rest: its gradient comes there first."""
         self.used: set[int] = set()
@@ -97,8 +99,7 @@ class ShardedSum:
 
     def finish(self) -> None:
         """Leave this rank's part of the sum over all slices in `.grad`, None where no slice of any rank had one."""
-        for group in self.groups:
-            group.settle()
+        self.under_way.settle()
         for param, sharded in zip(self.params, self.sharded, strict=True):
             param.grad, sharded.grad = _local(sharded.grad), None
         self.bytes_sent = sum(group.bytes_sent for group in self.groups)
@@ -170,8 +171,8 @@ class GroupSum:
         if not self._owner.is_last_pass:
             output_tensor.zero_()  # what torch makes of it is dropped
             return
-        for other in self._owner.groups:
-            other.settle()  # one at a time is under way: each holds as much as its block
+        self._owner.under_way.settle()  # one at a time: each holds as much as its block
+        self._owner.under_way = self
         nodes = list(stack.values()) or [input_tensor]
         stack.clear()
         self.bytes_sent += sum(node.nbytes for node in nodes)

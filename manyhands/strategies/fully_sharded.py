@@ -110,7 +110,7 @@ class FullySharded(Replicated):
             yield
 
     def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
-        self.begin_step(step, stop=stop, collect=collect)
+        super().begin_step(step, stop=stop, collect=collect)
         for piece in step.mine():
             self._spare = piece
             self._compute(piece)
@@ -119,8 +119,10 @@ class FullySharded(Replicated):
         return self.end_step()
 
     def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False, within: bool = False) -> None:
+        """For loops of the user's own, which make the passes that there are slices for."""
         super().begin_step(step, stop=stop, collect=collect, within=within)
-        if self._loss_fn is None and self._sum.passes_left > len(self._mine):
+        assert self._layout is not None
+        if len(set(map(len, self._layout.shares))) > 1:  # the same on every rank
             raise TrainingFailed(
                 f"Step {step.number} has {len(self._place)} slices for {self._axis.size} workers, but all must make as "
                 "many passes, and only mh.Trainer knows how to make one that does not count.",

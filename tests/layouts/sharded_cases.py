@@ -10,6 +10,7 @@ import layout_cases
 import torch
 from layout_cases import CLASSES, FEATURES, LENGTH, WORDS, data_for, loss, right, saved_weights, weighted_loss
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, Preempted
@@ -86,8 +87,35 @@ class Peculiar(nn.Module):
         return self.last(h)
 
 
+class Recurrent(nn.Module):
+    """Returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 32)
+        self.layers = nn.ModuleList([nn.LSTM(32, 32, batch_first=True), nn.Linear(32, WIDTH), nn.Linear(WIDTH, WORDS)])
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        x, _ = self.layers[0](self.words(words))
+        return {"scores": self.layers[2](self.layers[1](x).relu())}
+
+
 OPTIMIZERS = {**layout_cases.OPTIMIZERS, "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2)}
-MODELS = {"MLP": mlp, "CNN": cnn, "tied transformer": TiedTransformer, "peculiar": Peculiar}
+MODELS = {"MLP": mlp, "CNN": cnn, "tied transformer": TiedTransformer, "peculiar": Peculiar, "recurrent": Recurrent}
+
+
+def loss_of_two_passes(model: nn.Module, batch: Any) -> Tensor:
+    """As twins are trained: one model, called twice."""
+    x, y = batch
+    return nn.functional.cross_entropy(model(x) - model(-x), y)
+
+
+def loss_of_dict(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x)["scores"].flatten(0, -2), y.flatten())
+
+
+LOSSES = {"mean": loss, "weighted": weighted_loss, "two passes": loss_of_two_passes, "dict": loss_of_dict}
 
 
 class Watch:
@@ -113,13 +141,13 @@ def tensor_bytes() -> int:
 
 
 def make_trainer(
-    model: str, strategy: Any, optimizer: str = "AdamW", weighted: bool = False, **arguments: Any
+    model: str, strategy: Any, optimizer: str = "AdamW", kind: str = "mean", **arguments: Any
 ) -> mh.Trainer:
     return mh.Trainer(
         model=MODELS[model],
-        loss=weighted_loss if weighted else loss,
+        loss=LOSSES[kind],
         optimizer=OPTIMIZERS[optimizer],
-        metrics={"right": right},
+        metrics={"right": right} if kind != "dict" else None,
         strategy=strategy,
         **{"slices": 4, **arguments},
     )
@@ -130,7 +158,7 @@ def train(
 ) -> dict[str, Any]:
     """Train and evaluate: everything that should not depend on where memory is."""
     trainer = make_trainer(model, strategy, **(arguments or {}))
-    data = data_for("tied transformer" if model == "tied transformer" else "MLP")
+    data = data_for("tied transformer" if model in ("tied transformer", "recurrent") else "MLP")
     history = trainer.fit(data, **{"epochs": 1, "batch_size": 16, "validation": data, **(fit or {})})
     return results_of(trainer, data, history)
 
@@ -154,7 +182,7 @@ def results_of(trainer: mh.Trainer, data: tuple[Tensor, Tensor], history: mh.His
     return {
         "history": [dict(row) for row in history],
         "evaluation": trainer.evaluate(data, batch_size=15),
-        "predictions": trainer.predict(data[0], batch_size=15).float().numpy(),
+        "predictions": tree_leaves(trainer.predict(data[0], batch_size=15))[0].float().numpy(),
         "weights": saved_weights(trainer),
     }
 
@@ -180,8 +208,8 @@ def train_until(strategy: Any, folder: str | None, step: int | None) -> dict[str
     return {**results_of(trainer, data_for("MLP"), history), "stopped": False}
 
 
-def edit_and_train(strategy: Any) -> dict[str, Any]:
-    """Change weights by hand, on the whole model, between two calls of `fit`."""
+def edit_and_train(strategy: Any, folder: str) -> dict[str, Any]:
+    """Change weights by hand, on the whole model, between two calls of `fit`; then save them, train on and go back."""
     trainer = make_trainer("MLP", strategy)
     trainer.fit(data_for("MLP"), steps=1, batch_size=16)
     with trainer.editing() as model:
@@ -190,15 +218,27 @@ def edit_and_train(strategy: Any) -> dict[str, Any]:
         shape = tuple(weight.shape)
         weight[5:9] = torch.arange(4.0).view(4, 1) if trainer.is_chief else 0.0  # the chief's counts
     trainer.fit(data_for("MLP"), steps=1, batch_size=16)
-    return {"weights": saved_weights(trainer), "shape": shape}
+    weights = saved_weights(trainer)
+    trainer.save(f"{folder}/model.safetensors")
+    trainer.fit(data_for("MLP"), steps=1, batch_size=16)
+    trainer.load(f"{folder}/model.safetensors")
+    return {"weights": weights, "shape": shape, "loaded": saved_weights(trainer)}
 
 
-def own_loop(strategy: Any) -> float:
+def own_loop(strategy: Any, slices: int = 4) -> float:
     torch.manual_seed(0)
-    hands = mh.join(strategy=strategy, slices=4, clip_norm=0.5)
+    hands = mh.join(strategy=strategy, slices=slices, clip_norm=0.5)
     model = mlp()
     model, _ = hands.setup(model, OPTIMIZERS["AdamW"](model.parameters()))
     for batch in hands.batches(data_for("MLP"), batch_size=16, steps=3):
         hands.backward(loss(model, batch))
         hands.step()
     return hands.evaluate(data_for("MLP"), loss=loss, batch_size=15)["loss"]
+
+
+def refused_loop(strategy: Any) -> str:
+    try:
+        own_loop(strategy, slices=3)
+    except ManyhandsError as error:
+        return str(error)
+    return ""

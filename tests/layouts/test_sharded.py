@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_cases import edit_and_train, own_loop, refused, train, train_until, watched
+from sharded_cases import edit_and_train, own_loop, refused, refused_loop, train, train_until, watched
 
 import manyhands as mh
 from manyhands.errors import SpecError
@@ -56,7 +56,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "more slices than workers, and not evenly": (AWAY, "CNN", {"slices": 7}, {}),
     "slices for which sums need sockets": (HERE, "CNN", {"slices": 7}, {}),
     "batches of fewer slices than workers": (AWAY, "MLP", {}, {"batch_size": 19}),
-    "a weighted loss, clipped": (AWAY, "MLP", {"weighted": True, "clip_norm": 0.1}, {}),
+    "a weighted loss, clipped": (AWAY, "MLP", {"kind": "weighted", "clip_norm": 0.1}, {}),
+    "a model that is called twice": (HERE, "MLP", {"kind": "two passes"}, {}),
+    "an RNN whose output is a dict": (HERE, "recurrent", {"kind": "dict"}, {}),
     "bf16": (HERE, "CNN", {"precision": "bf16"}, {}),
     "fp16 with loss scaling": (HERE, "MLP", {"precision": "fp16"}, {}),
 }
@@ -67,8 +69,9 @@ def test_divided_parameters_end_where_one_process_ends(ranks: RankPool, alone: A
     way, model, arguments, fit = CASES[case]
     workers, strategy, flags = WAYS[way]
     results = ranks(workers, train, model, strategy, arguments, fit, flags=flags)
-    # A norm is the same to the bit only if it is added up in the same order.
-    assert_same(alone(model, arguments, fit), results[0], tolerance=1e-6 if "clip_norm" in arguments else 0.0)
+    # Norms, and what a layer gets from two calls, are added up in another order.
+    tolerance = 1e-6 if "clip_norm" in arguments or "two passes" in arguments.values() else 0.0
+    assert_same(alone(model, arguments, fit), results[0], tolerance)
     for other in results[1:]:
         assert np.array_equal(other["predictions"], results[0]["predictions"])
 
@@ -94,17 +97,20 @@ def test_layers_computed_again_change_nothing(ranks: RankPool, alone: Any) -> No
         assert_same(alone("CNN", {}, {}), ranks(2, train, "CNN", strategy)[0])
 
 
-def test_weights_are_whole_while_they_are_edited(ranks: RankPool) -> None:
-    [single] = ranks(1, edit_and_train, mh.Single())
-    first, second = ranks(2, edit_and_train, mh.Sharded())
+def test_weights_are_whole_while_they_are_edited_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    [single] = ranks(1, edit_and_train, mh.Single(), str(tmp_path))
+    first, second = ranks(2, edit_and_train, mh.Sharded(), str(tmp_path))
     assert first["shape"] == second["shape"] == (72, 72)
     for name, value in single["weights"].items():
         assert np.array_equal(value, first["weights"][name]), name
+        assert np.array_equal(value, first["loaded"][name]), name
 
 
 def test_a_loop_of_ones_own_trains_with_divided_parameters(ranks: RankPool) -> None:
     [single] = ranks(1, own_loop, mh.Single())
     assert ranks(2, own_loop, mh.Sharded()) == pytest.approx([single, single], rel=1e-6)
+    for told in ranks(2, refused_loop, mh.Sharded()):
+        assert "3 slices for 2 workers" in told and "mh.Trainer" in told
 
 
 @pytest.mark.parametrize(
