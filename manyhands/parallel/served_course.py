@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_hatch import Hatch
+from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
+from manyhands.parallel.served_log import Past
 from manyhands.parallel.served_memory import ServedMemory
 from manyhands.parallel.served_messages import Applied, Ask, Done, Filled, Number, Open, Piece, Reply, Stand, Want
 from manyhands.parallel.served_part import Gradient, ServedPart
-from manyhands.parallel.served_states import plain_schedule, settings_of
-from manyhands.parallel.served_tables import Tables
+from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_tables import Tables, to_bytes
 from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parallel.update_log import Update
 
 __all__ = ["MAX_TOLD", "Ongoing", "Outbox", "Saved", "more_of"]
 
@@ -76,8 +79,10 @@ class Ongoing:
         hatch: Hatch,
         tables: Tables,
         foreign: ForeignState,
+        keeper: Keeper | None = None,
     ) -> None:
-        self.opened, self.part, self.hatch, self.tables = opened, part, hatch, tables
+        """`keeper`: of the log, where there is one."""
+        self.opened, self.part, self.hatch, self.tables, self.keeper = opened, part, hatch, tables, keeper
         self._away = frozenset(opened.away)
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
@@ -113,13 +118,14 @@ class Ongoing:
         found = self._minutes.value
         before = msgspec.msgpack.decode(found, type=_Kept) if found else _Kept(opened.number, 0, None)
         same = before.minutes if before.course == opened.number else None
+        standings = [self._standings[server] for server in range(opened.servers)]
         self.book = Book(
             opened.course,
             Rule(ahead=opened.ahead, backups=opened.backups),
-            [self._standings[server] for server in range(opened.servers)],
+            standings,
             num_rows=opened.rows,
             number=before.book + 1,
-            minutes=same or Minutes.before(opened.course.first),
+            minutes=same or first_minutes(opened, standings),
         )
         self._keep_minutes(self.book)
         self.book.lose(self._living)
@@ -242,6 +248,11 @@ class Ongoing:
             return []
         return self._apply(due) if self._are_intact(due) else []
 
+    def catch_up(self) -> None:
+        """Make again what is in the log and not in memory."""
+        for past in self.keeper.past(self.shard) if self.keeper is not None else ():
+            self._apply_again(past)
+
     def _are_intact(self, due: Sequence[Contribution]) -> bool:
         gone = [one for one in due if not self._is_there(one)]
         for one in gone:
@@ -257,21 +268,61 @@ class Ongoing:
         return self.hatch.row(one.row) if one.worker in self._away else one.row
 
     def _apply(self, due: Sequence[Contribution]) -> Outbox:
-        step, version = due[0].step, self.shard.num_applied
-        rows, weight = self.opened.course.rows(step), sum(one.weight for one in due)
-        staleness = max(version - one.based_on for one in due)
-        factor = rows / weight / (1 + staleness if self.opened.damping else 1)
+        step, gradient = due[0].step, self._gradient(due, [self._row(one) for one in due])
+        statistics = [] if self._number else [one for row in gradient.rows for one in self._served.read_statistics(row)]
+        if self.keeper is not None:
+            gradient = self.keeper.take(gradient)
+            if not self._are_intact(due):
+                return []
+            self.keeper.write(self.shard, step, self._told(due, statistics), gradient.present)
+        norm = self.part.update(self.shard.num_applied, gradient)
+        if self.keeper is None and not self._are_intact(due):  # somebody else was given the row while it was read
+            return []
+        self._make(due, gradient.factor, statistics, norm)
+        sender = self._senders.pop(step, None)
+        return [(sender, self._applied(step))] if sender is not None else []
+
+    def _apply_again(self, past: Past) -> None:
+        assert self.keeper is not None
+        due = past.update.contributions
+        gradient = self.keeper.put(past, self._gradient(due, ()))
+        load_settings(self.part.optimizer, past.update.groups)
+        for piece in past.update.pieces:
+            self.tables.keep(piece)
+        norm = self.part.update(self.shard.num_applied, gradient)
+        self._make(due, gradient.factor, statistics_from(past.update.statistics), norm)
+
+    def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
+        weight = sum(one.weight for one in due)
+        factor = self.opened.course.rows(due[0].step) / weight
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
-        if not self._are_intact(due):  # somebody else was given the row while it was read
-            return []
+        return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
+
+    def _staleness(self, due: Sequence[Contribution]) -> int:
+        return max(self.shard.num_applied - one.based_on for one in due)
+
+    def _told(self, due: Sequence[Contribution], statistics: Sequence[Tensor]) -> Update:
+        """For the log."""
+        return Update(
+            contributions=list(due),
+            groups=settings_of(self.part.optimizer),
+            statistics=[to_bytes(one) for one in statistics],
+            pieces=self.tables.kept([one.filling for one in due]),
+        )
+
+    def _make(
+        self, due: Sequence[Contribution], factor: float, statistics: Sequence[Tensor], norm: float | None
+    ) -> None:
+        """What else belongs to an update, once the part has made it; and have it count."""
+        step, version = due[0].step, self.shard.num_applied
         if self.tables:
             self._apply_rows(step, version + 1, due, factor)
         if self._number == 0:
-            self._buffers.update(version, due, [self._row(one) for one in due])
-            loss = sum(one.total for one in due) / weight
-            done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
+            self._buffers.update(version, due, statistics)
+            loss = sum(one.total for one in due) / sum(one.weight for one in due)
+            rows = self.opened.course.rows(step)
+            done = Done(version + 1, step, loss, rows, self._lr, self._staleness(due), norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
         if self.opened.scheduled and self._scheduler is not None:
             self._scheduler.step()
@@ -279,8 +330,6 @@ class Ongoing:
         self._commit()
         self.part.updated(version)
         self._served.set_version(self._number, version + 1)
-        sender = self._senders.pop(step, None)
-        return [(sender, self._applied(step))] if sender is not None else []
 
     def _apply_rows(self, step: int, number: int, due: Sequence[Contribution], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
@@ -328,13 +377,12 @@ class _Buffers:
         self._copy(self._live, served.buffers(version))
         self._replay = StepBuffers(model, foreign)
 
-    def update(self, version: int, due: Sequence[Contribution], rows: Sequence[int]) -> None:
+    def update(self, version: int, due: Sequence[Contribution], slices: Sequence[Tensor]) -> None:
         """Make the buffers of the version after this one; done again, it makes the same."""
         if not self._live:
             return
         self._copy(self._live, self._served.buffers(version))
         self._replay.refresh()
-        slices = [one for row in rows for one in self._served.read_statistics(row)]
         self._replay.begin(len(slices), 2)
         self._replay.commit(slices, apart=self._apart)
         for one in due:

@@ -89,6 +89,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """What is not in place yet, and comes in frames before the course begins."""
     tables: list[int] = []
     """Rows of embeddings come, too: in so many bytes for each server."""
+    fresh: bool = False
+    """The run begins with this course: what is on disk of an earlier one does not count."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):

@@ -112,6 +112,10 @@ class Tables:
     def has(self, filling: int, pieces: int) -> bool:
         return len(self._pieces.get(filling, ())) >= pieces
 
+    def kept(self, fillings: Sequence[int]) -> list[RowGradients]:
+        """All that is here of these leases."""
+        return [piece for filling in fillings for piece in self._sorted(filling)]
+
     def drop(self, fillings: Sequence[int]) -> None:
         for filling in fillings:
             self._pieces.pop(filling, None)

@@ -22,6 +22,7 @@ from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.row_server import RowServer
+from manyhands.parallel.served_log import log_of
 from manyhands.parallel.served_memory import Attendance
 from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
@@ -77,6 +78,9 @@ def _make_server(
         place=strategy.place or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
+        log=log_of(session.run_dir, session.seat.server)
+        if strategy.durability == "wal" and not worker.in_trial
+        else None,
     )
 
 
@@ -118,6 +122,8 @@ class _Serving:
             self._tell_first_update()
             self._tell_variables()
             self._tell_standing()
+        if isinstance(self._server, PartServer):
+            self._server.close()
         self._attendance.mark(self._number, up=False)
         self._session.on_change = None
         if broken := self._server.refused["broken"] + sum(port.garbage for port in self._ports):

@@ -14,6 +14,7 @@ from manyhands.errors import SpecError
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
+DURABILITIES = ("upstream", "wal")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,10 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
     place: dict[str, int] | None = None
     """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
+    durability: str = "upstream"
+    """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
+    its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
+    and the same command goes on from there."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -83,6 +88,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES, "mh.ParameterServer")
+        _check_durability(self.durability)
         _at_least("servers", self.servers, 1)
         _at_least("staleness", self.staleness, 0)
         _at_least("backup_workers", self.backup_workers, 0)
@@ -102,7 +108,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         return self.mode != "hybrid"
 
     def _check_hybrid(self) -> None:
-        for name in ("staleness", "backup_workers", "aggregate", "damping", "place"):
+        for name in ("staleness", "backup_workers", "aggregate", "damping", "place", "durability"):
             value = getattr(self, name)
             usual = next(field.default for field in msgspec.structs.fields(self) if field.name == name)
             if value != usual:
@@ -197,6 +203,18 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
 def _one_of(name: str, value: str, known: tuple[str, ...], where: str = "mh.LocalSGD") -> None:
     if value not in known:
         raise _wrong(f"{name} is {value!r}", *(f'{name}="{one}"' for one in known), where=where)
+
+
+def _check_durability(value: str) -> None:
+    if value == "replica":
+        what = "durability is 'replica', but no server keeps a copy of its state on a second host"
+        raise _wrong(
+            what,
+            'durability="wal", with the run directory on a disk that outlives the host',
+            'durability="upstream"',
+            where="mh.ParameterServer",
+        )
+    _one_of("durability", value, DURABILITIES, "mh.ParameterServer")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

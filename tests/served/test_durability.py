@@ -1,0 +1,48 @@
+"""What is lost with whom, by durability: servers and whole hosts are killed -9, and every gradient counts once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.elastic.conftest import Run
+from tests.served.conftest import Start, steps_of
+from tests.served.test_served_runs import TWO_AND_TWO, faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+SLOWLY = {"slow_s": {"worker 0": 0.03, "worker 1": 0.03}}
+
+
+def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
+    """Kill the agent -9, and with it everybody; what the chief had been told of until then."""
+    run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) >= after, f"{after} steps")
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(30)
+    return steps_of(run)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_with_a_log_nothing_is_lost_with_the_host(served: Start, mirrored: Any, mode: str) -> None:
+    places = faults(("server 1", 3, "before commit"), ("server 0", 24, "between tables and weights"))
+    asked = {"mode": mode, "rows": True, "settings": {"durability": "wal"}, "save_every": 20, "faults": places}
+    options = {"epochs": 3, "exact": mode == "sync"}
+    before = lose_host(served({**asked, **options, **SLOWLY}, *TWO_AND_TWO, folder="run"), after=28)
+    again = served({**asked, **options}, *TWO_AND_TWO, folder="run")
+    told = again.wait()
+    assert told["counter"] == [3.0] and told["reached"] == 48
+    since = steps_of(again)[len(before) :]
+    assert [one["step"] for one in since] == list(range(21, 49)), "it did not go on from the checkpoint"
+    assert since[: len(before) - 20] == before[20:], "what workers had been told of was computed again"
+    if mode == "sync":
+        assert told == mirrored(rows=True, **options)
+    assert len(list(again.folder.glob("fault-*"))) == len(places)
+    assert not (again.directory / "updates").exists(), "a log is left that no checkpoint needs"
