@@ -18,13 +18,12 @@ from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, St
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
 from manyhands.parallel.served_log import Past
-from manyhands.parallel.served_memory import ServedMemory
+from manyhands.parallel.served_memory import ServedMemory, StateTorn
 from manyhands.parallel.served_messages import Applied, Ask, Done, Filled, Number, Open, Piece, Reply, Stand, Want
 from manyhands.parallel.served_part import Gradient, ServedPart
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
-from manyhands.parallel.served_tables import Tables, to_bytes
+from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.shard import Contribution, Shard
-from manyhands.parallel.update_log import Update
 
 __all__ = ["MAX_TOLD", "Ongoing", "Outbox", "Saved", "more_of"]
 
@@ -274,9 +273,13 @@ class Ongoing:
             gradient = self.keeper.take(gradient)
             if not self._are_intact(due):
                 return []
-            self.keeper.write(self.shard, step, self._told(due, statistics), gradient.present)
-        norm = self.part.update(self.shard.num_applied, gradient)
+            pieces = self.tables.kept([one.filling for one in due])
+            settings = settings_of(self.part.optimizer)
+            self.keeper.write(self.shard, due, gradient.present, settings, statistics, pieces)
+        norm = self._update(gradient)
         if self.keeper is None and not self._are_intact(due):  # somebody else was given the row while it was read
+            if self.opened.in_place:
+                raise StateTorn(self._number, self.shard.num_applied)
             return []
         self._make(due, gradient.factor, statistics, norm)
         sender = self._senders.pop(step, None)
@@ -289,8 +292,13 @@ class Ongoing:
         load_settings(self.part.optimizer, past.update.groups)
         for piece in past.update.pieces:
             self.tables.keep(piece)
-        norm = self.part.update(self.shard.num_applied, gradient)
+        norm = self._update(gradient)
         self._make(due, gradient.factor, statistics_from(past.update.statistics), norm)
+
+    def _update(self, gradient: Gradient) -> float | None:
+        version = self.shard.num_applied
+        self._served.begin_update(self._number, version + 1)
+        return self.part.update(version, gradient)
 
     def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
         weight = sum(one.weight for one in due)
@@ -301,15 +309,6 @@ class Ongoing:
 
     def _staleness(self, due: Sequence[Contribution]) -> int:
         return max(self.shard.num_applied - one.based_on for one in due)
-
-    def _told(self, due: Sequence[Contribution], statistics: Sequence[Tensor]) -> Update:
-        """For the log."""
-        return Update(
-            contributions=list(due),
-            groups=settings_of(self.part.optimizer),
-            statistics=[to_bytes(one) for one in statistics],
-            pieces=self.tables.kept([one.filling for one in due]),
-        )
 
     def _make(
         self, due: Sequence[Contribution], factor: float, statistics: Sequence[Tensor], norm: float | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -18,9 +19,10 @@ from manyhands.parallel.leases import Minutes, Standing
 from manyhands.parallel.placing import Chunk
 from manyhands.parallel.served_log import Past, ServedLog
 from manyhands.parallel.served_memory import ServedMemory
-from manyhands.parallel.served_messages import Open
+from manyhands.parallel.served_messages import Open, RowGradients
 from manyhands.parallel.served_part import Gradient
-from manyhands.parallel.shard import Shard
+from manyhands.parallel.served_tables import to_bytes
+from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.tree import finish
 from manyhands.parallel.update_log import Begin, Terms, Update
 
@@ -55,10 +57,21 @@ class Keeper:
             self._own(place)[start:stop] = finish(parts, len(rows), torch.add)
         return gradient._replace(rows=(self._row,))
 
-    def write(self, shard: Shard, step: int, update: Update, present: Collection[int]) -> None:
-        """What was taken goes to the log; it is on disk once the log is settled."""
+    def write(
+        self,
+        shard: Shard,
+        due: Sequence[Contribution],
+        present: Collection[int],
+        groups: list[dict[str, Any]],
+        statistics: Sequence[Tensor],
+        pieces: list[RowGradients],
+    ) -> None:
+        """What was taken goes to the log, with what else the update is made of; on disk it is once that is settled."""
+        told = Update(
+            contributions=list(due), groups=groups, statistics=[to_bytes(one) for one in statistics], pieces=pieces
+        )
         payload = [_bytes(self._own(place)[start:stop]) for place, start, stop in self._of(present)]
-        self._log.write(step, update, payload, lambda: self.begin(shard))
+        self._log.write(due[0].step, told, payload, lambda: self.begin(shard))
 
     def begin(self, shard: Shard) -> Begin:
         """What a segment begins with that continues from here."""

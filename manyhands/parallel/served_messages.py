@@ -91,6 +91,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """Rows of embeddings come, too: in so many bytes for each server."""
     fresh: bool = False
     """The run begins with this course: what is on disk of an earlier one does not count."""
+    in_place: bool = False
+    """There is one copy of the states, which updates change."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from manyhands.parallel.served_course import Ongoing, Outbox, Saved
 from manyhands.parallel.served_hatch import Hatch, Intake
 from manyhands.parallel.served_keeping import Keeper
 from manyhands.parallel.served_log import ServedLog
-from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
+from manyhands.parallel.served_memory import Memory, ServedMemory, StateTorn, course_register
 from manyhands.parallel.served_messages import (
     Ask,
     Bring,
@@ -61,6 +61,7 @@ def open_memory(model: nn.Module, memory: Memory, opened: Open, foreign: Foreign
         num_rows=opened.rows,
         statistics_numel=StepBuffers(model, foreign).most_numel,
         slices_per_row=opened.course.slices if opened.course.whole else 1,
+        state_copies=1 if opened.in_place else 2,
     )
 
 
@@ -261,6 +262,8 @@ class PartServer:
                 groups=opened.groups,
                 scheduler=opened.scheduler,
             )
+        if opened.in_place and served.update_begun(self._number) > saved.version:
+            raise StateTorn(self._number, saved.version)
         self._restore_schedule(saved)
         part = self._make_part(served, opened)
         part.resume(saved.version, saved.counts, saved.more)

@@ -20,10 +20,11 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
+from manyhands.errors import ServerStateLost
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.row_server import RowServer
-from manyhands.parallel.served_log import log_of
-from manyhands.parallel.served_memory import Attendance
+from manyhands.parallel.served_log import log_of, saved_step
+from manyhands.parallel.served_memory import Attendance, StateTorn
 from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
 from manyhands.parallel.served_variables import ServedVariable
@@ -52,9 +53,22 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             script=sys.argv[0],
         )
     )
-    _Serving(session, _make_server(worker, session, parts, scheduler), worker.warn).run()
+    try:
+        _Serving(session, _make_server(worker, session, parts, scheduler), worker.warn).run()
+    except StateTorn as torn:
+        raise _state_lost(torn, session) from torn
     worker.close()
     raise SystemExit(0)
+
+
+def _state_lost(torn: StateTorn, session: Session) -> ServerStateLost:
+    """All workers and servers begin again; nobody but those who begin with a checkpoint has anything to go on with."""
+    saved = saved_step(session.run_dir) or 0
+    return ServerStateLost(
+        f"Server {torn.server} was lost in the middle of update {torn.version + 1}, and with it what came after the "
+        f"checkpoint of step {saved}: {torn.version - saved} updates, whose batches are computed again.",
+        fix=['durability="upstream", to keep two copies of the states'],
+    )
 
 
 def _make_server(

@@ -14,7 +14,7 @@ from manyhands.errors import SpecError
 __all__ = ["LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
-DURABILITIES = ("upstream", "wal")
+DURABILITIES = ("upstream", "wal", "snapshot")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,8 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     durability: str = "upstream"
     """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
     its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
-    and the same command goes on from there."""
+    and the same command goes on from there. snapshot: one copy of the optimizer's states instead of two; a server that
+    dies in the middle of an update takes the run back to the last checkpoint."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None

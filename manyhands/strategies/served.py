@@ -297,6 +297,7 @@ class Served(Computing):
             states=state_names(self._optimizer) if runs_fused(self._optimizer) else [],
             brings=self._reach.brings(states=self._are_states_new),
             fresh=self._is_fresh,
+            in_place=self._choice.durability == "snapshot",
         )
         served = self._enter_memory(opened)
         with torch.no_grad():

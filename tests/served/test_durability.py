@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -46,3 +47,22 @@ def test_with_a_log_nothing_is_lost_with_the_host(served: Start, mirrored: Any, 
         assert told == mirrored(rows=True, **options)
     assert len(list(again.folder.glob("fault-*"))) == len(places)
     assert not (again.directory / "updates").exists(), "a log is left that no checkpoint needs"
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_with_one_copy_of_the_states_a_server_takes_the_run_back_to_the_checkpoint(
+    served: Start, mirrored: Any, mode: str
+) -> None:
+    places = faults(("server 1", 8, "after commit"), ("server 0", 30, "before commit"))
+    asked = {"mode": mode, "rows": True, "settings": {"durability": "snapshot"}, "save_every": 20, "faults": places}
+    options = {"epochs": 3, "exact": mode == "sync"}
+    run = served({**asked, **options}, *TWO_AND_TWO)
+    told = run.wait()
+    assert told["counter"] == [3.0] and told["reached"] == 48
+    steps = [one["step"] for one in steps_of(run)]
+    assert steps[: steps.index(21)] == list(range(1, 21)), "a server that died between two updates took something along"
+    again = len(steps) - 1 - steps[::-1].index(21)
+    assert steps[again:] == list(range(21, 49)) and steps[20:again] == list(range(21, 21 + again - 20))
+    assert re.search(r"lost in the middle of update 30, .* the checkpoint of step 20: 9 updates", run.output())
+    if mode == "sync":
+        assert told == mirrored(rows=True, **options)
