@@ -235,6 +235,8 @@ class Ongoing:
     def _news(self, told: int) -> tuple[list[Done], bool]:
         """Updates that a worker has not heard of, and whether these are all."""
         updates = self.shard.num_applied
+        if self.keeper is not None and self.shard.in_order and self.book is not None:
+            updates = min(updates, self.book.low)  # what some log lacks is computed again if the host is lost
         found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
         done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
         return done, updates <= told + MAX_TOLD

@@ -26,7 +26,7 @@ from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.tree import finish
 from manyhands.parallel.update_log import Begin, Terms, Update
 
-__all__ = ["Keeper", "first_minutes", "statistics_from"]
+__all__ = ["Keeper", "check_together", "first_minutes", "statistics_from"]
 
 
 class Keeper:
@@ -80,9 +80,20 @@ class Keeper:
     # ---- and again ----
 
     def past(self, shard: Shard) -> Iterator[Past]:
-        """Updates of this course that were made before, and are not applied; `put` prepares for each."""
-        for one in self._log.past(self._opened.version, shard.is_applied):
-            if one.step <= self._opened.course.last:
+        """Updates of this course that were made before, and are not applied; `put` prepares for each.
+
+        In sync and ssp those that all servers have: the others are computed again, with rows as they were before them.
+        """
+        opened, last = self._opened, self._opened.course.last
+        if opened.fresh:  # workers have what is in the log, if anything is; other servers may not have removed theirs
+            return
+        if opened.ahead is not None:
+            reaches = [self._log.reader_of(server).reach(opened.version) for server in range(opened.servers)]
+            if shard.num_applied == opened.version:  # later, other servers go on while this one reads
+                check_together(reaches, opened.ahead)
+            last = min(last, *reaches)
+        for one in self._log.reader.past(opened.version, shard.is_applied):
+            if one.step <= last:
                 self._check(one.begin.terms)
                 yield one
 
@@ -120,14 +131,17 @@ class Keeper:
 def first_minutes(opened: Open, standings: Sequence[Standing]) -> Minutes:
     """Of a course that servers may have made some updates of in an earlier life of the run, by their logs."""
     before = Minutes.before(opened.course.first)
-    lows = [one.low for one in standings]
-    if opened.ahead is not None and max(lows) > min(lows) + 1 + opened.ahead:
-        server = lows.index(min(lows))
+    return replace(before, reach=max(before.reach, *(max({one.low} | one.seen) for one in standings)))
+
+
+def check_together(reaches: Sequence[int], ahead: int) -> None:
+    """Logs of servers that were never further apart than they may be reach about as far."""
+    if max(reaches) > min(reaches) + 1 + ahead:
         raise EnvironmentProblem(
-            f"Server {server} has updates to step {min(lows)} in its log, others to step {max(lows)}: a part is gone.",
+            f"The log of server {reaches.index(min(reaches))} has updates to step {min(reaches)}, others to step "
+            f"{max(reaches)}: a part of it is gone.",
             fix=["the whole of updates/ in the run directory, as it was", "no updates/, to go on from the checkpoint"],
         )
-    return replace(before, reach=max(before.reach, *(max({one.low} | one.seen) for one in standings)))
 
 
 def statistics_from(told: Sequence[bytes]) -> list[Tensor]:

@@ -30,9 +30,10 @@ from manyhands.parallel.update_log import (
     obsolete,
     pack,
     surviving,
+    whole,
 )
 
-__all__ = ["Past", "ServedLog", "log_of", "saved_step"]
+__all__ = ["LogReader", "Past", "ServedLog", "log_of", "saved_step"]
 
 # So long, or for so many bytes, updates wait to be brought to disk together while others are there to be made.
 SYNC_S = 0.005
@@ -58,7 +59,11 @@ class _Segment(NamedTuple):
 
 
 def log_of(run_dir: Path, server: int) -> ServedLog:
-    return ServedLog(run_dir / "updates" / f"server-{server}", lambda: saved_step(run_dir))
+    return ServedLog(run_dir / "updates" / _name(server), lambda: saved_step(run_dir))
+
+
+def _name(server: int) -> str:
+    return f"server-{server}"
 
 
 def saved_step(run_dir: Path) -> int | None:
@@ -71,7 +76,7 @@ class ServedLog:
 
     def __init__(self, directory: Path, saved: Callable[[], int | None]) -> None:
         """`saved` tells the step of the newest checkpoint."""
-        self._directory, self._saved = directory, saved
+        self._directory, self._saved, self.reader = directory, saved, LogReader(directory)
         self._fd, self._path = -1, directory
         self._end = self._synced = 0
         self._since = 0.0
@@ -81,6 +86,10 @@ class ServedLog:
             for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
                 _sync(path)
             _sync(directory)
+
+    def reader_of(self, server: int) -> LogReader:
+        """Of another server's log, which is beside this one."""
+        return LogReader(self._directory.parent / _name(server))
 
     # ---- writing ----
 
@@ -186,27 +195,42 @@ class ServedLog:
             self._directory.rmdir()
             self._directory.parent.rmdir()
 
-    # ---- reading ----
+    def _paths(self) -> list[Path]:
+        return _paths(self._directory)
+
+
+class LogReader:
+    """Reads what a server has written, also while it goes on writing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def past(self, version: int, is_applied: Callable[[int], bool]) -> Iterator[Past]:
         """Updates that count beyond the state after step `version`, in their order, but for those that are applied."""
-        segments = [segment for path in self._paths() if (segment := self._read(path)) is not None]
-        for number, place in self._surviving(segments, version):
+        segments, counting = self._surviving(version)
+        for number, place in counting:
             segment = segments[number]
             frame = segment.updates[place]
             if is_applied(frame.step):
                 continue
             if not is_sound(segment.data, frame):
-                if number < len(segments) - 1:  # a later one rests on it
-                    raise self._corrupt(segment.path, Broken(f"what was on disk at byte {frame.start} has changed"))
-                self._check_torn(segment.path, segment.data, frame.start)
-                return
+                raise self._corrupt(segment.path, Broken(f"what was on disk at byte {frame.start} has changed"))
             update, payload = body(segment.data, frame, Update)
             yield Past(frame.step, segment.begin, update, payload)
 
-    def _surviving(self, segments: Sequence[_Segment], version: int) -> list[tuple[int, int]]:
+    def reach(self, version: int) -> int:
+        """The last step to which, from `version` on, there is every update."""
+        segments, counting = self._surviving(version)
+        there = {segments[number].updates[place].step for number, place in counting}
+        while version + 1 in there:
+            version += 1
+        return version
+
+    def _surviving(self, version: int) -> tuple[list[_Segment], list[tuple[int, int]]]:
+        segments = [segment for path in _paths(self._directory) if (segment := self._read(path)) is not None]
         try:
-            return surviving([(one.begin, [frame.step for frame in one.updates]) for one in segments], version)
+            steps = [(one.begin, [frame.step for frame in one.updates]) for one in segments]
+            return segments, surviving(steps, version)
         except Broken as broken:
             raise self._corrupt(self._directory, broken) from broken
 
@@ -214,17 +238,13 @@ class ServedLog:
         """None: whoever began it was killed in that."""
         data = _map(path)
         found, end = frames(data)
-        if end < len(data):
-            self._check_torn(path, data, end)
-        begin = _begin(data, found)
-        if begin is None:
-            self._check_torn(path, data, 0)
-            return None
-        return _Segment(path, data, begin, found[1:])
-
-    def _check_torn(self, path: Path, data: bytes | mmap.mmap, start: int) -> None:
         try:
-            check_torn(data, start)
+            check_torn(data, end)
+            begin = _begin(data, found)
+            if begin is None:
+                check_torn(data, 0)
+                return None
+            return _Segment(path, data, begin, whole(data, found)[1:])
         except Broken as broken:
             raise self._corrupt(path, broken) from broken
 
@@ -236,8 +256,9 @@ class ServedLog:
             fix=[f"to compute again what came after the last checkpoint: mv {root} {root}.broken"],
         )
 
-    def _paths(self) -> list[Path]:
-        return sorted(path for path in self._directory.glob("*.log") if path.stem.isdigit())
+
+def _paths(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*.log") if path.stem.isdigit())
 
 
 def _begin(data: bytes | mmap.mmap, found: Sequence[Frame]) -> Begin | None:
@@ -247,10 +268,13 @@ def _begin(data: bytes | mmap.mmap, found: Sequence[Frame]) -> Begin | None:
 
 
 def _map(path: Path) -> bytes | mmap.mmap:
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(path, "rb") as file,
+    ):  # another server may have just removed its own
+        if os.fstat(file.fileno()).st_size:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return b""
 
 
 def _sync(path: Path) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "obsolete",
     "pack",
     "surviving",
+    "whole",
 ]
 
 MAGIC = b"mhul"
@@ -160,6 +161,21 @@ def _later(data: Data, start: int) -> Iterator[Frame]:
         if (frame := _at(data, at)) is not None:
             yield frame
         at = data.find(MAGIC, at + 1)
+
+
+def whole(data: Data, found: Sequence[Frame]) -> list[Frame]:
+    """Of a segment's frames, those to the first that is torn; `Broken` as `check_torn` has it.
+
+    What is known to have been on disk is not looked at here.
+    """
+    vouched_for = max((frame.synced for frame in found), default=0)
+    kept = list[Frame]()
+    for frame in found:
+        if frame.end > vouched_for and not is_sound(data, frame):
+            check_torn(data, frame.start)
+            break
+        kept.append(frame)
+    return kept
 
 
 def surviving(segments: Sequence[tuple[Begin, Sequence[int]]], version: int) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ def write(
 
 
 def steps_in(log: ServedLog, version: int = 0, applied: int = 0) -> list[int]:
-    return [one.step for one in log.past(version, lambda step: step <= applied)]
+    return [one.step for one in log.reader.past(version, lambda step: step <= applied)]
 
 
 def segment(directory: Path) -> Path:
@@ -59,7 +59,7 @@ def segment(directory: Path) -> Path:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(open_log(tmp_path), 1, 2, make=update)
-    first, second = open_log(tmp_path).past(0, lambda step: False)
+    first, second = open_log(tmp_path).reader.past(0, lambda step: False)
     assert (first.step, first.begin, first.update) == (1, begin(), update(1))
     assert (second.update, bytes(second.payload)) == (update(2), b"gradientof 2")
     assert steps_in(open_log(tmp_path), applied=1) == [2]
@@ -99,7 +99,7 @@ def test_one_byte_that_changes_is_found(tmp_path: Path) -> None:
             assert steps_in(log) in ([1, 2], [1, 2, 3]), "an update is there that was not written"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_nonsense_is_refused_or_left_out(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
     directory = tmp_path_factory.mktemp("log")
@@ -114,9 +114,19 @@ def test_nonsense_is_refused_or_left_out(tmp_path_factory: pytest.TempPathFactor
 def test_a_successor_says_what_counts_of_its_predecessors_log(tmp_path: Path) -> None:
     write(open_log(tmp_path), 1, 2, 3)
     write(open_log(tmp_path), 3, 4, low=2)  # the first to apply it for good
-    assert [(one.step, one.begin.low) for one in open_log(tmp_path).past(0, lambda step: False)] == [
+    assert [(one.step, one.begin.low) for one in open_log(tmp_path).reader.past(0, lambda step: False)] == [
         (1, 0), (2, 0), (3, 2), (4, 2)
     ]  # fmt: skip
+
+
+def test_another_server_sees_how_far_a_log_goes(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    write(log, 1, 2)
+    write(log, 3, settle=False)
+    reader = log.reader_of(0)
+    assert [reader.reach(0), reader.reach(1), log.reader_of(1).reach(0)] == [3, 3, 0]
+    os.truncate(segment(tmp_path), len(segment(tmp_path).read_bytes()) - 1)
+    assert reader.reach(0) == 2
 
 
 def test_updates_out_of_order_count_as_the_next_segment_says() -> None:

@@ -71,7 +71,7 @@ def test_a_log_of_other_servers_is_refused(tmp_path: Path) -> None:
 def test_a_log_that_is_gone_for_one_server_is_missed(tmp_path: Path) -> None:
     train("sync", OPTIMIZERS["SGD"], servers=2, answers=EARLY, logs=tmp_path, **ASKED)
     shutil.rmtree(tmp_path / "server-1")
-    with pytest.raises(EnvironmentProblem, match=r"Server 1 has updates to step 0 in its log, others to step \d"):
+    with pytest.raises(EnvironmentProblem, match=r"The log of server 1 has updates to step 0, others to step \d"):
         train("sync", OPTIMIZERS["SGD"], servers=2, again=True, logs=tmp_path, **ASKED)
 
 
