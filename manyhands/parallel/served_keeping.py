@@ -112,7 +112,10 @@ class Keeper:
             if was != now:
                 raise SpecError(
                     f"The log has updates that were made with {name}={was}, but now {name}={now}.",
-                    fix=[f"{name}={was}", 'durability="upstream", which goes on from the checkpoint without them'],
+                    fix=[
+                        f"--servers {was}" if name == "servers" else f"{name}={was}",
+                        'durability="upstream", which goes on from the checkpoint without them',
+                    ],
                 )
         if before.part != self._terms.part:
             raise SpecError(

@@ -82,7 +82,8 @@ class ServedLog:
         self._since = 0.0
         self._begun: dict[Path, Begin | None] = {}
         with self._no_error_passes():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for one in (directory.parent, directory):
+                one.mkdir(mode=0o700, exist_ok=True)
             for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
                 _sync(path)
             _sync(directory)
