@@ -79,7 +79,7 @@ def test_with_one_copy_of_the_states_a_server_takes_the_run_back_to_the_checkpoi
 ) -> None:
     places = faults(("server 1", 8, "after commit"), ("server 0", 30, "before commit"))
     asked = {"mode": mode, "rows": True, "settings": {"durability": "snapshot"}, "save_every": 20, "faults": places}
-    run = served({**asked, "exact": mode == "sync"}, *TWO_AND_TWO)
+    run = served({**asked, "exact": mode == "sync"}, "-n", "1", "--servers", "2")
     told = run.wait()
     assert told["counter"] == [2.0] and told["reached"] == 32
     steps = [one["step"] for one in steps_of(run)]
