@@ -23,7 +23,8 @@
     │   ├── CheckpointTooNew            written by a later format
     │   └── CheckpointSaveFailed        the previous checkpoint is untouched
     ├── PeerLost                     1  another worker is gone; the run's failure block names it
-    │   └── PeerTimeout                 another worker did not arrive in time
+    │   ├── PeerTimeout                 another worker did not arrive in time
+    │   └── ServerStateLost             a parameter server that kept one copy died in the middle of an update
     ├── GaveUp                       4  the restart budget is spent
     └── Preempted                   75  stopped on request, with a committed checkpoint
 
@@ -56,6 +57,7 @@ __all__ = [
     "Preempted",
     "RunDirectoryInUse",
     "RunFinished",
+    "ServerStateLost",
     "SpecError",
     "StepFailed",
     "TrainingFailed",
@@ -177,6 +179,10 @@ class PeerLost(ManyhandsError):
 
 
 class PeerTimeout(PeerLost):
+    pass
+
+
+class ServerStateLost(PeerLost):
     pass
 
 

@@ -99,7 +99,7 @@ def _signal(number: int) -> str:
 def short(end: WorkerEnd) -> str:
     """One line, for a restart: "rank 1 on host-0 (pid 4121) died: SIGKILL"."""
     what = _signal(end.signal) if end.kind == "signal" else describe(end)
-    return escape(f"{who(end)} on {end.host} (pid {end.pid}) died: {what}")
+    return escape(f"{who(end)} on {end.host} (pid {end.pid}) died: {what.rstrip('.')}")
 
 
 def render(failure: Failure) -> str:

@@ -42,7 +42,11 @@ class Life(NamedTuple):
 def is_hopeless(end: WorkerEnd, lives: Sequence[Life]) -> bool:
     """Whether the next process with this number would end as this one did; `lives` of all that had it, in order."""
     last = lives[-QUICK_DEATHS:]
-    return cannot_be_retried(end) or (len(last) == QUICK_DEATHS and all(life.is_short for life in last))
+    return (
+        cannot_be_retried(end)
+        or "ServerStateLost" in end.bases
+        or (len(last) == QUICK_DEATHS and all(life.is_short for life in last))
+    )
 
 
 class Servers:

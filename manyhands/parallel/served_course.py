@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_hatch import Hatch
-from manyhands.parallel.served_memory import ServedMemory
+from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
+from manyhands.parallel.served_log import Past
+from manyhands.parallel.served_memory import ServedMemory, StateTorn
 from manyhands.parallel.served_messages import (
     Applied,
     Ask,
@@ -31,8 +33,8 @@ from manyhands.parallel.served_messages import (
     Want,
 )
 from manyhands.parallel.served_part import Gradient, ServedPart
-from manyhands.parallel.served_states import plain_schedule, settings_of
-from manyhands.parallel.served_tables import Tables
+from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
+from manyhands.parallel.served_tables import Tables, pieces_of
 from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.sparse import Contribution as RowSum
 
@@ -91,8 +93,10 @@ class Ongoing:
         hatch: Hatch,
         tables: Tables,
         foreign: ForeignState,
+        keeper: Keeper | None = None,
     ) -> None:
-        self.opened, self.part, self.hatch, self.tables = opened, part, hatch, tables
+        """`keeper`: of the log, where there is one."""
+        self.opened, self.part, self.hatch, self.tables, self.keeper = opened, part, hatch, tables, keeper
         self._away = frozenset(opened.away)
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
@@ -132,13 +136,14 @@ class Ongoing:
         found = self._minutes.value
         before = msgspec.msgpack.decode(found, type=_Kept) if found else _Kept(opened.number, 0, None)
         same = before.minutes if before.course == opened.number else None
+        standings = [self._standings[server] for server in range(opened.servers)]
         self.book = Book(
             opened.course,
             Rule(ahead=opened.ahead, backups=opened.backups, alone=opened.alone),
-            [self._standings[server] for server in range(opened.servers)],
+            standings,
             num_rows=opened.rows,
             number=before.book + 1,
-            minutes=same or Minutes.before(opened.course.first),
+            minutes=same or first_minutes(opened, standings),
         )
         self._keep_minutes(self.book)
         self.book.lose(self._living)
@@ -258,6 +263,8 @@ class Ongoing:
     def _news(self, told: int) -> tuple[list[Done], bool]:
         """Updates that a worker has not heard of, and whether these are all."""
         updates = self.shard.num_applied
+        if self.keeper is not None and self.shard.in_order and self.book is not None:
+            updates = min(updates, self.book.low)  # what some log lacks is computed again if the host is lost
         found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
         done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
         return done, updates <= told + MAX_TOLD
@@ -274,6 +281,11 @@ class Ongoing:
             return []
         return self._apply(due) if self._are_intact(due) else []
 
+    def catch_up(self) -> None:
+        """Make again what is in the log and not in memory."""
+        for past in self.keeper.past(self.shard) if self.keeper is not None else ():
+            self._apply_again(past)
+
     def _are_intact(self, due: Sequence[Contribution]) -> bool:
         gone = [one for one in due if not self._is_there(one)]
         for one in gone:
@@ -289,31 +301,78 @@ class Ongoing:
         return self.hatch.row(one.row) if one.worker in self._away else one.row
 
     def _apply(self, due: Sequence[Contribution]) -> Outbox:
-        step, version = due[0].step, self.shard.num_applied
-        rows, weight = self.opened.course.rows(step), sum(one.weight for one in due)
-        staleness = max(version - one.based_on for one in due)
-        factor = rows / weight / (1 + staleness if self.opened.damping else 1)
+        step, gradient = due[0].step, self._gradient(due, [self._row(one) for one in due])
+        statistics = [] if self._number else [one for row in gradient.rows for one in self._served.read_statistics(row)]
+        if self.keeper is not None:
+            gradient, found = self.keeper.take(gradient), self._row_sums(due)
+            if not self._are_intact(due):
+                return []
+            pieces, settings = pieces_of(due[0].filling, found), settings_of(self.part.optimizer)
+            self.keeper.write(self.shard, due, gradient.present, settings, statistics, pieces)
+            norm = self._update(gradient)
+        else:
+            norm, found = self._update(gradient), self._row_sums(due)
+            if not self._are_intact(due):  # somebody else was given the row while it was read
+                if self.opened.in_place:
+                    raise StateTorn(self._number, self.shard.num_applied)
+                return []
+        self._make(due, gradient.factor, statistics, norm, found)
+        sender = self._senders.pop(step, None)
+        return [(sender, self._applied(step))] if sender is not None else []
+
+    def _row_sums(self, due: Sequence[Contribution]) -> list[RowSum]:
+        """The sum of their gradients of rows."""
+        return self.tables.gather([one.filling for one in due])
+
+    def _apply_again(self, past: Past) -> None:
+        assert self.keeper is not None
+        due = past.update.contributions
+        gradient = self.keeper.put(past, self._gradient(due, ()))
+        load_settings(self.part.optimizer, past.update.groups)
+        for piece in past.update.pieces:
+            self.tables.keep(piece)
+        norm = self._update(gradient)
+        self._make(due, gradient.factor, statistics_from(past.update.statistics), norm, self._row_sums(due))
+
+    def _update(self, gradient: Gradient) -> float | None:
+        version = self.shard.num_applied
+        self._served.begin_update(self._number, version + 1)
+        return self.part.update(version, gradient)
+
+    def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
+        weight = sum(one.weight for one in due)
+        factor = self.opened.course.rows(due[0].step) / weight
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        norm = self.part.update(version, Gradient(tuple(self._row(one) for one in due), present, factor))
-        rows_found = self.tables.gather([one.filling for one in due])
-        if not self._are_intact(due):  # somebody else was given the row while it was read
-            return []
+        return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
+
+    def _staleness(self, due: Sequence[Contribution]) -> int:
+        return max(self.shard.num_applied - one.based_on for one in due)
+
+    def _make(
+        self,
+        due: Sequence[Contribution],
+        factor: float,
+        statistics: Sequence[Tensor],
+        norm: float | None,
+        found: Sequence[RowSum],
+    ) -> None:
+        """What else belongs to an update, once the part has made it; and have it count."""
+        step, version = due[0].step, self.shard.num_applied
+        rows = self.opened.course.rows(step)
         if self.tables:
-            self._apply_rows(step, version + 1, rows_found, factor)
+            self._apply_rows(step, version + 1, found, factor)
             self.tables.drop([one.filling for one in due])
         if self._number == 0:
-            self._buffers.update(version, due, [self._row(one) for one in due])
-            loss = sum(one.total for one in due) / weight
-            done = Done(version + 1, step, loss, rows, self._lr, staleness, norm)
+            self._buffers.update(version, due, statistics)
+            loss = sum(one.total for one in due) / sum(one.weight for one in due)
+            done = Done(version + 1, step, loss, rows, self._lr, self._staleness(due), norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
         self._advance_schedule(rows)
         self.shard.applied(step)
         self._commit()
         self.part.updated(version)
         self._served.set_version(self._number, version + 1)
-        sender = self._senders.pop(step, None)
-        return [(sender, self._applied(step))] if sender is not None else []
 
     def _advance_schedule(self, rows: int) -> None:
         """Once for each batch that an update has seen."""
@@ -367,13 +426,12 @@ class _Buffers:
         self._copy(self._live, served.buffers(version))
         self._replay = StepBuffers(model, foreign)
 
-    def update(self, version: int, due: Sequence[Contribution], rows: Sequence[int]) -> None:
+    def update(self, version: int, due: Sequence[Contribution], slices: Sequence[Tensor]) -> None:
         """Make the buffers of the version after this one; done again, it makes the same."""
         if not self._live:
             return
         self._copy(self._live, self._served.buffers(version))
         self._replay.refresh()
-        slices = [one for row in rows for one in self._served.read_statistics(row)]
         self._replay.begin(len(slices), 2)
         self._replay.commit(slices, apart=self._apart)
         for one in due:

@@ -27,6 +27,7 @@ __all__ = [
     "Memory",
     "Register",
     "ServedMemory",
+    "StateTorn",
     "course_register",
     "layout_name",
 ]
@@ -39,6 +40,14 @@ JOURNAL_LENGTH = 4096
 _ENTRY_BYTES = 256
 _PAGE = 4096
 _HEADER = struct.Struct("<QII")
+
+
+class StateTorn(Exception):
+    """A server was in the middle of an update that it made in place: its states are those of no version."""
+
+    def __init__(self, server: int, version: int) -> None:
+        super().__init__(f"server {server} had made {version} updates")
+        self.server, self.version = server, version
 
 
 def layout_name(names: Sequence[str], params: Sequence[Tensor]) -> str:
@@ -134,8 +143,13 @@ class ServedMemory:
         num_rows: int,
         statistics_numel: int = 0,
         slices_per_row: int = 1,
+        state_copies: int = 2,
     ) -> None:
-        """Beside each row there is room for the batch statistics of so many slices."""
+        """Beside each row there is room for the batch statistics of so many slices.
+
+        With one copy of the states, an update that was begun and not committed has left none that count.
+        """
+        self.state_copies = state_copies
         self._statistics_numel, self._slices_per_row = statistics_numel, slices_per_row
         self.flat: Flat = lay_out(params)
         self.params, self.layout, self.copies, self.num_rows = list(params), layout, copies, num_rows
@@ -149,7 +163,7 @@ class ServedMemory:
 
     def states(self, name: str, version: int) -> Kept:
         """Two copies do: nobody but servers looks at them while there are updates."""
-        return self._keep(f"state {name} {version % 2}")
+        return self._keep(f"state {name} {version % self.state_copies}")
 
     def row(self, number: int) -> Kept:
         return self._keep(f"row {number}")
@@ -201,8 +215,8 @@ class ServedMemory:
             self.weights(version)
             self.buffers(version)
         for name in states:
-            self.states(name, 0)
-            self.states(name, 1)
+            for version in range(self.state_copies):
+                self.states(name, version)
         for number in range(self.num_rows):
             self.row(number)
 
@@ -231,6 +245,18 @@ class ServedMemory:
         """The newest version of a server's part, once it was committed."""
         number: int = self._clock.words()[server]
         return number
+
+    def begin_update(self, server: int, number: int) -> None:
+        """Whoever finds that it is not committed knows that it may have been begun."""
+        self._begun.words()[server] = number
+
+    def update_begun(self, server: int) -> int:
+        number: int = self._begun.words()[server]
+        return number
+
+    @property
+    def _begun(self) -> Segment:
+        return self.segment("begun", _PAGE)
 
     @property
     def _clock(self) -> Segment:

@@ -102,6 +102,10 @@ class Open(_Message, frozen=True, kw_only=True):
     """To this step, one is handed out at a time."""
     quorum: Quorum | None = None
     """Steps are applied in rounds, each with whoever has come; None: each by itself."""
+    fresh: bool = False
+    """The run begins with this course: what is on disk of an earlier one does not count."""
+    in_place: bool = False
+    """There is one copy of the states, which updates change."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):

@@ -70,11 +70,12 @@ class RoundCourse(Ongoing):
 
     def _apply_round(self, members: Sequence[Contribution]) -> Outbox:
         version, rows = self.shard.num_applied, [self._row(one) for one in members]
+        statistics = [one for row in rows for one in self._served.read_statistics(row)]
         self._combine(rows, [float(self.opened.course.rows(one.step)) for one in members])
-        self.part.update(version, self._gradient(range(len(self._served.params))))
+        self.part.update(version, self._round_gradient(range(len(self._served.params))))
         if not self._are_intact(members):  # somebody else was given a row while it was read
             return []
-        self._buffers.update(version, members, rows)
+        self._buffers.update(version, members, statistics)
         self._owed = [self._done(version, place, one, len(members)) for place, one in enumerate(members)]
         return self._count(version)
 
@@ -84,7 +85,7 @@ class RoundCourse(Ongoing):
         for into, *each in zip(self._served.row(self._sum_row).views, *views, strict=True):
             into.copy_(combine(torch.stack(each), self._quorum.rule, weights, self._quorum.trim))
 
-    def _gradient(self, present: Sequence[int]) -> Gradient:
+    def _round_gradient(self, present: Sequence[int]) -> Gradient:
         return Gradient((self._sum_row,), present, 1.0)
 
     def _done(self, version: int, place: int, one: Contribution, together: int) -> Done:
@@ -95,7 +96,7 @@ class RoundCourse(Ongoing):
     def _carry_over(self) -> Outbox:
         """Count one more of a round whose weights are committed: they stay as they are."""
         version = self.shard.num_applied
-        self.part.update(version, self._gradient([]))
+        self.part.update(version, self._round_gradient([]))
         self._buffers.update(version, [], [])
         return self._count(version)
 

@@ -21,7 +21,9 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.served_course import Ongoing, Outbox, Saved
 from manyhands.parallel.served_hatch import Hatch, Intake
-from manyhands.parallel.served_memory import Memory, ServedMemory, course_register
+from manyhands.parallel.served_keeping import Keeper
+from manyhands.parallel.served_log import ServedLog
+from manyhands.parallel.served_memory import Memory, ServedMemory, StateTorn, course_register
 from manyhands.parallel.served_messages import (
     Ask,
     Bring,
@@ -64,6 +66,7 @@ def open_memory(model: nn.Module, memory: Memory, opened: Open, foreign: Foreign
         num_rows=opened.rows,
         statistics_numel=StepBuffers(model, foreign).most_numel,
         slices_per_row=opened.course.slices if opened.course.whole else 1,
+        state_copies=1 if opened.in_place else 2,
     )
 
 
@@ -83,14 +86,19 @@ class PartServer:
         foreign: ForeignState,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        log: ServedLog | None = None,
     ) -> None:
-        """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is."""
+        """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is. With a
+        `log`, nobody hears of an update before it is on disk there.
+        """
         sparse = Sparse(model)
         sparse.set_seed(seed)
         self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._model, self._optimizer, self._scheduler = number, model, optimizer, scheduler
         self._memory, self._clip_norm, self._place, self._foreign = memory, clip_norm, place, foreign
         self._register, self._clock = course_register(memory, number), clock
+        self._log, self._held = log, list[tuple[bytes, Any]]()
+        """What is said once the log is settled."""
         self._course: Ongoing | None = None
         self._intake: Intake | None = None
         self.refused: Counter[str] = Counter()
@@ -146,7 +154,8 @@ class PartServer:
             return []
         match message:
             case Filled():
-                return course.fill(sender, message)
+                self._held += course.fill(sender, message)
+                return self._settled()
             case RowGradients():
                 course.tables.keep(message)
             case Lookup():
@@ -172,9 +181,23 @@ class PartServer:
         if course is None:
             return []
         before = course.shard.num_applied
-        outbox = course.apply_one()
+        self._held += course.apply_one()
         self.num_made += course.shard.num_applied - before
-        return [*outbox, *course.answer()]
+        if self._log is not None and not self._log.settle(more=self.has_work):
+            return []
+        return [*self._settled(), *course.answer()]
+
+    def _settled(self) -> Outbox:
+        """What may be said now."""
+        if self._log is not None and not self._log.is_settled:
+            return []
+        outbox, self._held = self._held, []
+        return outbox
+
+    def close(self) -> None:
+        """The run ends."""
+        if self._course is not None and self._course.keeper is not None and self._log is not None:
+            self._log.close(self._course.keeper.begin(self._course.shard))
 
     @property
     def has_work(self) -> bool:
@@ -191,7 +214,7 @@ class PartServer:
     def standing(self) -> Stand | None:
         """For the first server."""
         course = self._course
-        if course is None or self.is_first:
+        if course is None or self.is_first or not (self._log is None or self._log.is_settled):
             return None
         now = course.shard.standing()
         return Stand(
@@ -227,6 +250,8 @@ class PartServer:
         intake, self._intake = self._intake, None
         if intake is not None and intake.opened.number == opened.number and intake.tables is not None:
             self._tables(opened).unpack(intake.tables.buffer[:])
+        if opened.fresh and self._log is not None:
+            self._log.clear()
         self._register.write(msgspec.msgpack.encode(opened))
         self._begin(opened)
         return [(sender, Opened(number=opened.number, server=self._number))]
@@ -247,6 +272,8 @@ class PartServer:
                 groups=opened.groups,
                 scheduler=opened.scheduler,
             )
+        if opened.in_place and served.update_begun(self._number) > saved.version:
+            raise StateTorn(self._number, saved.version)
         self._restore_schedule(saved)
         part = self._make_part(served, opened)
         part.resume(saved.version, saved.counts, saved.more)
@@ -264,10 +291,20 @@ class PartServer:
             hatch,
             self._tables(opened),
             self._foreign,
+            self._keep(served, opened),
         )
-        served.set_version(self._number, saved.version)
+        self._held = []
+        self._course.catch_up()
+        served.set_version(self._number, self._course.shard.num_applied)
         if self._living is not None:
             self._course.hear_living(self._living)
+
+    def _keep(self, served: ServedMemory, opened: Open) -> Keeper | None:
+        if self._log is None:
+            return None
+        self._log.end_segment()
+        chunks, clips = self._divide(served.params, opened)[self._number], self._clip_norm is not None
+        return Keeper(self._log, self._number, opened, served, chunks, clips=clips)
 
     def _tables(self, opened: Open) -> Tables:
         return Tables(self._specs, self._memory, parts_of(self._number, opened.servers))

@@ -143,7 +143,7 @@ def _tensor(memory: ServedMemory, version: int, entry: _Entry) -> Tensor:
 def _segment(memory: ServedMemory, version: int, entry: _Entry) -> Segment:
     num_bytes = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
     num_bytes = -(-num_bytes // 4096) * 4096
-    return memory.segment(f"state {entry.name} of {entry.place} {num_bytes} {version % 2}", num_bytes)
+    return memory.segment(f"state {entry.name} of {entry.place} {num_bytes} {version % memory.state_copies}", num_bytes)
 
 
 def _copy(target: Tensor, value: Tensor) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "in_order",
     "part_of",
     "parts_of",
+    "pieces_of",
     "rows_from",
     "to_bytes",
     "within",
@@ -248,3 +249,17 @@ def _share(spec: TableSpec) -> TableSpec:
 
 def within(memory: Memory, part: int) -> Memory:
     return lambda name, num_bytes: memory(f"part {part}/{name}", num_bytes)
+
+
+def pieces_of(filling: int, found: Sequence[Contribution]) -> list[RowGradients]:
+    """What was gathered, as if one lease had sent it: to keep it beyond this host's memory."""
+    return [
+        RowGradients(
+            filling=filling,
+            order=order,
+            table=one.table,
+            ids=one.ids.contiguous().numpy().tobytes(),
+            gradients=one.gradients.contiguous().numpy().tobytes(),
+        )
+        for order, one in enumerate(found)
+    ]

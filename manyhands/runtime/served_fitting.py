@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
 from manyhands.parallel.leases import Course, Held, Item
+from manyhands.parallel.served_memory import JOURNAL_LENGTH
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
 from manyhands.strategies.base import StepStats
@@ -71,6 +72,8 @@ class ServedFit(Fit):
         last = min(total, progress.step + -(-rows // schedule.batch_size))
         if every is not None:
             last = min(last, progress.step + every - progress.step % every)
+        if self._engine.keeps_log:  # servers that make it all again can tell of so many updates
+            last = min(last, progress.step + JOURNAL_LENGTH)
         return Course(
             call=progress.call,
             first=first,
@@ -87,6 +90,11 @@ class ServedFit(Fit):
         self._engine.soon = self._steps.batches.how_far
         scheduled = self._settings.scheduler_every == "step"
         self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
+        if servers := self._engine.keeps_servers:
+            self._worker.warn(
+                f'The run goes on with {servers} servers: with durability="wal" their number is that of the log. '
+                "Stop the run, and start it again with another --servers."
+            )
 
     def _number(self) -> Number:
         """The same on every worker of the generation: each has opened as many courses in it, in all calls."""

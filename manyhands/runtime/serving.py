@@ -21,9 +21,11 @@ from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.control.spare import READY
+from manyhands.errors import ServerStateLost
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.row_server import RowServer
-from manyhands.parallel.served_memory import Attendance
+from manyhands.parallel.served_log import log_of, saved_step
+from manyhands.parallel.served_memory import Attendance, StateTorn
 from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
 from manyhands.parallel.served_variables import ServedVariable
@@ -55,10 +57,23 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
         )
     )
     make_server = _prepare(worker, session, parts, scheduler)
-    if not session.seat.is_spare or _is_appointed(session):
-        _Serving(session, make_server(session.seat.server), worker.warn).run()
+    try:
+        if not session.seat.is_spare or _is_appointed(session):
+            _Serving(session, make_server(session.seat.server), worker.warn).run()
+    except StateTorn as torn:
+        raise _state_lost(torn, session) from torn
     worker.close()
     raise SystemExit(0)
+
+
+def _state_lost(torn: StateTorn, session: Session) -> ServerStateLost:
+    """All workers and servers begin again; nobody but those who begin with a checkpoint has anything to go on with."""
+    saved = saved_step(session.run_dir) or 0
+    return ServerStateLost(
+        f"Server {torn.server} was lost in the middle of update {torn.version + 1}, and with it what came after the "
+        f"checkpoint of step {saved}: {torn.version - saved} updates, whose batches are computed again.",
+        fix=['durability="upstream", to keep two copies of the states'],
+    )
 
 
 def _is_appointed(session: Session) -> bool:
@@ -81,6 +96,7 @@ def _prepare(
     outer = way.make_outer if way is not None else None  # the script's optimizer is each worker's own then
     optimizer = parts.make_optimizer(model) if outer is None else outer(model.parameters())
     schedule = scheduler(optimizer) if scheduler is not None and outer is None else None
+    keeps_log = isinstance(strategy, ParameterServer) and strategy.durability == "wal" and not worker.in_trial
     return lambda number: PartServer(
         number,
         model,
@@ -91,6 +107,7 @@ def _prepare(
         place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
+        log=log_of(session.run_dir, number) if keeps_log else None,
     )
 
 
@@ -132,6 +149,8 @@ class _Serving:
             self._tell_first_update()
             self._tell_variables()
             self._tell_standing()
+        if isinstance(self._server, PartServer):
+            self._server.close()
         self._attendance.mark(self._number, up=False)
         self._session.on_change = None
         if broken := self._server.refused["broken"] + sum(port.garbage for port in self._ports):

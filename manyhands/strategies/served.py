@@ -146,6 +146,8 @@ class Served(Computing):
         self._served: ServedMemory | None = None
         self._are_states_new = True
         """Those of the optimizer, in this process, are what a course begins with; else those in memory are."""
+        self._is_fresh = True
+        """The run begins here, and goes on from nothing."""
         self._is_gathered = False
         self.opened_in = ("", 0)
         """The generation of the last course, and how many it has opened."""
@@ -175,7 +177,7 @@ class Served(Computing):
             )
         self._filler: RowFiller | None = None
         if joining:
-            self._are_states_new = False
+            self._are_states_new = self._is_fresh = False
         else:
             self.synchronise()
 
@@ -224,7 +226,7 @@ class Served(Computing):
 
     def restore(self, state: dict[str, Any]) -> None:
         """After weights and states themselves."""
-        self._are_states_new = not state.get("in_memory", False)
+        self._are_states_new, self._is_fresh = not state.get("in_memory", False), False
         self._buffers = StepBuffers(self._model, self._foreign)
 
     def regroup(self, axis: Axis, sharing: Any) -> None:
@@ -258,6 +260,11 @@ class Served(Computing):
         return self._choice.mode == "async"
 
     @property
+    def keeps_log(self) -> bool:
+        """Servers have what they apply on disk."""
+        return self._choice.durability == "wal"
+
+    @property
     def ahead(self) -> int | None:
         """How many steps the weights of a slice may lack."""
         return {"sync": 0, "ssp": self._choice.staleness, "async": None}[self._choice.mode]
@@ -277,7 +284,7 @@ class Served(Computing):
             self._enter_memory(opened)
             self._link.follow(opened)
         self._opened, self._told = opened, opened.version
-        self._held, self._are_states_new, self._is_gathered = {}, False, False
+        self._held, self._are_states_new, self._is_gathered, self._is_fresh = {}, False, False, False
         self._optimizer.state.clear()  # servers have them from now on
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # by them: a scheduler would warn
         self._rows.enter(number, opened.servers)
@@ -300,7 +307,7 @@ class Served(Computing):
             rows=self._num_rows(course),
             workers=list(workers),
             away=[worker for worker, is_away in workers.items() if is_away],
-            servers=self._num_servers(),
+            servers=self._next_servers(),
             ahead=self.ahead,
             backups=self._choice.backup_workers,
             damping=self._choice.damping,
@@ -312,6 +319,8 @@ class Served(Computing):
             scheduled=scheduled and scheduler is not None,
             states=state_names(self._optimizer) if runs_fused(self._optimizer) else [],
             brings=self._reach.brings(states=self._are_states_new),
+            fresh=self._is_fresh,
+            in_place=self._choice.durability == "snapshot",
         )
         served = self._enter_memory(opened)
         with torch.no_grad():
@@ -369,8 +378,19 @@ class Served(Computing):
     @property
     def wants_other_servers(self) -> bool:
         """Whether there should be more or fewer servers, and all that there should be are up."""
-        wanted = self._num_servers()
+        wanted = self._next_servers()
         return wanted != self._course_now.servers and self._reach.are_up(wanted)
+
+    def _next_servers(self) -> int:
+        """How many the next course has. A log is that of as many as began it."""
+        if not self.keeps_log or (self._opened is None and self._are_states_new):
+            return self._num_servers()
+        return (self._opened or self._reach.last_course()).servers
+
+    @property
+    def keeps_servers(self) -> int:
+        """How many there are, though there should be more or fewer; 0: as many as there should be."""
+        return self._course_now.servers if self._next_servers() != self._num_servers() else 0
 
     # ---- between two meetings ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from manyhands.parallel.leases import Course
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_log import ServedLog
 from manyhands.parallel.served_messages import Applied, Ask, Done, Open, Reply
 from manyhands.parallel.served_server import PartServer
 from manyhands.strategies.choices import ParameterServer
@@ -118,9 +120,12 @@ class World:
         settings: Any,
         axis: Axis | None = None,
         loss_fn: Any = loss,
+        logs: Path | None = None,
     ) -> None:
+        """With `logs`, a directory for those of servers, which outlives this host."""
         self._mode, self._num_servers, self._settings = mode, servers, settings
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
+        self._logs = logs
         self._host, self._known = HostMemory(), dict[str, int]()
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
@@ -166,6 +171,7 @@ class World:
             clip_norm=self._clip,
             place=self._place,
             foreign=ForeignState(),
+            log=ServedLog(self._logs / f"server-{number}", lambda: 0) if self._logs is not None else None,
         )
         server.hear_living([WORKER, OTHER])
         return server
@@ -186,18 +192,34 @@ class World:
 
 
 def train(
-    mode: str, optimizer: Optimizers, *, clip: float | None, servers: int, die_every: int = 0, **settings: Any
+    mode: str,
+    optimizer: Optimizers,
+    *,
+    clip: float | None,
+    servers: int,
+    die_every: int = 0,
+    logs: Path | None = None,
+    again: bool = False,
+    answers: int = 10**9,
+    **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
-    """Two epochs; with `die_every`, after as many answers a server is replaced, in turns."""
-    world = World(mode, optimizer, clip, servers, settings)
+    """Two epochs, or so many `answers` of them; with `die_every`, after as many answers a server is replaced, in turns.
+
+    `again`: as if from a checkpoint of the beginning.
+    """
+    world = World(mode, optimizer, clip, servers, settings, logs)
+    if again:
+        world.engine.restore({})
     start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
     batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, position=start, epochs=2, **place)
     told: list[Done] = []
-    answers = itertools.count(1)
+    asked = itertools.count(1)
     for epoch in range(2):
         world.open(epoch)
         while True:
-            if die_every and (number := next(answers)) % die_every == 0:
+            if (number := next(asked)) > answers:
+                return world.model, world.optimizer, told
+            if die_every and number % die_every == 0:
                 world.link.replace(number // die_every % servers)
             reply = world.engine.ask(lambda: 0)
             told += reply.done

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,35 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
     [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, rows=True)
     assert len(list(tmp_path.glob("fault-*"))) == len(places)
+
+
+def test_with_logs_nothing_is_lost_with_all_hosts_at_once(tmp_path: Path, mirrored: Any) -> None:
+    chief, *others = free_addresses(5)
+    cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
+    tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
+    asked = {"mode": "sync", "exact": True, "rows": True, "save_every": 10, "settings": {"durability": "wal"}}
+    told, slowly = tmp_path / "steps.jsonl", {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}}
+    processes = [start(tmp_path, cluster, job, index, {**asked, **slowly}) for job, index in tasks]
+    try:
+        deadline = time.monotonic() + 120
+        while not (told.exists() and told.read_text().count("\n") >= 15):
+            assert time.monotonic() < deadline, "15 steps"
+            time.sleep(0.02)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait(30)
+        before = told.read_text().splitlines()
+        processes = [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
+        codes = [process.wait(150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outputs = [(tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks]
+    assert codes == [0] * len(tasks), "\n".join(outputs)
+    [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, rows=True)
+    since = told.read_text().splitlines()[len(before) :]
+    at = json.loads(since[0])["step"] - 1
+    assert at >= 10 and since[: len(before) - at] == before[at:]
