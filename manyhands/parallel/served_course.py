@@ -307,7 +307,7 @@ class Ongoing:
             gradient, found = self.keeper.take(gradient), self._row_sums(due)
             if not self._are_intact(due):
                 return []
-            pieces, settings = pieces_of(due[0].filling, found), settings_of(self.part.optimizer)
+            pieces, settings = pieces_of(self.opened.number, due[0].filling, found), settings_of(self.part.optimizer)
             self.keeper.write(self.shard, due, gradient.present, settings, statistics, pieces)
             norm = self._update(gradient)
         else:

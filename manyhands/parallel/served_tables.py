@@ -21,7 +21,7 @@ from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import PARTS, RowTable, in_parts
 from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import Handed, Lookup, RowGradients, Rows
+from manyhands.parallel.served_messages import Handed, Lookup, Number, RowGradients, Rows
 from manyhands.parallel.sparse import Contribution, merge
 
 __all__ = [
@@ -251,10 +251,11 @@ def within(memory: Memory, part: int) -> Memory:
     return lambda name, num_bytes: memory(f"part {part}/{name}", num_bytes)
 
 
-def pieces_of(filling: int, found: Sequence[Contribution]) -> list[RowGradients]:
+def pieces_of(number: Number, filling: int, found: Sequence[Contribution]) -> list[RowGradients]:
     """What was gathered, as if one lease had sent it: to keep it beyond this host's memory."""
     return [
         RowGradients(
+            number=number,
             filling=filling,
             order=order,
             table=one.table,

@@ -207,7 +207,7 @@ def train(
 
     `again`: as if from a checkpoint of the beginning.
     """
-    world = World(mode, optimizer, clip, servers, settings, logs)
+    world = World(mode, optimizer, clip, servers, settings, logs=logs)
     if again:
         world.engine.restore({})
     start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
