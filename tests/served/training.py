@@ -177,7 +177,7 @@ class Counted(nn.Module):
         self.counter = nn.Parameter(torch.zeros(ROWS))
         self.seen = None
         if ASKED.get("rows"):  # the same once more, with ids anywhere and rows on servers
-            self.seen = mh.Embedding(1, name="seen", optimizer=mh.rows.SGD(lr=1.0), init="zeros")
+            self.seen = mh.Embedding(1, name="seen", optimizer=mh.rows.SGD(lr=1.0), init="zeros", cache=50)
         self.groups = None
         if ASKED.get("deep"):  # what its rows are, every gradient depends on
             self.groups = mh.Embedding(8, name="groups", optimizer=mh.rows.Adam(lr=0.05), keep_steps=3)
