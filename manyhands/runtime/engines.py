@@ -23,6 +23,7 @@ from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
+from manyhands.parallel.shared_gradients import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Spread
 from manyhands.runtime.dividing import Sample, spread_of
@@ -71,7 +72,9 @@ def _replicated(
     rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
     kind: type[Replicated] = Replicated,
     spread: Spread | None = None,
+    sharing: Sharing | None = None,
 ) -> Replicated:
+    """With `sharing`, what the worker has in common with others is known; asking it connects to them anew."""
     spec = worker.resolved.spec
     return kind(
         Axis(0, 1) if joining else worker.replicas,
@@ -85,7 +88,7 @@ def _replicated(
         audit_seed=spec.run.seed if spec.train.audit else None,
         exact=spec.train.exact,
         seed=spec.run.seed,
-        sharing=None if joining or worker.is_divided else worker.sharing,
+        sharing=None if joining or worker.is_divided else sharing or worker.sharing,
         network=lambda: worker.replicas if worker.is_divided else worker.network,
         tell=worker.warn,
         foreign=foreign_state(model),
@@ -95,14 +98,16 @@ def _replicated(
 
 
 def _stored_once(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
-    if worker.world_size > 1 and worker.sharing is None:
+    if worker.world_size == 1:
+        return _replicated(worker, parts, model, pacing, joining)
+    sharing = worker.sharing
+    if sharing is None:
         raise SpecError(
             f"The workers share no memory that could hold the weights: {worker.why_no_plane}.",
             where="mh.CentralStorage",
             fix=['strategy=mh.Sharded("optimizer")', 'strategy="mirrored"'],
         )
-    kind = OneCopy if worker.world_size > 1 else Replicated
-    return _replicated(worker, parts, model, pacing, joining, kind=kind)
+    return _replicated(worker, parts, model, pacing, joining, kind=OneCopy, sharing=sharing)
 
 
 def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
@@ -116,8 +121,9 @@ def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joi
     if worker.world_size == 1:
         worker.warn("There is one worker, and nobody to divide its memory with: mh run -n 2")
         return _replicated(worker, parts, model, pacing, joining)
-    if choice.level != "parameters" and worker.sharing is not None:
-        return _replicated(worker, parts, model, pacing, joining, kind=OneCopy)
+    sharing = worker.sharing if choice.level != "parameters" else None
+    if sharing is not None:
+        return _replicated(worker, parts, model, pacing, joining, kind=OneCopy, sharing=sharing)
     return _fully_sharded(worker, parts, model, pacing, keep_whole=choice.level != "parameters", offload=offload)
 
 

@@ -83,6 +83,11 @@ def test_the_other_levels_do_too(ranks: RankPool, alone: Any, way: str) -> None:
     assert_same(alone(model, arguments, fit), ranks(workers, train, model, strategy, arguments, fit, flags=flags)[0])
 
 
+def test_states_are_divided_on_each_of_two_hosts(ranks: RankPool, alone: Any) -> None:
+    results = ranks(4, train, "CNN", mh.Sharded("optimizer"), {}, {}, hosts=2)
+    assert_same(alone("CNN", {}, {}), results[0])
+
+
 def test_four_workers_keep_at_most_three_tenths_of_what_a_replica_does(ranks: RankPool) -> None:
     replicas = ranks(4, watched, mh.Mirrored(), flags=OVER_SOCKETS)
     parts = ranks(4, watched, mh.Sharded(), flags=OVER_SOCKETS)
