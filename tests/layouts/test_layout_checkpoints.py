@@ -40,13 +40,14 @@ def leg(model: str, strategy: Any, until: int, steps: int, optimizer: str) -> di
     return saved_weights(trainer)
 
 
-@pytest.mark.parametrize("model", ["tied transformer", "CNN"])
-def test_a_run_goes_through_all_layouts(ranks: RankPool, tmp_path: Path, model: str) -> None:
+# The biases of an attention's keys have a true gradient of 0, whose rounding noise Adam turns into steps of full size.
+@pytest.mark.parametrize(("model", "optimizer"), [("tied transformer", "momentum"), ("CNN", "AdamW")])
+def test_a_run_goes_through_all_layouts(ranks: RankPool, tmp_path: Path, model: str, optimizer: str) -> None:
     layouts = [(1, mh.Single()), *LAYOUTS.values(), (2, mh.Mirrored())]
     total = STEPS * len(layouts)
     for number, (workers, strategy) in enumerate(layouts, 1):
-        results = ranks(workers, leg, model, strategy, number * STEPS, total, "AdamW", run_dir=tmp_path / "run")
+        results = ranks(workers, leg, model, strategy, number * STEPS, total, optimizer, run_dir=tmp_path / "run")
         if number < len(layouts):
             assert results == [number * STEPS] * workers
-    [alone] = ranks(1, leg, model, mh.Single(), total, total, "AdamW")
+    [alone] = ranks(1, leg, model, mh.Single(), total, total, optimizer)
     assert_same_weights(alone, results[0])
