@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 START = time.monotonic()
-# The foundation's, the fast data plane's, elastic runs' and parameter servers'.
-BUDGET_S = 150.0 + 90.0 + 150.0 + 110.0
+# The foundation's, the fast data plane's, elastic runs', parameter servers' and divided models'.
+BUDGET_S = 150.0 + 90.0 + 150.0 + 110.0 + 100.0
 
 _pool = RankPool()
 

@@ -101,6 +101,7 @@ def test_a_round_begins_anew_with_those_who_are_left_and_who_come_take_part_in_t
     assert [event.step for event in restarts] == [10, 15]
 
 
+@pytest.mark.long
 def test_streaming_drops_what_was_under_way(averaged: Start) -> None:
     """Averages of fragments that were begun with a lost worker are of no group any more."""
     way = {"every": 6, "fragments": 2, "overlap": 2, "outer": "nesterov", "outer_lr": 0.5, "outer_momentum": 0.5}

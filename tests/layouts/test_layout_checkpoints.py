@@ -41,7 +41,9 @@ def leg(model: str, strategy: Any, until: int, steps: int, optimizer: str) -> di
 
 
 # The biases of an attention's keys have a true gradient of 0, whose rounding noise Adam turns into steps of full size.
-@pytest.mark.parametrize(("model", "optimizer"), [("tied transformer", "momentum"), ("CNN", "AdamW")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [pytest.param("tied transformer", "momentum", marks=pytest.mark.long), ("CNN", "AdamW")]
+)
 def test_a_run_goes_through_all_layouts(ranks: RankPool, tmp_path: Path, model: str, optimizer: str) -> None:
     layouts = [(1, mh.Single()), *LAYOUTS.values(), (2, mh.Mirrored())]
     total = STEPS * len(layouts)

@@ -84,7 +84,7 @@ def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["unet", "gpt2", "towers"])
+@pytest.mark.parametrize("name", ["unet", pytest.param("gpt2", marks=pytest.mark.long), "towers"])
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     schedule = "1f1b" if name == "towers" else "zero_bubble"

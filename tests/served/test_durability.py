@@ -73,6 +73,7 @@ def test_by_default_a_host_takes_along_what_came_after_the_checkpoint(served: St
     assert since[: len(before) - 20] != before[20:], "so it was not computed again"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_with_one_copy_of_the_states_a_server_takes_the_run_back_to_the_checkpoint(
     served: Start, mirrored: Any, mode: str

@@ -46,6 +46,7 @@ def said(run: Run) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in run.folder.glob("said-*.jsonl")]
 
 
+@pytest.mark.long
 def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) -> None:
     asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1}
     alone = loop(asked, "-n", "1")

@@ -73,6 +73,7 @@ def stopped_at(run: Run) -> int:
     return int(steps_of(run)[-1]["step"])
 
 
+@pytest.mark.long
 def test_an_exchange_of_asynchronous_easgd_moves_the_center_once_whoever_dies_and_whenever_it_goes_on(
     served: Start,
 ) -> None:

@@ -1,0 +1,32 @@
+"""Hugging Face's models, built from a config, under layouts that know nothing of them in particular."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hugging_face import MODELS, train
+from test_layouts import assert_same_weights
+
+import manyhands as mh
+from manyhands.testing import RankPool
+
+LAYOUTS: dict[str, tuple[int, Any]] = {
+    "tensor 2": (2, mh.Tensor(2)),
+    "pipeline 2": (2, mh.Pipeline(2)),
+    "sharded 2": (2, mh.Sharded()),
+    "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", MODELS)
+def test_models_from_a_config_train_as_in_one_process(ranks: RankPool, model: str) -> None:
+    pytest.importorskip("transformers")
+    [alone] = ranks(1, train, model, mh.Single())
+    for workers, strategy in LAYOUTS.values():
+        found = ranks(workers, train, model, strategy, deadline_s=120.0)[0]
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+        assert_same_weights(alone["weights"], found["weights"])
