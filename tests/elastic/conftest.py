@@ -48,7 +48,10 @@ class Run:
 
     def wait(self, timeout_s: float = 90.0) -> dict[str, Any]:
         """What the chief told at the end of a run that ended well."""
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended after {timeout_s:g} s:\n{self.output()[-6000:]}") from None
         assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
         [line] = [line for line in (self.folder / "told.txt").read_text().splitlines() if line.startswith("RESULT ")]
         told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))

@@ -33,6 +33,7 @@ def faults(*places: tuple[str, int, str]) -> list[dict[str, Any]]:
     return [{"who": who, "step": step, "at": at} for who, step, at in places]
 
 
+@pytest.mark.timeout(240)
 def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
     places = faults(
         ("server 0", 3, "before commit"),
@@ -42,7 +43,7 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: St
         ("server 0", 20, "before the answer"),
     )
     run = served({"mode": "sync", "exact": True, "clip": 5.0, "validate": True, "faults": places}, *TWO_AND_TWO)
-    assert run.wait() == mirrored(exact=True, clip=5.0, validate=True)
+    assert run.wait(timeout_s=180.0) == mirrored(exact=True, clip=5.0, validate=True)
     assert [one["staleness"] for one in steps_of(run)] == [0] * len(steps_of(run))
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
