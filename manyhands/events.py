@@ -181,6 +181,8 @@ class ResourcesUsed(_Event, frozen=True):
     """At the end of the call: its memory with shared pages divided among those who share them. Linux only."""
     bytes_sent: int = 0
     """Handed to the other workers, over all steps."""
+    predicted_bytes: int | None = None
+    """What it was said to need at most, where there is a `memory_limit`."""
     phases: dict[str, float] = {}
     """This worker's seconds in load, forward, backward, reduce, update and gc."""
 

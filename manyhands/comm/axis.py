@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ from manyhands.errors import PeerLost, PeerTimeout
 __all__ = ["Axis", "Done", "Pending", "connect"]
 
 LOOK_UP_S = 0.2
+BROADCAST_BYTES = 32 * 2**20
 
 
 class Pending:
@@ -140,13 +141,13 @@ class Axis:
         return [rows[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], name: str, *, source: int = 0) -> None:
-        """Give every rank the source's values, in place. Small tensors travel together, one message per dtype."""
+        """Give every rank the source's values, in place. Tensors of one dtype travel together, some at a time."""
         if self.size == 1:
             return
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for (dtype, device), group in by_kind.items():
+        for (dtype, device), group in ((kind, some) for kind, all_of in by_kind.items() for some in _together(all_of)):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             # Gloo knows no bool, bf16 arithmetic or 8-bit floats; a broadcast moves bytes and needs none.
             raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=device)
@@ -234,6 +235,20 @@ def _broadcast_options(source: int) -> Any:
     options.rootRank = source
     options.rootTensor = 0
     return options
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """As many at a time as fit in a message: it is a copy of them."""
+    some: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        some.append(tensor)
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes >= BROADCAST_BYTES:
+            yield some
+            some, num_bytes = [], 0
+    if some:
+        yield some
 
 
 def _scatter_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -31,12 +31,14 @@ def parse_bytes(limit: int | str) -> int:
     raise SpecError(f"memory_limit is {limit!r}.", where="memory_limit", fix=['"2GB"', "2_000_000_000"])
 
 
-def check_memory(limit: int | str, parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample) -> None:
-    """`SpecError` where a worker would need more than that, with what it needs it for, and what would do."""
+def check_memory(
+    limit: int | str, parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample
+) -> ModelPlan:
+    """The plan; `SpecError` where a worker would need more than that, with what it needs it for, and what would do."""
     most = parse_bytes(limit)
     plan = _plan(parts, choice, workers, slices, sample)
     if plan.most_bytes <= most:
-        return
+        return plan
     worst = max(plan.memory, key=lambda worker: worker.total)
     told = ", ".join(
         f"{name} {size(getattr(worst, name))}" for name in ("weights", "gradients", "states", "activations")

@@ -125,6 +125,8 @@ def _used(workers: Sequence[ResourcesUsed]) -> str:
     """Cores, memory and link of one worker, or from the least to the most of several; and what their time went into."""
     cores = _span([one.cpu_s / one.seconds for one in workers if one.seconds > 0], "{:.2f}".format)
     parts = [f"{cores} cores", f"{_span([one.peak_rss_bytes for one in workers], size)} at most"]
+    if said := [one.predicted_bytes for one in workers if one.predicted_bytes is not None]:
+        parts[-1] += f" ({_span(said, size)} predicted)"
     if own := [one.pss_bytes for one in workers if one.pss_bytes is not None]:
         parts.append(f"{_span(own, size)} with shared pages divided")
     if any(one.bytes_sent for one in workers):

@@ -16,7 +16,7 @@ from pathlib import Path
 from manyhands.events import ResourcesUsed
 from manyhands.strategies.base import StepStats
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "held_bytes"]
 
 EVERY_S = 10.0
 
@@ -25,6 +25,8 @@ class Meter:
     """Counts from `start` on, for one call of `fit` or one loop."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.predicted_bytes: int | None = None
+        """What the worker was said to need at most, if somebody asked."""
         self.move(rank, world_size)
         self.start()
 
@@ -66,8 +68,14 @@ class Meter:
             peak_rss_bytes=_kib("/proc/self/status", "VmHWM:") or 0,
             pss_bytes=_kib("/proc/self/smaps_rollup", "Pss:") if ended else None,
             bytes_sent=self._bytes_sent,
+            predicted_bytes=self.predicted_bytes,
             phases=dict(self._phases),
         )
+
+
+def held_bytes() -> int:
+    """The memory that this process holds now."""
+    return _kib("/proc/self/status", "VmRSS:") or 0
 
 
 def _cpu_s() -> float:
