@@ -93,7 +93,9 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     schedule = make_schedule(choice.schedule, grid.pipeline, 1, choice.chunks)
     mine = schedule.stages_of(place.pipeline)
     row = _Row(worker, model, parts, loss)
-    local = _Local([parts[stage] for stage in mine])
+    placed = {id(param) for part in parts for param in part.params.values()}
+    unused = [param for param in model.parameters() if id(param) not in placed and place.pipeline == 0]
+    local = _Local([parts[stage] for stage in mine], unused)
     here = {id(param) for param in local.parameters()}
     ties = _ties(worker, parts, schedule.ranks_of_stages)
     others = {id(param) for param, ranks in ties if ranks[0] != place.pipeline}
@@ -145,15 +147,20 @@ def _present(model: nn.Module, local: nn.Module, parts: Sequence[Part]) -> froze
 
 
 class _Local(nn.Module):
-    """What this rank's stages have: their modules, and weights that the model uses between them."""
+    """What this rank's stages have: their modules, and weights that the model uses between them.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    Those that it uses nowhere, which belong to the model all the same, are the first rank's.
+    """
+
+    def __init__(self, parts: Sequence[Part], unused: Sequence[nn.Parameter]) -> None:
         super().__init__()
         modules = {name: module for part in parts for name, module in part.modules.items()}
         for number, module in enumerate(modules.values()):
             self.add_module(str(number), module)
         known = {id(param) for param in self.parameters()}
-        direct = [one for part in parts for one in part.params.values() if id(one) not in known]
+        direct = [
+            one for one in (*(p for part in parts for p in part.params.values()), *unused) if id(one) not in known
+        ]
         for number, param in enumerate({id(one): one for one in direct}.values()):
             self.register_parameter(f"weight {number}", param)
 

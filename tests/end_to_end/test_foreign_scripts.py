@@ -45,6 +45,7 @@ def warnings_in(err: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hugging_face_model_trained_by_two_workers_is_the_one_that_one_worker_trains(
     mh_run: Any, ranks: RankPool, tmp_path: Path
 ) -> None:

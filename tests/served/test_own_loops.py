@@ -58,7 +58,8 @@ def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) 
     assert not any(one.get("is_me") for worker in said(run) for one in worker), "loader processes read every slice"
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> None:
     places = faults(
         ("server 0", 5, "before the answer"),

@@ -41,6 +41,7 @@ def test_downpour_counts_every_gradient_once_whoever_dies(served: Start) -> None
     assert not audit_run(run.directory).problems
 
 
+@pytest.mark.long
 def test_a_round_closes_without_a_late_worker_and_a_dead_one_and_every_batch_counts_once(served: Start) -> None:
     """A batch adds 1 to cells of its own, and of k workers' mean that is 1 / k: the record says what k was."""
     places = faults(("worker 1", 5, "backward"), ("server 0", 6, "after commit"))

@@ -40,6 +40,7 @@ def num_happened(folder: Path) -> int:
     return len(list(folder.glob("fault-*")))
 
 
+@pytest.mark.long
 def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoever_dies(
     tmp_path: Path, mirrored: Any
 ) -> None:
