@@ -98,20 +98,10 @@ class LeasedLoop(ServedFit):
 
     def _until_meeting(self) -> Generator[PieceLike | None, Any, int]:
         """Why all workers have met."""
-        engine, worker, garbage = self._engine, self._worker, self._training.garbage
-        while True:
-            worker.report(self._training.progress.step, "waiting for work")
-            reply = engine.ask(self._wish)
-            for done in reply.done:
-                self._hear(done)
-            if reply.meet is not None:
-                return reply.why
-            if reply.work is not None:
-                worker.report(reply.work.step, "training")
-                self._expect(reply.work.item, reply.soon)
-                garbage.hold()
-                yield from engine.computing(self._steps.batches.at(reply.work.step), reply.work, reply.version)
-                garbage.let_go()
+        for work, version in self._given_work():
+            self._worker.report(work.step, "training")
+            yield from self._engine.computing(self._steps.batches.at(work.step), work, version)
+        return self._why
 
     def _open(self, course: Course) -> None:
         super()._open(course)

@@ -8,7 +8,7 @@ its hooks do too. Start reading at `ServedFit._loop`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
@@ -27,6 +27,9 @@ REOPEN, REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4, 5
 
 class ServedFit(Fit):
     """The same duties around steps as `Fit`; other steps."""
+
+    _why = 0
+    """What all workers met for last."""
 
     def run(self) -> list[dict[str, float]]:
         self._staleness: Counter[int] = Counter()
@@ -105,6 +108,12 @@ class ServedFit(Fit):
 
     def _take_course(self) -> int:
         """Why all workers have met."""
+        for work, version in self._given_work():
+            self._do(work, version)
+        return self._why
+
+    def _given_work(self) -> Iterator[tuple[Held, int]]:
+        """What this worker is to compute next, and with which weights, until all meet; `_why` says then what for."""
         engine, worker, garbage = self._engine, self._worker, self._training.garbage
         while True:
             worker.report(self._training.progress.step, "waiting for work")
@@ -112,11 +121,12 @@ class ServedFit(Fit):
             for done in reply.done:
                 self._hear(done)
             if reply.meet is not None:
-                return reply.why
+                self._why = reply.why
+                return
             if reply.work is not None:
                 self._expect(reply.work.item, reply.soon)
                 garbage.hold()
-                self._do(reply.work, reply.version)
+                yield reply.work, reply.version
                 garbage.let_go()
 
     def _do(self, work: Held, version: int) -> None:

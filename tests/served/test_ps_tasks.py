@@ -46,6 +46,14 @@ def start(folder: Path, cluster: dict[str, list[str]], job: str, index: int, ask
         )  # fmt: skip
 
 
+def told_by(folder: Path, tasks: list[tuple[str, int]], codes: list[int]) -> Any:
+    """What the one that trains as the chief told, where all have ended well."""
+    outputs = [(folder / f"{job}-{index}.txt").read_text() for job, index in tasks]
+    assert codes == [0] * len(tasks), "\n".join(outputs)
+    [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
 def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tmp_path: Path, mirrored: Any) -> None:
     chief, *others = free_addresses(5)
     cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
@@ -61,10 +69,7 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
         for process in processes:
             process.kill()
             process.wait()
-    outputs = [(tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks]
-    assert codes == [0] * len(tasks), "\n".join(outputs)
-    [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
-    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, rows=True)
+    assert told_by(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
     assert len(list(tmp_path.glob("fault-*"))) == len(places)
 
 
@@ -91,10 +96,7 @@ def test_with_logs_nothing_is_lost_with_all_hosts_at_once(tmp_path: Path, mirror
         for process in processes:
             process.kill()
             process.wait()
-    outputs = [(tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks]
-    assert codes == [0] * len(tasks), "\n".join(outputs)
-    [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
-    assert json.loads(line.removeprefix("RESULT ")) == mirrored(exact=True, rows=True)
+    assert told_by(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
     since = told.read_text().splitlines()[len(before) :]
     at = json.loads(since[0])["step"] - 1
     assert at >= 10 and since[: len(before) - at] == before[at:]
