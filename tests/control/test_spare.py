@@ -61,13 +61,14 @@ def test_spares_take_over_as_far_as_they_have_come_and_others_follow_whoever_die
 
     starting = int(run.run.wait_for("begun"))
     assert [one.server for one in query(folder).servers] == [0], "it is no server yet"
+    ordinary = _share_of(first["pid"])
     os.kill(first["pid"], signal.SIGKILL)
     until(lambda: [one.pid for one in query(folder).servers] == [starting], 10, "the appointment")
     (run.folder / "go").touch()
     second = run.wait("serves", 2)[1]
     assert (second["pid"], second["number"], second["times"]) == (starting, 0, 2)
     assert second["incarnation"] > first["incarnation"]
-    assert _share_of(starting) == _share_of(os.getpid())
+    assert _share_of(starting) == ordinary
 
     waiting = ready(folder)
     assert _share_of(waiting) == LOWER
@@ -131,8 +132,8 @@ def test_spares_that_die_are_followed_later_each_time():
 
 
 def _share_of(pid: int) -> int:
-    """Its niceness, or its session's where sessions share processors as groups."""
+    """Its niceness, or its session's where sessions share processors as groups; that of the first session has no text."""
     group = Path(f"/proc/{pid}/autogroup")
-    if group.exists():
-        return int(group.read_text().split()[-1])
+    if group.exists() and (said := group.read_text().split()):
+        return int(said[-1])
     return os.getpriority(os.PRIO_PROCESS, pid)
