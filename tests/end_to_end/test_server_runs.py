@@ -12,8 +12,8 @@ import pytest
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.events import ServerStarted, WorkerStarted
+from manyhands.runtime.entering import enter
 from manyhands.runtime.recorder import read_events
-from manyhands.runtime.worker import enter
 from manyhands.spec.seat import Seat, seat_environment
 
 SCRIPT = """
