@@ -17,7 +17,9 @@ import torch
 from manyhands.comm.axis import Axis, connect
 from manyhands.comm.mesh import Grid
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
+from manyhands.comm.values import Messages, Values
 from manyhands.control.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
@@ -171,9 +173,25 @@ class Worker:
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
-    def line_over_sockets(self, *axes: str) -> Axis:
-        """The same workers, for those who send to one another."""
-        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+    def messages(self, *axes: str) -> Messages:
+        """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
+        ranks, hosts = self.grid.line(self.rank, *axes), self.group.hosts
+        shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
+        near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
+        if len(near) < 2:
+            return Values(self.among(ranks, "messages"))
+        shared = SharedValues(
+            ranks.index(self.rank),
+            ranks,
+            lambda name, num_bytes: self.session.shared_memory(f"messages {name}", num_bytes, 2),
+            timeout_s=self.resolved.spec.comm.timeout_s,
+            here=self._ranks_here(),
+            missing=self._where_the_others_are,
+        )
+        return shared if len(near) == len(ranks) else MixedValues(shared, Values(self.among(ranks, "messages")), near)
+
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
 
     def among(self, ranks: Sequence[int], purpose: str) -> Axis:
         """These workers, of which this is one, over sockets."""
@@ -208,7 +226,7 @@ class Worker:
         seat = self.session.seat
         if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
             return False
-        can = seat.local_world_size > 1 and self.device.type == "cpu" and not why_not()
+        can = seat.local_world_size > 1 and self._can_share()
         here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
         mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
         everyone = [tuple(map(int, said.split())) for said in self.axis.all_gather_bytes("who shares memory", mine)]
@@ -217,6 +235,10 @@ class Worker:
             return False
         self._connected["step on this host"] = here
         return True
+
+    def _can_share(self) -> bool:
+        """Whether workers of a host share memory where there are several hosts."""
+        return self.resolved.spec.comm.plane != "gloo" and self.device.type == "cpu" and not why_not()
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
@@ -246,7 +268,8 @@ class Worker:
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                first_rank=self.rank - rank,
+                ranks=range(self.rank - rank, self.rank - rank + size),
+                here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )
         except EnvironmentProblem as problem:
