@@ -126,6 +126,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
     server: int
     why: str
+    fix: list[str] = []
+    """With one: it would fit, if there were memory for it."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
