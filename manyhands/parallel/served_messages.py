@@ -216,6 +216,8 @@ class Lookup(_Message, frozen=True, kw_only=True):
     ticket: int
     table: str
     ids: bytes
+    at_most: int | None = None
+    """Rows are to have seen no update beyond this one: somebody computes a step again that this server has."""
 
 
 class Rows(_Message, frozen=True, kw_only=True):
