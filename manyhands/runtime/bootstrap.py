@@ -158,7 +158,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _raised(error: BaseException) -> Raised:
     first_step, step, phase = _position()
-    text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+    text = "".join(_told(error).format())
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
         error=type(error).__name__,
@@ -170,6 +170,16 @@ def _raised(error: BaseException) -> Raised:
         first_step=first_step,
         phase=phase,
     )
+
+
+def _told(error: BaseException) -> traceback.TracebackException:
+    """How it came about; of a mistake that the user can act on, only the lines of the user's own code."""
+    told = traceback.TracebackException(type(error), error, _own_frames(error))
+    if isinstance(error, UsageError):
+        package = str(Path(__file__).parents[1]) + os.sep
+        theirs = [frame for frame in told.stack if not frame.filename.startswith(package)]
+        told.stack = traceback.StackSummary.from_list(theirs or list(told.stack))
+    return told
 
 
 def _position() -> tuple[int | None, int | None, str]:
