@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.errors import SpecError, TrainingFailed
+from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, TrainingFailed
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_memory import layout_name
 from manyhands.parallel.served_messages import Open, Refused
 from manyhands.parallel.updates import runs_fused
 
-__all__ = ["check_servable", "misfit", "refusal"]
+__all__ = ["check_room", "check_servable", "misfit", "refusal"]
 
 _SHOWN = 3
 MOST_COPIES, MOST_ROWS = 2**16, 2**20
@@ -60,8 +60,21 @@ def _is_sensible(opened: Open) -> bool:
     )
 
 
-def refusal(told: Refused) -> SpecError:
+def check_room(needed: int, room: int) -> None:
+    """`EnvironmentProblem` if so many bytes are more than there are."""
+    if needed > room:
+        raise EnvironmentProblem(
+            f"weights, states and gradients take {needed / 1e6:.1f} MB, and it has {room / 1e6:.1f} MB",
+            fix=["fewer workers or slices, or a lower staleness", "a higher memory limit of the container"],
+        )
+
+
+def refusal(told: Refused) -> ManyhandsError:
     """What the worker that opened the course raises."""
+    if told.fix:
+        return EnvironmentProblem(
+            f"Parameter server {told.server} has no room for this training: {told.why}.", fix=told.fix
+        )
     return SpecError(
         f"Parameter server {told.server} cannot train what this worker trains: {told.why}.",
         where="the model and optimizer that the script made there, and here",

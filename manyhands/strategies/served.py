@@ -133,7 +133,10 @@ class Served(InCourses):
         filler.begin(served.row(self._reach.row(work)).views, len(pieces))
         self._buffers.begin(len(pieces), 2)
         results: list[_Result] = []
-        with self._rows.lacking_at_most(self._choice.staleness if self.ahead != 0 else 0, self._newest(work, based_on)):
+        newest, is_sync = self._newest(work, based_on), self.ahead == 0
+        lacks = 0 if is_sync else self._choice.staleness
+        # Of a step that is computed once more because somebody died in telling servers of it, some have it already.
+        with self._rows.lacking_at_most(lacks, newest, at_most=newest if is_sync else None):
             for piece in pieces:
                 if results:
                     yield None
