@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.parallel.exchange import Heard, Report
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.own_reduction import Reduction
@@ -143,7 +143,7 @@ class Spread:
 def _check_divisible(optimizer: Optimizer) -> None:
     """Refuse what updates a matrix by looking at all of it."""
     if isinstance(optimizer, Adafactor | Muon):
-        raise TrainingFailed(
+        raise SpecError(
             f"{type(optimizer).__name__} looks at whole matrices, and each worker has a part of them.",
             fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
         )

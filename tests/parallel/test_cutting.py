@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -126,11 +127,37 @@ class Choosing(nn.Module):
         return self.two(x) if x.sum() > 0 else x
 
 
-def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason() -> None:
+def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_line(capfd: Any) -> None:
     with pytest.raises(SpecError, match=r"Choosing cannot be cut into stages: \w+: .*data-dependent") as refused:
         Traced(Choosing(), Inputs((torch.randn(4, 3),), {}), 2)
     assert "\n" not in refused.value.what
     assert "nn.Sequential" in refused.value.fix[0]
+    assert str(refused.value.where).endswith("return self.two(x) if x.sum() > 0 else x")
+    assert capfd.readouterr() == ("", ""), "torch's own words fill pages"
+
+
+@dataclass
+class Judged:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Judging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Judged:
+        return Judged(self.two(self.one(x)))
+
+
+def test_dataclasses_come_out_as_they_are() -> None:
+    model, inputs = Judging(), Inputs((torch.randn(4, 3),), {})
+    first, second = cut(blocks_of(model, inputs, 2), 2)
+    judged = second(inputs, first(inputs, None))
+    assert isinstance(judged, Judged)
+    assert torch.equal(judged.logits, model(*inputs.args).logits)
+    assert judged.hidden is None
 
 
 def test_blocks_are_looked_into_until_there_are_enough_and_then_stages_are_refused() -> None:
