@@ -49,28 +49,40 @@ class HeadsAttention(Divided):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch's own
         batched, rows_first = query.dim() == 3, self.batch_first or query.dim() == 2
-        if not batched:
-            query, key, value = query[None], key[None], value[None]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        q, k, v = (self._heads(x if rows_first else x.transpose(0, 1), i) for i, x in enumerate((query, key, value)))
-        mask = self._mask(attn_mask, key_padding_mask, q)
-        attended, weights = self._attend(q, k, v, mask, need_weights)
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        q, k, v = self._projected(query, key, value)
+        # As torch has it: who says that the mask is the causal one has it left out.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
+        attended, weights = self._attend(q, k, v, mask, need_weights, causal)
         # In memory the sequence comes first, as torch has it: dropout after it draws its mask in the order of memory.
         y = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if rows_first else y
         seen = self._shown(weights, average_attn_weights) if need_weights else None
         return (y, seen) if batched else (y[0], None if seen is None else seen[0])
 
-    def _heads(self, x: Tensor, which: int) -> Tensor:
-        """Rows x this rank's heads x length x head's size, of queries (0), keys (1) or values (2)."""
-        assert isinstance(self, nn.MultiheadAttention)
-        weights = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values: rows x this rank's heads x length x head's size."""
         packed, bias = self.own("in_proj_weight"), self.own("in_proj_bias")
-        weight = packed.chunk(3)[which] if packed is not None else weights[which]
+        if packed is not None and query is key and key is value:
+            return [self._heads(part) for part in self._project(query, packed, bias).chunk(3, -1)]
+        apart = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        weights = packed.chunk(3) if packed is not None else apart
+        biases = bias.chunk(3) if bias is not None else (None,) * 3
+        return [
+            self._heads(self._project(x, weight, own))
+            for x, weight, own in zip((query, key, value), weights, biases, strict=True)
+        ]
+
+    def _project(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None
-        x = enter(x, self.place.axis, self.place.name)
-        projected = functional.linear(x, weight, None if bias is None else bias.chunk(3)[which])
-        return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return functional.linear(enter(x, self.place.axis, self.place.name), weight, bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        assert isinstance(self, nn.MultiheadAttention)
+        x = x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """What is added to the scores: the same for all heads, or this rank's heads' own."""
@@ -85,12 +97,12 @@ class HeadsAttention(Divided):
         return rows
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(self, nn.MultiheadAttention)
         p = self.dropout if self.training else 0.0
         if not need_weights:
-            return _attention(self._weights_split(), q, k, v, mask, dropout_p=p), None
+            return _attention(self._weights_split(), q, k, v, mask, p, causal), None
         weights = _attention_weights(self._weights_split(), q, k, mask, p)
         return weights @ v, weights
 

@@ -287,7 +287,15 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     last = ask() if callable(ask) else model
     while type(last) is nn.Sequential and len(last):
         last = last[-1]
+    if last is model and (children := list(model.children())):
+        # Of a module with code of its own, the last that is defined, if it makes more of what it gets, as logits are.
+        last = children[-1] if is_matrix(children[-1]) and _is_wider(children[-1]) else None
     return last if isinstance(last, nn.Module) and is_matrix(last) else None
+
+
+def _is_wider(module: nn.Module) -> bool:
+    inputs, outputs = sizes_of(module)
+    return outputs > inputs
 
 
 def _is_table(module: nn.Module) -> bool:

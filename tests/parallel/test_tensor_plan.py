@@ -67,6 +67,11 @@ def test_only_large_layers_are_divided_alone() -> None:
     assert divided(model) == {"large": "vocabulary", "one": "columns"}
     classes = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5000))
     assert divided(classes) == {"2": "vocabulary"}
+    own = Words()
+    own.out = nn.Linear(16, 2000)
+    assert divided(own)["out"] == "vocabulary", "the last that a module defines"
+    own.out = nn.Linear(2000, 16)
+    assert "out" not in divided(own), "makes less of what it gets"
 
 
 def test_layers_that_share_a_parameter_agree_or_stay_whole() -> None:
