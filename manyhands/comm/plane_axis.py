@@ -6,7 +6,7 @@ Nothing listens and nothing connects: ranks meet in a `Plane`. Start reading at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,10 +53,11 @@ def connect_plane(
     size: int,
     *,
     timeout_s: float,
-    first_rank: int = 0,
+    ranks: Sequence[int] | None = None,
+    here: Sequence[int] | None = None,
     missing: Callable[[], str],
 ) -> PlaneAxis:
-    """`memory` gives a segment of so many bytes, the same one to every rank."""
+    """`memory` gives a segment of so many bytes, the same one to every rank; the rest is as `Plane` has it."""
     segment = memory(Plane.num_bytes(size))
-    plane = Plane(segment, rank, size, timeout_s=timeout_s, first_rank=first_rank, missing=missing)
+    plane = Plane(segment, rank, size, timeout_s=timeout_s, ranks=ranks, here=here, missing=missing)
     return PlaneAxis(plane, timeout_s=timeout_s)

@@ -6,7 +6,7 @@ Opened in order, closed in reverse; after `close` nothing of it is left, also wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Premises:
         self, name: str, request: LaunchRequest, addresses: Addresses, job: Job | None, say: Callable[[str], None]
     ) -> None:
         self.name, self.addresses, self.versions = name, addresses, versions()
+        self._request = request
         self.exit_code = 70
         """For the run's record; what the run ends with sets it."""
         self.coordinator: CoordinatorProcess | None = None
@@ -111,6 +112,16 @@ class Premises:
         write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
         more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
         say(f"{more}: mh agent --join {path}")
+
+    def servers_here(self, wanted: int) -> Sequence[int]:
+        """Their numbers: a cluster's task has its own; else the first host has all."""
+        if self._request.server is not None:
+            return (self._request.server,)
+        return range(wanted) if self.coordinator is not None and not self._request.server_tasks else ()
+
+    def servers_offered(self, wanted: int | None) -> dict[int, str]:
+        """Where those can be reached; None: as many as the launch asked for."""
+        return self.server_ports.endpoints(self.servers_here(wanted or self._request.servers))
 
     def renew_meeting(self) -> None:
         """A store for the next generation: what this one left in its own must not be found again."""

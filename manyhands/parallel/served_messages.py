@@ -126,6 +126,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
     server: int
     why: str
+    fix: list[str] = []
+    """With one: it would fit, if there were memory for it."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -214,6 +216,8 @@ class Lookup(_Message, frozen=True, kw_only=True):
     ticket: int
     table: str
     ids: bytes
+    at_most: int | None = None
+    """Rows are to have seen no update beyond this one: somebody computes a step again that this server has."""
 
 
 class Rows(_Message, frozen=True, kw_only=True):

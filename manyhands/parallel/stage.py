@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.comm.axis import Axis
-from manyhands.comm.values import Values
+from manyhands.comm.values import Messages
 from manyhands.parallel.cutting import Inputs, Part
 from manyhands.parallel.halves import Entrance, InputsFirst, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
@@ -81,7 +80,7 @@ class StageRunner:
 
     def __init__(
         self,
-        axis: Axis,
+        messages: Messages,
         model: nn.Module,
         parts: Sequence[Part],
         loss: Callable[..., Any],
@@ -95,9 +94,8 @@ class StageRunner:
 
         With `recompute` a stage keeps what it was given, and computes its activations again in backward.
         """
-        self._axis, self._whole, self._parts, self._loss, self._hooks = axis, model, list(parts), loss, hooks
+        self._messages, self._whole, self._parts, self._loss, self._hooks = messages, model, list(parts), loss, hooks
         self._name, self._chunks, self._recompute = schedule, chunks, recompute
-        self._values = Values(axis)
         self._schedules: dict[int, Schedule] = {}
         self._params = list({id(p): p for stage in self.stages for p in self._parts[stage].params.values()}.values())
         self.spans: list[Span] = []
@@ -107,7 +105,7 @@ class StageRunner:
 
     def schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
-            made = make_schedule(self._name, self._axis.size, microbatches, self._chunks)
+            made = make_schedule(self._name, self._messages.size, microbatches, self._chunks)
             assert made.stages == len(self._parts), f"{made.stages} stages, but {len(self._parts)} parts"
             self._schedules[microbatches] = made
         return self._schedules[microbatches]
@@ -115,7 +113,7 @@ class StageRunner:
     @property
     def stages(self) -> list[int]:
         """This rank's."""
-        return self.schedule(1).stages_of(self._axis.rank)
+        return self.schedule(1).stages_of(self._messages.rank)
 
     @property
     def microbatches(self) -> int:
@@ -129,7 +127,7 @@ class StageRunner:
 
     @property
     def bytes_sent(self) -> int:
-        return self._values.bytes_sent
+        return self._messages.bytes_sent
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -144,12 +142,12 @@ class StageRunner:
         self._left = [len(self.stages)] * len(pieces)
         self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
-        row = self._plan.rows[self._axis.rank]
+        row = self._plan.rows[self._messages.rank]
         for op, following in zip(row, [*row[1:], None], strict=True):
             if following is not None:
                 self._expect(following)
             {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
-        self._values.flush()
+        self._messages.flush()
 
     def _forward(self, op: Op) -> None:
         piece, last = self._pieces[op.microbatch], op.stage == self._plan.stages - 1
@@ -243,25 +241,25 @@ class StageRunner:
         """Be ready for what this operation will need from another rank."""
         for needed in needs(op, self._plan):
             source = self._plan.ranks_of_stages[needed.stage]
-            if source != self._axis.rank:
+            if source != self._messages.rank:
                 tag = self._tag(op.kind, needed.stage, op.microbatch)
-                self._values.expect(source, tag, f"{op} of {self._step}, from stage {needed.stage}")
+                self._messages.expect(source, tag, f"{op} of {self._step}, from stage {needed.stage}")
 
     def _receive(self, op: Op, stage: int) -> Any:
         """What that stage sent to this one; from this rank itself, if both are here."""
         tag = self._tag(op.kind, stage, op.microbatch)
         source = self._plan.ranks_of_stages[stage]
-        if source == self._axis.rank:
+        if source == self._messages.rank:
             return self._here.pop(tag)
-        return self._values.receive(source, tag, f"{op} of {self._step}, from stage {stage}")
+        return self._messages.receive(source, tag, f"{op} of {self._step}, from stage {stage}")
 
     def _send(self, op: Op, stage: int, value: Any) -> None:
         tag = self._tag(op.kind, op.stage, op.microbatch)
         to = self._plan.ranks_of_stages[stage]
-        if to == self._axis.rank:
+        if to == self._messages.rank:
             self._here[tag] = value
         else:
-            self._values.send(value, to, tag, f"{op} of {self._step}, to stage {stage}")
+            self._messages.send(value, to, tag, f"{op} of {self._step}, to stage {stage}")
 
     def _tag(self, kind: str, stage: int, microbatch: int) -> int:
         """Of what a stage sends on, or back; 0 is for evaluation."""
@@ -287,20 +285,20 @@ class StageRunner:
                 if stage < plan.stages - 1:
                     self._send(op, stage + 1, _leaving(output))
             output = self._share(inputs, output)
-        self._values.flush()
+        self._messages.flush()
         return output
 
     def _share(self, inputs: Inputs, output: Any) -> Any:
         """The last stage's rank sends the output to all others."""
         owner, last = self._plan.ranks_of_stages[-1], self._parts[-1]
-        if self._axis.rank != owner:
-            sent, state = self._values.receive(owner, 0, "output in evaluation")
+        if self._messages.rank != owner:
+            sent, state = self._messages.receive(owner, 0, "output in evaluation")
             torch.default_generator.set_state(state)
             return last.from_sent(inputs, sent)
         told = [last.to_send(output), torch.default_generator.get_state()]
-        for rank in range(self._axis.size):
+        for rank in range(self._messages.size):
             if rank != owner:
-                self._values.send(told, rank, 0, "output in evaluation")
+                self._messages.send(told, rank, 0, "output in evaluation")
         return output
 
 

@@ -186,10 +186,10 @@ class _Row:
     """This rank's row of the schedule; each step has slices of its own."""
 
     def __init__(self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn) -> None:
-        choice, line = worker.strategy, worker.line_over_sockets("pipeline")
+        choice, messages = worker.strategy, worker.messages("pipeline")
         assert isinstance(choice, Pipeline | Mesh)
-        self.runner = StageRunner(line, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
-        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == line.rank
+        self.runner = StageRunner(messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
+        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == messages.rank
         self._slices: Any = None
 
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:

@@ -21,6 +21,7 @@ from manyhands.parallel.recompute import recompute
 from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_reach import Reach
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import Sharing
@@ -36,7 +37,7 @@ from manyhands.strategies.base import Engine
 from manyhands.strategies.choices import LocalSGD, ParameterServer, Sharded
 from manyhands.strategies.one_copy import OneCopy
 from manyhands.strategies.replicated import Replicated
-from manyhands.strategies.served import Reach, Served
+from manyhands.strategies.served import Served
 from manyhands.strategies.stretched import Stretched, way_of
 
 __all__ = ["AnyEngine", "make_engine"]

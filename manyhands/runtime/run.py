@@ -39,10 +39,11 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import load_newest
+from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.training import Training
 from manyhands.runtime.usage import held_bytes
 from manyhands.runtime.whole_state import WholeState
-from manyhands.runtime.worker import StrategyChoice, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated

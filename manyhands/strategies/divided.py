@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.comm.mesh import Grid
 from manyhands.errors import SpecError
-from manyhands.strategies.choices import _Settings
+from manyhands.strategies.settings import Settings, at_least, one_of
 
 __all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches"]
 
@@ -15,7 +15,7 @@ MICROBATCHES_PER_STAGE = 4
 """Where nobody says how many: a fifth of a step of two stages is bubble then."""
 
 
-class _Pipelined(_Settings, frozen=True, kw_only=True):
+class _Pipelined(Settings, frozen=True, kw_only=True):
     """What is said of a pipeline, by itself or in a mesh."""
 
     schedule: str = "1f1b"
@@ -34,12 +34,9 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
 
     def _check_pipeline(self, where: str) -> None:
-        if self.schedule not in SCHEDULES:
-            raise SpecError(
-                f"schedule is {self.schedule!r}.", where=where, fix=[f'schedule="{one}"' for one in SCHEDULES]
-            )
-        _at_least("microbatches", self.microbatches, 1, where)
-        _at_least("chunks", self.chunks, 1, where)
+        one_of("schedule", self.schedule, SCHEDULES, where)
+        at_least("microbatches", self.microbatches, 1, where)
+        at_least("chunks", self.chunks, 1, where)
         if self.cuts and self.place:
             raise SpecError("cuts says where every stage begins already.", where=where, fix=["no place=", "no cuts="])
         if self.reducer is not None and not callable(self.reducer):
@@ -50,7 +47,7 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
             )
 
 
-class Tensor(_Settings, frozen=True):
+class Tensor(Settings, frozen=True):
     """One model's layers, divided over the workers: every one of them computes its part of each layer."""
 
     workers: int | None = None
@@ -62,7 +59,7 @@ class Tensor(_Settings, frozen=True):
     name = "tensor"
 
     def __post_init__(self) -> None:
-        _at_least("workers", self.workers, 1, "mh.Tensor")
+        at_least("workers", self.workers, 1, "mh.Tensor")
 
 
 class Pipeline(_Pipelined, frozen=True):
@@ -73,7 +70,7 @@ class Pipeline(_Pipelined, frozen=True):
     name = "pipeline"
 
     def __post_init__(self) -> None:
-        _at_least("stages", self.stages, 1, "mh.Pipeline")
+        at_least("stages", self.stages, 1, "mh.Pipeline")
         self._check_pipeline("mh.Pipeline")
 
     @property
@@ -95,7 +92,7 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for axis in ("data", "tensor", "pipeline"):
-            _at_least(axis, getattr(self, axis), 1, "mh.Mesh")
+            at_least(axis, getattr(self, axis), 1, "mh.Mesh")
         self._check_pipeline("mh.Mesh")
         if self.reducer is not None and self.data > 1:
             raise SpecError(
@@ -147,11 +144,3 @@ def microbatches(choice: Any, grid: Grid) -> int:
 def _other_data_axis(grid: Grid, num_workers: int) -> list[str]:
     data, rest = divmod(num_workers, grid.tensor * grid.pipeline)
     return [f"data={data}"] if not rest and data else []
-
-
-def _at_least(name: str, value: int | None, least: int, where: str) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= least):
-        raise SpecError(
-            f"{name} is {value!r}, but must be a whole number from {least} on.", where=where, fix=[f"{name}={least}"]
-        )

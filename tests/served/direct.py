@@ -178,7 +178,7 @@ class World:
 
     def open(self, epoch: int) -> None:
         steps = -(-ROWS // BATCH)
-        course = Course(
+        self.course = Course(
             call=1,
             first=epoch * steps + 1,
             last=(epoch + 1) * steps,
@@ -188,7 +188,7 @@ class World:
             slices=SLICES,
             whole=self.is_async,
         )
-        self.engine.open((1, 1, epoch + 1), course, None, scheduled=False)
+        self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
 
 
 def train(

@@ -6,7 +6,6 @@ is there when it arrives, late, twice or never; but never two processes. Start r
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -14,6 +13,7 @@ from typing import Any
 
 from manyhands.parallel.leases import Course, Rule
 
+from .clock import Clock
 from .served_history import Died, Fault, History
 from .served_processes import Memory, Row, Server, Worker
 
@@ -51,11 +51,11 @@ def _course(random: Random, *, whole: bool) -> Course:
     )
 
 
-class World:
+class World(Clock):
     def __init__(self, seed: int, defects: Defects) -> None:
+        super().__init__()
         self.random, self.defects, self.soon = Random(seed), defects, seed % 3
-        self.now, self._queue, self._sequence = 0.0, [], 0
-        self.calm = self.over = False
+        self.calm = False
         self.ahead = self.random.choice([0, 0, 1, 3, None, None])
         self.course = _course(self.random, whole=self.ahead is None)
         self.rule = Rule(ahead=self.ahead, backups=0 if self.ahead is None else self.random.choice([0, 0, 1, 2]))
@@ -84,19 +84,6 @@ class World:
         for _ in range(self.random.randint(1, 5)):
             self._start_worker()
         self._tell_living()
-
-    # ---- the clock ----
-
-    def at(self, delay_s: float, action: Callable[[], Any]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (self.now + delay_s, self._sequence, action))
-
-    def play(self, until: float) -> None:
-        while self._queue and self._queue[0][0] <= until and not self.over:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        if not self.over:
-            self.now = until
 
     def note(self, event: Any) -> None:
         self.history.events.append(event)

@@ -1,0 +1,95 @@
+"""Which strategies there are, by name and by object, and whether a run as it was started can have the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from manyhands.errors import SpecError
+from manyhands.spec import load
+from manyhands.spec.run import RunSpec
+from manyhands.spec.seat import Seat
+from manyhands.strategies.choices import (
+    CentralStorage,
+    LocalSGD,
+    Mirrored,
+    MultiWorker,
+    ParameterServer,
+    Sharded,
+    Single,
+)
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
+
+__all__ = ["STRATEGIES", "StrategyChoice", "as_strategy", "check_strategy"]
+
+StrategyChoice = (
+    Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
+)
+STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
+    "single": Single,
+    "mirrored": Mirrored,
+    "multi_worker": MultiWorker,
+    "parameter_server": ParameterServer,
+    "local_sgd": LocalSGD,
+    "diloco": partial(LocalSGD, outer="nesterov"),
+    "tensor": Tensor,
+    "pipeline": Pipeline,
+    "mesh": Mesh,
+    "sharded": Sharded,
+    "central_storage": CentralStorage,
+}
+
+
+def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
+    if strategy is None:
+        return Mirrored()
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy not in STRATEGIES:
+        near = load.nearest(strategy, STRATEGIES)
+        raise SpecError(
+            f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or STRATEGIES]
+        )
+    return STRATEGIES[strategy]()
+
+
+def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
+    if strategy.name == "single" and seat.world_size > 1:
+        raise SpecError(
+            f'strategy="single" runs one worker, but this run has {seat.world_size}.',
+            fix=['strategy="mirrored"', "mh run -n 1"],
+        )
+    if strategy.name == "mirrored" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
+            fix=['strategy="multi_worker"'],
+        )
+    if strategy.name == "central_storage" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
+            fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
+        )
+    if strategy.on_servers and not seat.num_servers:
+        workers = getattr(strategy, "workers", None) or seat.local_world_size
+        raise SpecError(
+            f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
+            fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
+        )
+    if isinstance(strategy, DIVIDED):
+        grid_of(strategy, seat.world_size)
+        if seat.most_workers:
+            raise SpecError(
+                f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
+                fix=["no elastic=", 'strategy="mirrored"'],
+            )
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
+    if not strategy.on_servers and seat.num_servers:
+        raise SpecError(
+            f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
+            fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],
+        )
