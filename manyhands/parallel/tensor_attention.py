@@ -7,8 +7,10 @@ cut out of the mask of all heads. Start reading at `HeadsAttention.forward`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from itertools import islice, zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.parallel.tensor_layers import Divided, Place, asked
 from manyhands.parallel.tensor_masks import dropout_part
-from manyhands.parallel.tensor_ops import Ranges, Split, enter, slices_in_order
-from manyhands.parallel.tensor_parts import Parted, parted, whole_of
+from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, slices_in_order
+from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
 
 __all__ = ["HeadsAttention", "HeadsRegion"]
 
@@ -158,6 +160,9 @@ def _attention_weights(
     return dropout_part(weights, p, split).to(query.dtype) if p > 0.0 else weights
 
 
+_OF_HEADS = ("alibi", "attention_mask", "mask", "position_bias")
+
+
 class HeadsRegion:
     """Another library's attention, which now sees this rank's heads only."""
 
@@ -168,12 +173,25 @@ class HeadsRegion:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = super().forward  # type: ignore[misc]
-        args, kwargs = tuple(map(whole_of, args)), {key: whole_of(value) for key, value in kwargs.items()}
+        names = inspect.signature(run).parameters
+        args = tuple(self._taken(name, value) for name, value in zip_longest(islice(names, len(args)), args))
+        kwargs = {name: self._taken(name, value) for name, value in kwargs.items()}
         if not self.training:  # type: ignore[attr-defined]
             return self._handed_on(run(*args, **kwargs))
         with _DropoutByHeads(self._weights_split()):
             result = run(*args, **kwargs)
         return self._handed_on(result)
+
+    def _taken(self, name: str | None, value: Any) -> Any:
+        """What comes in is whole, but for what is of heads: masks and biases of scores, if each head has its own."""
+        split = self._weights_split()
+        if name not in _OF_HEADS or not isinstance(value, Tensor):
+            return whole_of(value)
+        if value.dim() == 4 and value.size(1) == split.size:
+            return part_of(value, split)
+        if name == "alibi" and value.dim() == 3:  # rows and heads in one dim
+            return cut(whole_of(value).view(-1, split.size, *value.shape[1:]), split).flatten(0, 1)
+        return whole_of(value)
 
     def _handed_on(self, result: Any) -> Any:
         """Plain parts stay inside: attended values and attention weights go on as what they are."""
