@@ -212,6 +212,8 @@ class Agent:
         if self._leaving_by is not None:
             self._leave(self._leaving_by, now)
         self._watch_coordinator()
+        if (news := self._at.tend_backup()) is not None:
+            self._warn(news)
         self._reception.welcome(self._desk, self._stop[0] if self._stop else None)
         if self._reception.refusal is not None:
             self._exit_code = self._reception.refusal.exit_code
@@ -282,6 +284,7 @@ class Agent:
                 has_job=self._job is not None,
                 leaving=leaving or self._leaving_by is not None,
                 failed_server=crew.servers.failure(crew.plan.attempt, now) if crew else None,
+                backup=at.backup.endpoint if at.backup else "",
             )
         )
         if crew is not None:
@@ -499,6 +502,8 @@ class Agent:
             self._desk.tell_servers(self._crew, time.monotonic())
         self._crew.servers.spare.is_wanted |= hello.facts.spare
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
+        servers = self._crew.plan.servers
+        self._at.keeps_logs |= hello.facts.backup and len(self._servers_here(servers)) < servers
         self._changed = True
 
     def _answer_people(self) -> None:

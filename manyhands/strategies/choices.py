@@ -17,7 +17,7 @@ MODES = ("sync", "async", "ssp", "hybrid")
 # A worker that hears nothing from servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
 LEVELS = ("optimizer", "gradients", "parameters")
-DURABILITIES = ("upstream", "wal", "snapshot")
+DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,8 +157,9 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     durability: str = "upstream"
     """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
     its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
-    and the same command goes on from there. snapshot: one copy of the optimizer's states instead of two; a server that
-    dies in the middle of an update takes the run back to the last checkpoint."""
+    and the same command goes on from there. replica: the same, but of the log another host's memory is enough, or where
+    there is one host, its kernel's. snapshot: one copy of the optimizer's states instead of two; a server that dies in
+    the middle of an update takes the run back to the last checkpoint."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -169,7 +170,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES, "mh.ParameterServer")
-        _check_durability(self.durability)
+        _one_of("durability", self.durability, DURABILITIES, "mh.ParameterServer")
         _at_least("servers", self.servers, 1)
         _at_least("staleness", self.staleness, 0)
         _at_least("backup_workers", self.backup_workers, 0)
@@ -194,6 +195,10 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
 
     def keeps_spare(self, num_hosts: int) -> bool:
         return num_hosts == 1 if self.spare is None else self.spare
+
+    @property
+    def keeps_log(self) -> bool:
+        return self.durability in ("wal", "replica")
 
     @property
     def takes_local_steps(self) -> bool:
@@ -375,18 +380,6 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
 def _one_of(name: str, value: str, known: tuple[str, ...], where: str = "mh.LocalSGD") -> None:
     if value not in known:
         raise _wrong(f"{name} is {value!r}", *(f'{name}="{one}"' for one in known), where=where)
-
-
-def _check_durability(value: str) -> None:
-    if value == "replica":
-        what = "durability is 'replica', but no server keeps a copy of its state on a second host"
-        raise _wrong(
-            what,
-            'durability="wal", with the run directory on a disk that outlives the host',
-            'durability="upstream"',
-            where="mh.ParameterServer",
-        )
-    _one_of("durability", value, DURABILITIES, "mh.ParameterServer")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
