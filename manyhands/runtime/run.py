@@ -47,6 +47,7 @@ from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
+from manyhands.strategies.served import has_backups
 
 __all__ = ["Run"]
 
@@ -131,6 +132,7 @@ class Run:
                 slices=spec.train.slices or self._default_slices(),
                 precision=spec.train.precision,
                 script=sys.argv[0],
+                backup=has_backups(worker.strategy),
             )
         )
         self.calls = Calls(worker.run_dir / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
