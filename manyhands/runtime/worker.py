@@ -190,6 +190,8 @@ class Worker:
             place, size, plane = ranks.index(self.rank), len(ranks), None
             if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
+            if plane is not None:
+                plane.sockets = lambda: self.line_over_sockets(*axes)
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
@@ -254,6 +256,8 @@ class Worker:
             # Alone, too, where others may come: they find the weights in shared memory.
             if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
                 plane = self._connect_plane(purpose, group.rank, group.world_size)
+            if plane is not None:
+                plane.sockets = lambda: self._axes(purpose, device, shared=False)
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
