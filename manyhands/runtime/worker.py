@@ -335,7 +335,8 @@ class Worker:
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         what = "weights" if self.strategy.name in AVERAGING else "gradients"
         exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
+        words = self.strategy.divided if isinstance(self.strategy, Sharded | Mesh) else ""
+        divided = f", {words} divided" if words else ""
         return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property
