@@ -24,6 +24,8 @@ class PlaneAxis(Axis):
         super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
         self.plane, self.waiting = plane, plane.waiting
         self._in_rank_order = _in_rank_order(plane.world)
+        self.sockets: Callable[[], Axis] | None = None
+        """The same ranks over sockets, connected on first use: for what shared memory has no way for."""
 
     def retire(self) -> None:
         self._group = None  # nothing is ever pending
@@ -32,6 +34,14 @@ class PlaneAxis(Axis):
         """Sum in place, rank 0's first: the same bits on every rank. The tensor has no gaps."""
         self.plane.all_reduce_(tensor, self._in_rank_order, name)
         return Done()
+
+    def all_to_all_start(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
+    ) -> Pending:
+        assert self.sockets is not None, f"{name}: nobody has said how to reach the others"
+        axis = self.sockets()
+        axis.waiting = self.waiting
+        return axis.all_to_all_start(output, input, output_sizes, input_sizes, name)
 
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
         self.plane.all_gather(output, input.contiguous(), name)

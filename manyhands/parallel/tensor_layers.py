@@ -7,12 +7,14 @@ outside gets a `Parted`, which is the whole to all purposes. Start reading at `C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.tensor_cuts import TRANSPOSED, Cut, out_and_in
@@ -34,7 +36,9 @@ __all__ = [
     "Rows",
     "Vocabulary",
     "asked",
+    "at_home",
     "divide_",
+    "return_wholes_",
 ]
 
 
@@ -112,6 +116,30 @@ def divide_(module: nn.Module, kind: type[Any], place: Place) -> None:
     """Make the module a layer of that kind; its parameters hold parts already."""
     module.place = place  # type: ignore[assignment]
     module.__class__ = _class_of(kind, type(module))  # type: ignore[arg-type]
+
+
+@contextmanager
+def at_home(model: nn.Module) -> Iterator[None]:
+    """Inside, whoever asks a layer for its tensors gets what lies here, as the layer's own forward does."""
+    places = [module.place for module in model.modules() if isinstance(module, Divided)]
+    for place in places:
+        place.at_home = True
+    try:
+        yield
+    finally:
+        for place in places:
+            place.at_home = False
+
+
+def return_wholes_(module: nn.Module) -> None:
+    """For a module whose output others hang hooks on: what its layers hand to each other stays in parts."""
+    module.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _whole_apart, output))
+
+
+def _whole_apart(tensor: Tensor) -> Tensor:
+    """No view, either: to write to one is to lose its hooks."""
+    whole: Tensor = whole_of(tensor)
+    return whole.clone() if whole._is_view() else whole
 
 
 class _Matrix(Divided):

@@ -170,6 +170,8 @@ class Worker:
             place, size, plane = ranks.index(self.rank), len(ranks), None
             if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
+            if plane is not None:
+                plane.sockets = lambda: self.line_over_sockets(*axes)
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
@@ -254,6 +256,8 @@ class Worker:
             # Alone, too, where others may come: they find the weights in shared memory.
             if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
                 plane = self._connect_plane(purpose, group.rank, group.world_size)
+            if plane is not None:
+                plane.sockets = lambda: self._axes(purpose, device, shared=False)
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
@@ -332,7 +336,8 @@ class Worker:
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         what = "weights" if self.strategy.name in AVERAGING else "gradients"
         exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
+        words = self.strategy.divided if isinstance(self.strategy, Sharded | Mesh) else ""
+        divided = f", {words} divided" if words else ""
         return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property

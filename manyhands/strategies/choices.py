@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from manyhands.errors import SpecError
-from manyhands.strategies.settings import Settings, at_least, one_of
+from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
 # A worker that hears nothing from servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
-LEVELS = ("optimizer", "gradients", "parameters")
 DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
@@ -88,8 +87,7 @@ class Sharded(_Level, frozen=True, kw_only=True):
     @property
     def divided(self) -> str:
         """In words, for the run's first line."""
-        words = ("optimizer's states", "gradients", "parameters")[: LEVELS.index(self.level) + 1]
-        return ", ".join(reversed(words))
+        return in_words(self.level)
 
 
 class ParameterServer(Settings, frozen=True, kw_only=True):
