@@ -82,6 +82,7 @@ def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
     costs = torch.zeros(len(blocks.names), dtype=torch.float64)
     if worker.is_chief and len(costs) > stages:
         costs[:] = torch.tensor(measure(blocks, inputs))
+    worker.wait_for_chief("costs of blocks")
     worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
     return list(cut(blocks, stages, costs=costs.tolist(), place=choice.place))
 

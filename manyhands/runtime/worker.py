@@ -157,6 +157,11 @@ class Worker:
         """The same workers over sockets, whatever they share."""
         return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
 
+    @property
+    def saving(self) -> Axis:
+        """The same, for what is written as they send it: who waits for the chief's disk waits as long as it takes."""
+        return self.among(range(self.world_size), "saving", timeout_s=CHIEF_TIMEOUT_S)
+
     def line(self, *axes: str) -> Axis:
         """The workers that differ from this one in their places on `axes` alone.
 
@@ -195,11 +200,12 @@ class Worker:
     def _ranks_here(self) -> list[int]:
         return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
 
-    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+    def among(self, ranks: Sequence[int], purpose: str, timeout_s: float | None = None) -> Axis:
         """These workers, of which this is one, over sockets."""
         key = f"{purpose} of {' '.join(map(str, ranks))}"
         if key not in self._connected:
-            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
+            place = list(ranks).index(self.rank)
+            self._connected[key] = self._connect(key, self.device, place, len(ranks), timeout_s)
         return self._connected[key]
 
     @property
@@ -287,7 +293,7 @@ class Worker:
         session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
         return axis
 
-    def _connect(self, prefix: str, device: torch.device, rank: int, size: int) -> Axis:
+    def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
             store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
@@ -297,7 +303,7 @@ class Worker:
             size,
             address=seat.data_address,
             device=device,
-            timeout_s=self.resolved.spec.comm.timeout_s,
+            timeout_s=timeout_s or self.resolved.spec.comm.timeout_s,
             missing=self._where_the_others_are,
             lost=self._has_lost_someone if self.is_elastic else None,
         )
