@@ -233,18 +233,26 @@ class Ongoing:
         outbox: Outbox = []
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
-            if ask.values:
-                self._values[worker] = ask.values
+            if ask.leaves:
+                self.book.leave(worker)
+            self._keep_values(ask)
             answer = None
             if all_told:
                 answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
             holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
-            if answer is None and not done and not holds_applied and ask.book == self.book.number:
+            has_news = done or holds_applied or ask.leaves or ask.book != self.book.number
+            if answer is None and not has_news:
                 continue
             del self.asks[worker]
             outbox.append((sender, self._reply(self.book, ask, answer, done)))
         self._keep_minutes(self.book)
         return outbox
+
+    def _keep_values(self, ask: Ask) -> None:
+        if ask.leaves:
+            self._values.pop(ask.worker, None)
+        elif ask.values:
+            self._values[ask.worker] = ask.values
 
     def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
         return Reply(

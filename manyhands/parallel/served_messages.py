@@ -146,6 +146,8 @@ class Ask(_Message, frozen=True, kw_only=True):
     values: Values = []
     soon: int = 0
     """How many slices after the next one it wants to know of, to read them ahead."""
+    leaves: bool = False
+    """It takes no further part in this course, and holds nothing."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
