@@ -175,6 +175,7 @@ class Ongoing:
             weight=message.weight,
             absent=tuple(message.absent),
             changes=message.changes,
+            tables=tuple(message.tables),
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
         is_whole = self.tables.has(held.filling, message.pieces)
@@ -369,7 +370,7 @@ class Ongoing:
         step, version = due[0].step, self.shard.num_applied
         rows = self.opened.course.rows(step)
         if self.tables:
-            self._apply_rows(step, version + 1, found, factor)
+            self._apply_rows(due, version + 1, found, factor)
             self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, statistics)
@@ -388,11 +389,12 @@ class Ongoing:
             for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
                 self._scheduler.step()
 
-    def _apply_rows(self, step: int, number: int, found: Sequence[RowSum], factor: float) -> None:
+    def _apply_rows(self, due: Sequence[Contribution], number: int, found: Sequence[RowSum], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
         if not self.shard.in_order:
-            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, found, factor)
+            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, due[0].step)))
+        touched = dict.fromkeys(table for one in due for table in one.tables)
+        self.tables.apply(number, found, factor, list(touched))
 
     def _begun(self, saved: Saved) -> int | None:
         """The step that a server before this one had begun to apply to rows, and did not commit."""

@@ -136,7 +136,8 @@ class Served(InCourses):
         yield None
         handed = self._rows.hand_over(row, rows)
         sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
-        self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
+        tables = [one.table for one in rows]
+        self._push(Pushed(msgspec.structs.replace(filled, handed=handed, tables=tables), sent))
         self.phases.mark("reduce")
 
     def _fill(
