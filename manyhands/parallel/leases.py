@@ -130,6 +130,8 @@ class Minutes(msgspec.Struct, frozen=True, array_like=True):
     """What that meeting is for: the same for everybody."""
     reach: int
     """The last step that was handed out. A gradient of it may turn up as long as it is not applied everywhere."""
+    left: tuple[int, ...] = ()
+    """Workers that live, and take no further part."""
 
     @classmethod
     def before(cls, step: int) -> Minutes:
@@ -274,12 +276,17 @@ class Book:
 
     def lose(self, living: Collection[int]) -> None:
         """Only these are there, and are answered: what others had is handed out again, unless every server has it."""
-        self._living = frozenset(living)
+        self._living = frozenset(living).difference(self.minutes.left)
         self._missing &= self._living
         self._met = {worker: met for worker, met in self._met.items() if worker in self._living}
         self._tickets = {worker: ticket for worker, ticket in self._tickets.items() if worker in self._living}
         self._void = {worker: rows for worker, rows in self._void.items() if worker in self._living}
         self._take_back()
+
+    def leave(self, worker: int) -> None:
+        """It lives, but writes and asks for nothing more: what it had is handed out again, as if it were dead."""
+        self.minutes = msgspec.structs.replace(self.minutes, left=tuple({*self.minutes.left, worker}))
+        self.lose(self._met if self._living is None else self._living)
 
     # ---- workers ----
 

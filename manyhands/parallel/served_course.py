@@ -177,6 +177,7 @@ class Ongoing:
             weight=message.weight,
             absent=tuple(message.absent),
             changes=message.changes,
+            tables=tuple(message.tables),
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
         is_whole = self.tables.has(held.filling, message.pieces)
@@ -240,18 +241,26 @@ class Ongoing:
         outbox: Outbox = []
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
-            if ask.values:
-                self._values[worker] = ask.values
+            if ask.leaves:
+                self.book.leave(worker)
+            self._keep_values(ask)
             answer = None
             if all_told:
                 answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
             holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
-            if answer is None and not done and not holds_applied and ask.book == self.book.number:
+            has_news = done or holds_applied or ask.leaves or ask.book != self.book.number
+            if answer is None and not has_news:
                 continue
             del self.asks[worker]
             outbox.append((sender, self._reply(self.book, ask, answer, done)))
         self._keep_minutes(self.book)
         return outbox
+
+    def _keep_values(self, ask: Ask) -> None:
+        if ask.leaves:
+            self._values.pop(ask.worker, None)
+        elif ask.values:
+            self._values[ask.worker] = ask.values
 
     def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
         return Reply(
@@ -369,7 +378,7 @@ class Ongoing:
         step, version = due[0].step, self.shard.num_applied
         rows = self.opened.course.rows(step)
         if self.tables:
-            self._apply_rows(step, version + 1, found, factor)
+            self._apply_rows(due, version + 1, found, factor)
             self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, statistics)
@@ -388,11 +397,12 @@ class Ongoing:
             for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
                 self._scheduler.step()
 
-    def _apply_rows(self, step: int, number: int, found: Sequence[RowSum], factor: float) -> None:
+    def _apply_rows(self, due: Sequence[Contribution], number: int, found: Sequence[RowSum], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
         if not self.shard.in_order:
-            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, found, factor)
+            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, due[0].step)))
+        touched = dict.fromkeys(table for one in due for table in one.tables)
+        self.tables.apply(number, found, factor, list(touched))
 
     def _begun(self, saved: Saved) -> int | None:
         """The step that a server before this one had begun to apply to rows, and did not commit."""

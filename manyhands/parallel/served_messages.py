@@ -146,6 +146,8 @@ class Ask(_Message, frozen=True, kw_only=True):
     values: Values = []
     soon: int = 0
     """How many slices after the next one it wants to know of, to read them ahead."""
+    leaves: bool = False
+    """It takes no further part in this course, and holds nothing."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -208,6 +210,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     """How many messages with gradients of rows this server was sent beside it."""
     handed: list[Handed] = []
     """Gradients of rows that lie in memory, for all servers."""
+    tables: list[str] = []
+    """Tables that it has gradients for, this server's or others': their rows grow older."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 

@@ -9,6 +9,7 @@ begins with by `strategies/served_courses.py`. Start reading at `Served.compute`
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 from torch import Tensor
 
 from manyhands.comm.transport import MAX_MESSAGE_BYTES
-from manyhands.errors import TrainingFailed
+from manyhands.errors import PeerTimeout, TrainingFailed
 from manyhands.parallel.leases import Held
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_messages import Ask, Filled, Reply
@@ -30,6 +31,8 @@ __all__ = ["Served", "has_backups"]
 
 # A port drops what is longer than a message may be, and the push would be said again for ever.
 MOST_CHANGES_BYTES = MAX_MESSAGE_BYTES // 2
+# So long a worker that has left its loop waits for servers to hear of it; one of them may be about to be replaced.
+LEAVE_S = 10.0
 
 
 _Result = tuple[float, float, Tensor, list[Contribution]]
@@ -58,6 +61,17 @@ class Served(InCourses):
             self._met = reply.meet
             self._look(reply.meet)
         return reply
+
+    def leave(self) -> None:
+        """Take no further part in this course: what is leased to this worker goes to others.
+
+        Servers that do not hear it give others what it had when this process ends.
+        """
+        self._held = {}
+        with contextlib.suppress(PeerTimeout):
+            self._link.ask(
+                lambda ticket: msgspec.structs.replace(self._question(ticket, 0), leaves=True), patience_s=LEAVE_S
+            )
 
     def take_times(self) -> dict[str, float]:
         """Seconds by phase since this was last asked for."""
@@ -123,7 +137,8 @@ class Served(InCourses):
         yield None
         handed = self._rows.hand_over(row, rows)
         sent = self._rows.messages(work.filling, rows) if rows and not handed else ()
-        self._push(Pushed(msgspec.structs.replace(filled, handed=handed), sent))
+        tables = [one.table for one in rows]
+        self._push(Pushed(msgspec.structs.replace(filled, handed=handed, tables=tables), sent))
         self.phases.mark("reduce")
 
     def _fill(

@@ -34,12 +34,12 @@ def one_thread():
 
 
 class Rowed(nn.Module):
-    """What its rows are, every gradient depends on."""
+    """What its rows are, every gradient depends on; and rows go as soon as a step leaves them alone."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows = mh.Embedding(10, name="words", optimizer=mh.rows.SGD(lr=0.5))
+        self.rows = mh.Embedding(10, name="words", optimizer=mh.rows.SGD(lr=0.5), keep_steps=1)
         self.out = nn.Linear(10, 3)
 
     def forward(self, x: Tensor) -> Tensor:

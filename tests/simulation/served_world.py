@@ -33,6 +33,8 @@ class Defects:
     """A new book waits for what workers hold."""
     minutes: bool = True
     """A new book knows what the one before it had called and handed out."""
+    leaving: bool = True
+    """Who leaves is not waited for."""
 
 
 def _course(random: Random, *, whole: bool) -> Course:
@@ -156,7 +158,7 @@ class World(Clock):
     # ---- meetings ----
 
     def _present(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.alive]
+        return [worker for worker in self.workers.values() if worker.alive and not worker.has_left]
 
     def gather(self) -> None:
         """A meeting is over when nobody who is there has yet to come."""
@@ -185,7 +187,7 @@ class World(Clock):
             self.at(self.random.uniform(0.05, TROUBLE_S), self._one_fault)
 
     def _one_fault(self) -> None:
-        kind = self.random.choice(["worker", "worker", "server", "first", "several", "wish", "join"])
+        kind = self.random.choice(["worker", "worker", "server", "first", "several", "wish", "join", "leave"])
         servers = [server for server in self.servers.values() if server.alive]
         if kind in ("worker", "several"):
             for worker in self.random.sample(self._present(), min(len(self._present()), self.random.randint(1, 2))):
@@ -199,6 +201,12 @@ class World(Clock):
             for worker in self._present()[:1]:
                 worker.wish = self.random.randint(1, 3)
                 self.note(Fault(self.now, "wish"))
+        if kind == "leave" and len(self._present()) > 1:
+            worker = self.random.choice(self._present())
+            self.note(Fault(self.now, f"worker {worker.number} leaves"))
+            self.note(Died(self.now, worker.number))
+            worker.break_off()
+            self.gather()
         if kind == "join" and len(self._present()) < 6:
             self.note(Fault(self.now, "join"))
             self._start_worker()
