@@ -37,7 +37,7 @@ from manyhands.spec.seat import Group
 from manyhands.strategies.choices import (
     Sharded,
 )
-from manyhands.strategies.divided import DIVIDED, grid_of
+from manyhands.strategies.divided import DIVIDED, Mesh, grid_of
 
 __all__ = ["Planned", "Worker", "seated"]
 
@@ -176,7 +176,7 @@ class Worker:
             if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
             if plane is not None:
-                plane.sockets = lambda: self.line_over_sockets(*axes)
+                plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
