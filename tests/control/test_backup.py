@@ -40,7 +40,7 @@ class Host:
 
     def _clock(self) -> float:
         self._hurried += LOST_AFTER_S / 4 * self.in_a_hurry
-        return time.monotonic() + self._hurried
+        return time.monotonic() / 10 + self._hurried  # a busy machine is no loss
 
     def _connect(self, address: str) -> Port[FromBackup]:
         return open_port(self._context, zmq.DEALER, address, FromBackup, curve=self.curve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 from manyhands.native import why_not
 from manyhands.parallel.served_log import saved_step
 from tests.served.conftest import steps_of
+from tests.served.test_served_runs import faults
 from tests.served.two_hosts import TwoHosts, two_hosts_run
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.faults,
     pytest.mark.long,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
 ]
 
@@ -33,8 +35,9 @@ def num_steps(run: TwoHosts) -> int:
 
 
 def until_another_host_has(run: TwoHosts, more: int) -> None:
-    """Updates: so many more than when it began to keep them."""
-    run.until(lambda: run.output().count("kept on another host") == 2, "a backup of both servers")
+    """Updates of both servers: so many more than when it began to keep them."""
+    said = re.compile(r"server (\d): updates after step \d+ are kept on another host")
+    run.until(lambda: len(set(said.findall(run.output()))) == 2, "a backup of both servers")
     enough = num_steps(run) + more
     run.until(lambda: num_steps(run) >= enough, f"{more} steps more")
 
@@ -47,7 +50,8 @@ def backup_of(run: TwoHosts) -> psutil.Process:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_nothing_is_lost_with_the_servers_host(tmp_path: Path, mirrored: Any, mode: str) -> None:
-    asked = {"mode": mode, "exact": mode == "sync", "save_every": 30, **REPLICA}
+    places = faults(("server 1", 20, "before commit"))
+    asked = {"mode": mode, "exact": mode == "sync", "save_every": 30, "faults": places, **REPLICA}
     with two_hosts_run(tmp_path, {**asked, **SLOWLY}, *ONE_AND_TWO) as run:
         until_another_host_has(run, more=5)
         os.kill(backup_of(run).pid, signal.SIGKILL)  # which costs nothing
@@ -63,7 +67,7 @@ def test_nothing_is_lost_with_the_servers_host(tmp_path: Path, mirrored: Any, mo
         assert not backup.is_running(), "it has outlived the run"
     (tmp_path / "run.join").unlink()
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as again:
-        told = again.wait()
+        told = again.wait(200)
         since = steps_of(again)[len(before) :]
     first = since[0]["step"]
     assert first <= len(before), "it had a checkpoint of its end"
@@ -72,6 +76,7 @@ def test_nothing_is_lost_with_the_servers_host(tmp_path: Path, mirrored: Any, mo
     if mode == "sync":
         assert told == mirrored(rows=True, exact=True, epochs=4)
     assert not (again.directory / "updates").exists()
+    assert len(list(tmp_path.glob("fault-*"))) == len(places)
 
 
 def test_without_the_host_that_keeps_them_training_goes_on_and_asks_for_a_checkpoint(tmp_path: Path) -> None:
@@ -82,5 +87,5 @@ def test_without_the_host_that_keeps_them_training_goes_on_and_asks_for_a_checkp
         psutil.wait_procs([backup], timeout=30)
         run.until(lambda: run.output().count("kept on this host alone") == 2, "that both servers say so")
         run.until(lambda: (saved_step(run.directory) or 0) >= lost_at, "a checkpoint that nobody else asked for")
-        told = run.wait()
+        told = run.wait(200)
     assert (told["counter"], told["reached"]) == ([4.0], 64)
