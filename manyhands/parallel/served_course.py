@@ -246,10 +246,10 @@ class Ongoing:
             self._keep_values(ask)
             answer = None
             if all_told:
-                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
-            holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
-            has_news = done or holds_applied or ask.leaves or ask.book != self.book.number
-            if answer is None and not has_news:
+                # Workers ask when they write nothing: the row of what is applied everywhere is nobody's.
+                holding = [held for held in ask.holding if not self.book.has_applied(held.step)]
+                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, holding)
+            if answer is None and not (done or ask.leaves) and ask.book == self.book.number:
                 continue
             del self.asks[worker]
             outbox.append((sender, self._reply(self.book, ask, answer, done)))

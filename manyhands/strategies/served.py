@@ -52,7 +52,9 @@ class Served(InCourses):
         """Work, news, or that all meet now."""
         self.phases.mark("update")
         reply = self._link.ask(lambda ticket: self._question(ticket, wish()), self._held.values)
-        if not self.is_async:
+        if self.is_async:
+            self._await_applied()
+        else:
             self._held = {key: one for key, one in self._held.items() if one.filled.held.step > reply.version}
         self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
@@ -179,10 +181,15 @@ class Served(InCourses):
     def _push(self, push: Pushed) -> None:
         self._reach.send(push.filled.held)
         self._link.tell(push)
-        if self.is_async:
+        self._held[push.filled.held.filling] = push
+        if self._course_now.quorum is not None:  # whoever had more work would be waited for, and would wait
+            self._await_applied()
+
+    def _await_applied(self) -> None:
+        """Have all that was pushed in what is computed with next."""
+        for push in self._held.values():
             self._link.await_applied(push)
-        else:
-            self._held[push.filled.held.filling] = push
+        self._held = {}
 
     def _slice(self, piece: PieceLike, step: StepLike) -> Generator[PieceLike, Any, _Result]:
         assert self._filler is not None
