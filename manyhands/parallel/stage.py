@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.comm.values import Messages
 from manyhands.parallel.cutting import Inputs, Part
-from manyhands.parallel.halves import Entrance, InputsFirst, backward
+from manyhands.parallel.halves import Entrance, InputsFirst, Roots, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
 from manyhands.parallel.stand_in import StandIn, call_up_to_model, call_with_model
 from manyhands.parallel.timeline import Span, needs
@@ -99,7 +99,10 @@ class StageRunner:
         self._schedules: dict[int, Schedule] = {}
         self._params = list({id(p): p for stage in self.stages for p in self._parts[stage].params.values()}.values())
         self.spans: list[Span] = []
-        """The last step's operations on this rank, in seconds from its begin; waiting for others is between them."""
+        """The last step's operations on this rank, in seconds from its begin; waiting for others is between them.
+
+        Handing on what was computed, and adding up gradients, are part of an operation.
+        """
         self.most_alive = 0
         """How many forwards' activations were kept at once, at most, in the last step."""
 
@@ -161,8 +164,8 @@ class StageRunner:
                 leaving = None if last else _leaving(result)
             outputs = [self._hooks.weigh(piece, result)] if last else _flowing(result)
             one.roots = [get_gradient_edge(tensor) for tensor in outputs]
-        if leaving is not None:
-            self._send(op, op.stage + 1, leaving)
+            if leaving is not None:
+                self._send(op, op.stage + 1, leaving)
 
     def _run(self, stage: int, inputs: Inputs, entered: _Entered) -> Any:
         """The stage's part, where the loss calls the model."""
@@ -180,25 +183,30 @@ class StageRunner:
         grads = [None] if last else self._receive(op, op.stage + 1)
         roots = [(edge, grad) for edge, grad in zip(one.roots, grads, strict=True) if last or grad is not None]
         one.roots = []
-        with self._timed(op), self._unchanged_buffers(op.stage):
+        with self._timed(op):
+            self._first_half(op, one, roots)
+            if op.stage:
+                self._send(op, op.stage - 1, [entrance.grad for entrance in one.entrances])
+            one.entrances = []
+            if not self._plan.splits_backward:
+                self._finish(op)
+            elif self._recompute:
+                self._put_aside(op.microbatch)
+
+    def _first_half(self, op: Op, one: _Pass, roots: Roots) -> None:
+        """Backward of a stage; of the inputs' gradients alone, where the schedule has weights' apart."""
+        with self._unchanged_buffers(op.stage):
             if self._plan.splits_backward and not self._recompute:
                 one.second_half = InputsFirst(roots, one.entrances)
             else:
                 backward(roots)
-        if op.stage:
-            self._send(op, op.stage - 1, [entrance.grad for entrance in one.entrances])
-        one.entrances = []
-        if not self._plan.splits_backward:
-            self._finish(op)
-        elif self._recompute:
-            self._put_aside(op.microbatch)
 
     def _weights(self, op: Op) -> None:
         second = self._passes[op.stage, op.microbatch].second_half
-        if second is not None:
-            with self._timed(op):
+        with self._timed(op) if second is not None else nullcontext():
+            if second is not None:
                 second.finish()
-        self._finish(op)
+            self._finish(op)
 
     def _finish(self, op: Op) -> None:
         """A stage has all of a slice's gradients; once all of this rank's have, the slice is done."""

@@ -17,7 +17,7 @@ from manyhands.comm.mesh import Grid
 from manyhands.parallel.blocks import blocks_of as gathered_blocks
 from manyhands.parallel.cutting import Part
 from manyhands.parallel.footprint import Footprint, kept_for_backward, num_bytes, states_per_weight
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
@@ -103,7 +103,8 @@ class _Stages:
         inputs = learn_inputs(sample.call, model, sample.batch)
         count = grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
         blocks = blocks_of(model, inputs, count, choice.cuts or ())
-        costs = measure(blocks, inputs) if not choice.cuts and len(blocks.names) > count else None
+        measured = not choice.cuts and len(blocks.names) > count
+        costs = sample.measure(model, blocks, inputs) if measured else None
         self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs)
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)

@@ -210,6 +210,43 @@ def test_costs_are_measured_and_leave_no_trace() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+class Noting(torch.autograd.Function):
+    """Passes on, and notes when a gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[str], name: str) -> Tensor:
+        ctx.notes, ctx.name = notes, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.notes.append(ctx.name)
+        return grad, None, None
+
+
+class Noted(nn.Module):
+    def __init__(self, notes: list[str], name: str) -> None:
+        super().__init__()
+        self.notes, self.name, self.weight = notes, name, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noted: Tensor = Noting.apply(x, self.notes, self.name)
+        return noted * self.weight
+
+
+def test_gradients_that_go_back_and_the_loss_count_in_what_blocks_cost() -> None:
+    notes: list[str] = []
+    model = nn.Sequential(Noted(notes, "first"), Noted(notes, "second"), Noted(notes, "third"))
+
+    def loss(output: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return output.square().mean()
+
+    costs = measure(Chain(model), Inputs((torch.randn(3, 2),), {}), times=1, loss=loss)
+    assert notes == ["second", "third"] * 2, "nobody asks for the gradient of the model's input"
+    assert costs[2] >= 0.05
+
+
 def test_the_cut_follows_what_blocks_cost() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     parts = cut(Chain(model), 2, costs=[1.0, 6.0, 2.0, 3.0, 3.0])
