@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout
 
-__all__ = ["Axis", "Done", "Pending", "connect"]
+__all__ = ["Axis", "Done", "Following", "Pending", "connect"]
 
 LOOK_UP_S = 0.2
 BROADCAST_BYTES = 32 * 2**20
@@ -193,6 +193,35 @@ class Axis:
             return Pending(call(self._group), name, self, looks_up=looks_up)
         except RuntimeError as error:
             raise self.translate(error, name) from error
+
+
+class Following(Axis):
+    """Whatever axis `find` gives at the time, for those who outlive a generation: in each, as many ranks, as placed."""
+
+    def __init__(self, find: Callable[[], Axis]) -> None:
+        first = find()
+        super().__init__(first.rank, first.size, find, timeout_s=first.timeout_s)
+        self._find, self.waiting = find, first.waiting
+
+    def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
+        return self._find().sum_start(tensor, name)
+
+    def all_to_all_start(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
+    ) -> Pending:
+        return self._find().all_to_all_start(output, input, output_sizes, input_sizes, name)
+
+    def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
+        return self._find().all_gather_start(output, input, name)
+
+    def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
+        return self._find().send_start(tensor, to, tag, name)
+
+    def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
+        return self._find().receive_start(tensor, source, tag, name)
+
+    def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
+        self._find()._broadcast(raw, source, name)
 
 
 def connect(

@@ -7,7 +7,8 @@ that send to each other never wait for each other in a circle. Start reading at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,16 @@ class Values:
             data[:FIRST_BYTES] = first
             pending.wait()
         return unpack(_frames(data))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
+        try:
+            yield
+            self.flush()
+        except BaseException:
+            self._going, self._coming = [], {}
+            raise
 
     def flush(self) -> None:
         """Wait until all that was sent has gone."""

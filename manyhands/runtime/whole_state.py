@@ -101,6 +101,16 @@ class WholeState:
                 value = weights[self._aliases.get(name, name)]
                 mine.copy_(value if share is None else share.cut(value))
 
+    def own(self) -> _Gathered:
+        """What this worker has, for one that is to have the same part."""
+        return _Gathered(dict(self._local()), {}, self._extra, optimizer_state(self._optimizer, self._names))
+
+    def take_own(self, weights: Mapping[str, Tensor]) -> None:
+        """Have what such a one has told of."""
+        with torch.no_grad():
+            for name, mine in self._local():
+                mine.copy_(weights[name])
+
     def part_of(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """This worker's part of the whole optimizer's state."""
         here = {self._names[id(param)] for group in self._optimizer.param_groups for param in group["params"]}

@@ -8,7 +8,7 @@ from manyhands.comm.mesh import Grid
 from manyhands.errors import SpecError
 from manyhands.strategies.choices import _Settings
 
-__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches"]
+__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches", "replica_of"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MICROBATCHES_PER_STAGE = 4
@@ -59,6 +59,8 @@ class Tensor(_Settings, frozen=True):
     "whole". Layers that no pattern names are split as their kind suggests."""
     recompute: str | tuple[str, ...] | None = None
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
+    elastic: tuple[int, int] | None = None
+    """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
     name = "tensor"
 
     def __post_init__(self) -> None:
@@ -70,6 +72,8 @@ class Pipeline(_Pipelined, frozen=True):
 
     stages: int | None = None
     """How many workers."""
+    elastic: tuple[int, int] | None = None
+    """As `Tensor` has it."""
     name = "pipeline"
 
     def __post_init__(self) -> None:
@@ -91,6 +95,9 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     """As `Tensor` has them."""
     sharded: bool = False
     """Replicas with a part of weights, gradients and states each, as `Sharded` has them; without other axes."""
+    elastic: tuple[int, int] | None = None
+    """Workers that die are replaced while the others keep their state, and whole replicas may go and come: at least and
+    at most so many workers. Default: a loss takes all back to the last checkpoint."""
     name = "mesh"
 
     def __post_init__(self) -> None:
@@ -135,6 +142,13 @@ def grid_of(choice: Any, num_workers: int) -> Grid:
             fix=[f"mh run -n {grid.size} ...", *_other_data_axis(grid, num_workers)],
         )
     return grid
+
+
+def replica_of(choice: Any, num_workers: int) -> Grid:
+    """The workers of one replica, of so many in all: each has a part of the model that its mates lack."""
+    if isinstance(choice, Mesh):
+        return Grid(pipeline=choice.pipeline, tensor=choice.tensor)
+    return grid_of(choice, num_workers)
 
 
 def microbatches(choice: Any, grid: Grid) -> int:

@@ -33,7 +33,7 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Divided, Passes, Spread
+from manyhands.parallel.spread import Divided, Division, Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.computing import Computing
 from manyhands.strategies.staged import StagedSlices
@@ -93,6 +93,7 @@ class Replicated(Computing):
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._skipped_in_a_row = 0
+        self._is_in_step = False
         self.spread, self._local = spread, nn.Module()
         self._held: Holding | None = None
         self._layout: _Layout | None = None
@@ -103,12 +104,35 @@ class Replicated(Computing):
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
-        """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
+        """With `joining`, the other ranks are training already: `held.attach` is what comes next.
+
+        Where each has a part of the model, `take_part` does that, too.
+        """
         self._model, self._local, self._optimizer = model, model, optimizer
         if self.spread is not None:
             _check_divisible(optimizer)
+            if joining:
+                return
             divided = self.spread.divide_(model, optimizer)
             self._model, self._local = divided.stand_in, divided.local
+        self._make_ready(optimizer)
+        if not joining:
+            self.synchronise()
+
+    def take_part(self, axis: Axis, known: Division) -> Divided:
+        """Have a place beside ranks that are training, who have the model divided like this."""
+        assert self.spread is not None
+        divided = self.spread.divide_(self._model, self._optimizer, known)
+        self._axis, self._model, self._local = axis, divided.stand_in, divided.local
+        self._make_ready(self._optimizer)
+        self.held.attach(None)
+        return divided
+
+    @property
+    def has_part(self) -> bool:
+        return self._held is not None
+
+    def _make_ready(self, optimizer: Optimizer) -> None:
         self._held = self._hold(self._local, optimizer)
         self._buffers = StepBuffers(self._local, self._foreign)
         self._rows = self._make_rows(self._local, self._seed)
@@ -126,8 +150,6 @@ class Replicated(Computing):
                 f"{type(optimizer).__name__} evaluates the loss several times per step; audit compares one evaluation.",
                 fix=["audit=False", "another optimizer"],
             )
-        if not joining:
-            self.synchronise()
 
     def _hold(self, model: nn.Module, optimizer: Optimizer) -> Holding:
         return Holding(
@@ -207,6 +229,9 @@ class Replicated(Computing):
         self._sharing = sharing
         if self._held is not None:
             self._held.regroup(axis, sharing)
+        if self.spread is not None and self._is_in_step:  # left where mates meet, with buffers as some slice had them
+            self._buffers.drop()
+            self._is_in_step = False
 
     round_closed, goes_back, averaging = True, False, "none"
 
@@ -317,6 +342,7 @@ class Replicated(Computing):
         waits, divided = self.held.gradients.waits, self.shares(step.num_slices)
         self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
         self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
+        self._is_in_step = True
         if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
             self._layout = _lay_out(step.bounds, divided)
         self._place, shares = self._layout.place, self._layout.shares
@@ -545,7 +571,7 @@ class Replicated(Computing):
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
-        self._redone = 0
+        self._redone, self._is_in_step = 0, False
         self._buffers.commit([report.statistics for report in reduced.heard.reports])
         self._buffers.apply_first_changes(reduced.heard.changes)
         if self._precision.scale:
