@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from manyhands.comm.parcels import Frame, pack, unpack
@@ -72,8 +73,9 @@ class SharedValues:
             self._inboxes[source] = _Inbox(self._opener(source, self.rank), self._first_bytes)
         return self._inboxes[source].take(tag, name)
 
-    def flush(self) -> None:
-        """What was sent has gone."""
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """What was sent has gone; after an error the memory is of no more use to anybody."""
+        return nullcontext()
 
     def _opener(self, source: int, to: int) -> Callable[[int, int], _Ring]:
         """Opens a ring between these two, by its number and the room that it has."""
@@ -210,6 +212,5 @@ class MixedValues:
     def receive(self, source: int, tag: int, name: str) -> Any:
         return self._ways[source].receive(source, tag, name)
 
-    def flush(self) -> None:
-        for way in self._both:
-            way.flush()
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        return self._both[1].all_or_nothing()

@@ -8,7 +8,8 @@ for ranks of one host.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +43,8 @@ class Messages(Protocol):
     def receive(self, source: int, tag: int, name: str) -> Any:
         """What `source` sends with this tag, in tensors of its own."""
 
-    def flush(self) -> None:
-        """Wait until all that was sent has gone."""
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
 
 
 class Values:
@@ -82,6 +83,16 @@ class Values:
             data[:FIRST_BYTES] = first
             pending.wait()
         return unpack(frames_of(data.numpy().data))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
+        try:
+            yield
+            self.flush()
+        except BaseException:
+            self._going, self._coming = [], {}
+            raise
 
     def flush(self) -> None:
         """Wait until all that was sent has gone."""

@@ -146,11 +146,11 @@ class StageRunner:
         self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
         row = self._plan.rows[self._messages.rank]
-        for op, following in zip(row, [*row[1:], None], strict=True):
-            if following is not None:
-                self._expect(following)
-            {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
-        self._messages.flush()
+        with self._messages.all_or_nothing():
+            for op, following in zip(row, [*row[1:], None], strict=True):
+                if following is not None:
+                    self._expect(following)
+                {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
 
     def _forward(self, op: Op) -> None:
         piece, last = self._pieces[op.microbatch], op.stage == self._plan.stages - 1
@@ -285,7 +285,7 @@ class StageRunner:
         plan = self.schedule(1)
         self._plan, self._step, self._here, self._places = plan, "evaluation", {}, {}
         output: Any = None
-        with torch.no_grad():
+        with torch.no_grad(), self._messages.all_or_nothing():
             for stage in self.stages:
                 op = Op("F", stage, 0)
                 entered = _Entered(Arrived(*self._receive(op, stage - 1)) if stage else None)
@@ -293,7 +293,6 @@ class StageRunner:
                 if stage < plan.stages - 1:
                     self._send(op, stage + 1, _leaving(output))
             output = self._share(inputs, output)
-        self._messages.flush()
         return output
 
     def _share(self, inputs: Inputs, output: Any) -> Any:

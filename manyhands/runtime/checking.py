@@ -16,7 +16,8 @@ import msgspec
 from manyhands.errors import Diverged, ManyhandsError, PeerLost, TrainingFailed
 from manyhands.events import CopiesDiverged, WrongGradientFound
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, Verdict, WrongGradient
-from manyhands.runtime.regroup import Regrouping, take_shared
+from manyhands.runtime.given_state import take_shared
+from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
 

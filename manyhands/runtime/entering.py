@@ -19,8 +19,8 @@ from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo, watch_ending
-from manyhands.runtime.strategy_names import STRATEGIES, StrategyChoice, as_strategy, check_strategy
-from manyhands.runtime.worker import Planned, Worker, _seated
+from manyhands.runtime.strategy_names import STRATEGIES, Planned, StrategyChoice, as_strategy, check_strategy
+from manyhands.runtime.worker import Worker, _seated
 from manyhands.spec import load
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.cluster import ClusterTask

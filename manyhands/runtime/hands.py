@@ -127,6 +127,13 @@ class Hands:
                 where="mh.join",
                 fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
             )
+        if self._worker.is_divided and self._worker.is_elastic:
+            raise SpecError(
+                "A worker that takes the place of another in a divided model has to know the step, which in a loop of "
+                "your own you do.",
+                where="elastic",
+                fix=["mh.Trainer", "no elastic="],
+            )
         if self._worker.strategy.takes_local_steps:
             raise SpecError(
                 "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "

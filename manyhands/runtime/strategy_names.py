@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from manyhands.errors import SpecError
 from manyhands.spec import load
@@ -18,9 +19,9 @@ from manyhands.strategies.choices import (
     Sharded,
     Single,
 )
-from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
 
-__all__ = ["STRATEGIES", "StrategyChoice", "as_strategy", "check_strategy"]
+__all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_strategy"]
 
 StrategyChoice = (
     Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
@@ -40,6 +41,15 @@ STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
 }
 
 
+class Planned(NamedTuple):
+    """What `mh plan show` wants to know."""
+
+    strategy: StrategyChoice
+    workers: int
+    slices: int | None
+    path: str
+
+
 def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
     if strategy is None:
         return Mirrored()
@@ -51,6 +61,31 @@ def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
             f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or STRATEGIES]
         )
     return STRATEGIES[strategy]()
+
+
+def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:
+    """A run that workers leave and join may have fewer replicas than the mesh, but not more."""
+    if not seat.most_workers or not isinstance(strategy, Mesh):
+        grid_of(strategy, seat.world_size)
+    elif strategy.level is not None:
+        raise SpecError(
+            "Replicas that divide their memory have nothing twice: what one of them has is lost with it.",
+            where="elastic",
+            fix=["mh.Mesh without sharded=", "no --elastic: a loss takes all back to the last checkpoint"],
+        )
+    elif seat.most_workers != strategy.workers:
+        raise SpecError(
+            f"elastic allows up to {seat.most_workers} workers, and the mesh has {strategy.workers}.",
+            where="elastic",
+            fix=[f"--elastic {min(seat.least_workers, strategy.workers)}:{strategy.workers}"],
+        )
+    elif seat.least_workers < (replica := replica_of(strategy, 0)).size:
+        raise SpecError(
+            f"elastic allows {seat.least_workers} workers, and a replica of the mesh is {replica.tensor} (tensor) x "
+            f"{replica.pipeline} (pipeline), that is {replica.size}.",
+            where="elastic",
+            fix=[f"--elastic {replica.size}:{strategy.workers}"],
+        )
 
 
 def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
@@ -76,12 +111,7 @@ def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
             fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
         )
     if isinstance(strategy, DIVIDED):
-        grid_of(strategy, seat.world_size)
-        if seat.most_workers:
-            raise SpecError(
-                f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
-                fix=["no elastic=", 'strategy="mirrored"'],
-            )
+        check_grid(strategy, seat)
     if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
         raise SpecError(
             f"One server decides who is in a round, but this run has {seat.num_servers}.",

@@ -6,16 +6,16 @@ How a process comes to be one is `entering`'s business. Start reading at `Worker
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from manyhands.comm.axis import Axis, connect
-from manyhands.comm.mesh import Grid
+from manyhands.comm.axis import Axis, Following, connect
+from manyhands.comm.mesh import Formation, Grid, by_slots, in_order
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
@@ -29,17 +29,15 @@ from manyhands.parallel.shared_gradients import Sharing
 from manyhands.runtime import process
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.solo import Solo
-from manyhands.runtime.strategy_names import StrategyChoice
+from manyhands.runtime.strategy_names import Planned, StrategyChoice
+from manyhands.runtime.worker_words import last_heard
 from manyhands.spec import load
 from manyhands.spec.load import Resolved
-from manyhands.spec.run import AVERAGING, RunSpec
+from manyhands.spec.run import RunSpec
 from manyhands.spec.seat import Group
-from manyhands.strategies.choices import (
-    Sharded,
-)
-from manyhands.strategies.divided import DIVIDED, Mesh, grid_of
+from manyhands.strategies.divided import DIVIDED, Mesh, grid_of, replica_of
 
-__all__ = ["Planned", "Worker", "seated"]
+__all__ = ["Worker", "seated"]
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
 CHIEF_TIMEOUT_S = 3600.0
@@ -60,15 +58,6 @@ def seated(session: Any) -> Iterator[None]:
         _seated.reset(token)
         for worker in workers:
             worker.close()
-
-
-class Planned(NamedTuple):
-    """What `mh plan show` wants to know."""
-
-    strategy: StrategyChoice
-    workers: int
-    slices: int | None
-    path: str
 
 
 class Worker:
@@ -96,6 +85,8 @@ class Worker:
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
+        self._formation: Formation | None = None
+        self._lasting: list[Callable[[], Axis]] = []
 
     rank = property(lambda self: self.session.group.rank)
     world_size = property(lambda self: self.session.group.world_size)
@@ -106,9 +97,39 @@ class Worker:
         return self.session.group
 
     @property
+    def formation(self) -> Formation | None:
+        """Who stands where; None: too many are missing to train. A slot of an elastic run stands for a place.
+
+        Where the strategy does not divide the model, each worker is a replica of it.
+        """
+        if self._formation is None:
+            if self.is_elastic and self.is_divided:
+                enough = self.world_size >= self.session.seat.least_workers
+                self._formation = by_slots(self.one_replica, self.group.slots) if enough else None
+            else:
+                self._formation = in_order(grid_of(self.strategy, self.world_size))
+        return self._formation
+
+    @property
+    def one_replica(self) -> Grid:
+        """The workers of one, of a model that is divided; in an elastic run, as it began."""
+        return replica_of(self.strategy, self.session.seat.world_size)
+
+    @property
     def grid(self) -> Grid:
-        """How the workers stand: where the strategy does not divide the model, each is a replica of it."""
-        return grid_of(self.strategy, self.world_size)
+        """How the workers stand; of a waiting one, how they would if all came."""
+        if self.is_waiting and self.is_divided:
+            return self.one_replica._replace(data=self.most_replicas)
+        return self._stand().grid
+
+    @property
+    def spot(self) -> Grid:
+        """Where this worker stands in the grid."""
+        return self._stand().places[int(self.rank)]
+
+    def _stand(self) -> Formation:
+        assert self.formation is not None, "workers are missing, and nobody can train"
+        return self.formation
 
     @property
     def is_divided(self) -> bool:
@@ -118,11 +139,18 @@ class Worker:
     @property
     def replica(self) -> int:
         """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
-        return self.grid.place(self.rank).data if self.is_divided else int(self.rank)
+        return self.spot.data if self.is_divided and not self.is_waiting else int(self.rank)
 
     @property
     def num_replicas(self) -> int:
         return self.grid.data if self.is_divided else int(self.world_size)
+
+    @property
+    def most_replicas(self) -> int:
+        """How many workers, or groups of workers, may ever share a batch."""
+        if not self.is_divided:
+            return self.most_workers
+        return self.most_workers // self.one_replica.size if isinstance(self.strategy, Mesh) else 1
 
     @property
     def is_waiting(self) -> bool:
@@ -137,7 +165,7 @@ class Worker:
         for axis in self._connected.values():
             axis.retire()
         self._connected.clear()
-        self._meetings = 0
+        self._meetings, self._formation = 0, None
         assert isinstance(self.session, Session)
         self.session.enter(group)
         self.why_no_plane = _why_no_plane(group, self.resolved.spec, self.device)
@@ -167,13 +195,14 @@ class Worker:
 
         Through shared memory where they follow one another on this host, which the ones on the tensor axis do.
         """
-        ranks = self.grid.line(self.rank, *axes)
+        ranks = self._stand().line(self.rank, *axes)
         key = f"step along {' and '.join(axes)} from {ranks[0]}"
         if len(ranks) == self.world_size:
             return self.axis
         if key not in self._connected:
             place, size, plane = ranks.index(self.rank), len(ranks), None
-            if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
+            follow = self.is_elastic or ranks == list(range(ranks[0], ranks[0] + size))
+            if size > 1 and follow and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
             if plane is not None:
                 plane.sockets = lambda: self.among(ranks, "step over sockets")
@@ -182,7 +211,9 @@ class Worker:
 
     def messages(self, *axes: str) -> Messages:
         """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
-        ranks, hosts = self.grid.line(self.rank, *axes), self.group.hosts
+        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
+        if self.is_elastic:  # memory between two would outlive one of them, with what was on its way
+            return Values(self.lasting(lambda: self.among(self._stand().line(self.rank, *axes), "messages")))
         shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
         near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
         if len(near) < 2:
@@ -196,6 +227,18 @@ class Worker:
             missing=self._where_the_others_are,
         )
         return shared if len(near) == len(ranks) else MixedValues(shared, Values(self.among(ranks, "messages")), near)
+
+    def lasting(self, find: Callable[[], Axis]) -> Axis:
+        """The workers that `find` gives, for a layer or a stage, which does not ask again when the group changes."""
+        if not self.is_elastic:
+            return find()
+        self._lasting.append(find)
+        return Following(find)
+
+    def connect_lasting(self) -> None:
+        """In a new group, what `lasting` gave in the order in which it did: all workers at the same time."""
+        for find in self._lasting:
+            find()
 
     def _ranks_here(self) -> list[int]:
         return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
@@ -252,7 +295,7 @@ class Worker:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
         if not self.is_divided:
             return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
-        return self.among(self.grid.line(self.rank, "data"), "rows").all_gather_bytes(name, data)
+        return self.among(self._stand().line(self.rank, "data"), "rows").all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
@@ -330,22 +373,6 @@ class Worker:
             if isinstance(self.session, Solo):
                 self.session.recorder = self.recorder
 
-    def machine(self) -> str:
-        """What was chosen for this machine, for the run's first line."""
-        _ = self.axis  # only now is it known whether there is memory to share
-        launch, reducer = self.resolved.spec.launch, self.resolved.spec.comm.reducer
-        allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
-        machine = f"{self.device}, {launch.memory_format} memory, {allocator}"
-        if self.world_size == 1:
-            return machine
-        backend = "NCCL" if self.device.type == "cuda" else "Gloo"
-        way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
-        what = "weights" if self.strategy.name in AVERAGING else "gradients"
-        exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        words = self.strategy.divided if isinstance(self.strategy, Sharded | Mesh) else ""
-        divided = f", {words} divided" if words else ""
-        return f"{machine}, workers talk {way}{exchange}{divided}"
-
     @property
     def stop_requested(self) -> str | None:
         """The wish that this run stop. In a trial, a kill follows: the script must not wake up in between."""
@@ -397,13 +424,7 @@ class Worker:
         self.session.close()
 
     def _where_the_others_are(self) -> str:
-        seen = {rank: place for rank, place in self.session.positions().items() if rank != self.rank}
-        if not seen:
-            return "Nothing was heard of the others."
-        return "Last heard: " + "; ".join(
-            f"rank {rank} at step {place.step}, {place.phase}, {place.age_s:.0f} s ago"
-            for rank, place in sorted(seen.items())
-        )
+        return last_heard(self.session.positions(), but=self.rank)
 
 
 def _why_no_plane(group: Group, spec: RunSpec, device: torch.device) -> str:

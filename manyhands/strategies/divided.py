@@ -9,7 +9,7 @@ from manyhands.errors import SpecError
 from manyhands.strategies.choices import Sharded
 from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
-__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "as_sharded", "grid_of", "microbatches"]
+__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "as_sharded", "grid_of", "microbatches", "replica_of"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MICROBATCHES_PER_STAGE = 4
@@ -57,6 +57,8 @@ class Tensor(Settings, frozen=True):
     "whole". Layers that no pattern names are split as their kind suggests."""
     recompute: str | tuple[str, ...] | None = None
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
+    elastic: tuple[int, int] | None = None
+    """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
     name = "tensor"
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class Pipeline(_Pipelined, frozen=True):
 
     stages: int | None = None
     """How many workers."""
+    elastic: tuple[int, int] | None = None
+    """As `Tensor` has it."""
     name = "pipeline"
 
     def __post_init__(self) -> None:
@@ -90,6 +94,9 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     sharded: bool | str = False
     """Replicas divide what they have in common, as those of `Sharded` do: the "optimizer"'s states, "gradients" too, or
     "parameters" as well, which True stands for."""
+    elastic: tuple[int, int] | None = None
+    """Workers that die are replaced while the others keep their state, and whole replicas may go and come: at least and
+    at most so many workers. Default: a loss takes all back to the last checkpoint."""
     name = "mesh"
 
     def __post_init__(self) -> None:
@@ -156,6 +163,13 @@ def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
     if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
         return None
     return Sharded(choice.level, recompute=choice.recompute)
+
+
+def replica_of(choice: Any, num_workers: int) -> Grid:
+    """The workers of one replica, of so many in all: each has a part of the model that its mates lack."""
+    if isinstance(choice, Mesh):
+        return Grid(pipeline=choice.pipeline, tensor=choice.tensor)
+    return grid_of(choice, num_workers)
 
 
 def microbatches(choice: Any, grid: Grid) -> int:

@@ -25,7 +25,7 @@ from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import Sharing
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Divided, Spread
+from manyhands.parallel.spread import Divided, Division, Spread
 from manyhands.strategies.base import LossFn
 from manyhands.strategies.closures import refuse_closures
 from manyhands.strategies.computing import Computing
@@ -70,12 +70,35 @@ class Replicas(Computing):
         self._held: Holding | None = None
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
-        """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
+        """With `joining`, the other ranks are training already: `held.attach` is what comes next.
+
+        Where each has a part of the model, `take_part` does that, too.
+        """
         self._model, self._local, self._optimizer = model, model, optimizer
         if self.spread is not None:
             refuse_closures(optimizer, "divided")
+            if joining:
+                return
             divided = self.spread.divide_(model, optimizer)
             self._model, self._local = divided.stand_in, divided.local
+        self._make_ready(optimizer)
+        if not joining:
+            self.synchronise()
+
+    def take_part(self, axis: Axis, known: Division) -> Divided:
+        """Have a place beside ranks that are training, who have the model divided like this."""
+        assert self.spread is not None
+        divided = self.spread.divide_(self._model, self._optimizer, known)
+        self._axis, self._model, self._local = axis, divided.stand_in, divided.local
+        self._make_ready(self._optimizer)
+        self.held.attach(None)
+        return divided
+
+    @property
+    def has_part(self) -> bool:
+        return self._held is not None
+
+    def _make_ready(self, optimizer: Optimizer) -> None:
         self._held = self._hold(self._local, optimizer)
         self._buffers = StepBuffers(self._local, self._foreign)
         self._rows = self._make_rows(self._local, self._seed)
@@ -84,8 +107,6 @@ class Replicas(Computing):
             refuse_closures(optimizer, "rows")
         if self.has_residuals:
             refuse_closures(optimizer, "residuals")
-        if not joining:
-            self.synchronise()
 
     def _hold(self, model: nn.Module, optimizer: Optimizer) -> Holding:
         return Holding(
