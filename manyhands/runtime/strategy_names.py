@@ -21,7 +21,7 @@ from manyhands.strategies.choices import (
 )
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
 
-__all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_strategy"]
+__all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy"]
 
 StrategyChoice = (
     Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage

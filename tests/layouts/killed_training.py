@@ -12,7 +12,7 @@ from layout_cases import data_for, make_trainer
 
 import manyhands as mh
 
-STEPS = 10
+STEPS, KILLED_AT = 10, 7
 LAYOUTS = {
     "sharded": mh.Sharded(workers=2),
     "tensor": mh.Tensor(2),
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     name, file, *victims = sys.argv[1:]
     last = str((LAYOUTS[name].workers or 1) - 1)
     killed = [
-        KilledAt(7, int(one.removeprefix("host of ")), Path(f"killed {one}"), host=one.startswith("host"))
+        KilledAt(KILLED_AT, int(one.removeprefix("host of ")), Path(f"killed {one}"), host=one.startswith("host"))
         for one in victims or [last]
     ]
     train(LAYOUTS[name], killed).save(file)
