@@ -24,6 +24,7 @@ from bench import (
     others,
     overhead,
     picture,
+    pipeline,
     recovery,
     report,
     served,
@@ -56,6 +57,7 @@ MEASURES = {
     "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
     "sharded": Bench(sharded.measure),
+    "pipeline": Bench(pipeline.measure),
 }
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "library_python",
     "library_servers",
     "one_process",
+    "pipelining",
     "plain_environment",
     "ranks",
     "served",
@@ -84,6 +85,12 @@ def torch_side(
     command = (sys.executable, "-m", "bench.torch_side", kind, workload, *(() if rows is None else (str(rows),)))
     environment = plain_environment(allocator=allocator)
     return Side(name, workers, lambda _: ranks(command, environment, workers))
+
+
+def pipelining(name: str, schedule: str, workload: str, workers: int) -> Side:
+    """A pipeline by hand, see `pipelining_side`."""
+    command = (sys.executable, "-m", "bench.pipelining_side", schedule, workload)
+    return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
 
 
 def library(name: str, peer: str, workload: str, workers: int) -> Side:
