@@ -24,6 +24,7 @@ from bench import (
     others,
     overhead,
     picture,
+    pipeline,
     recovery,
     report,
     served,
@@ -58,6 +59,7 @@ MEASURES = {
     "recovery": Bench(recovery.measure, launches=1),
     "sharded": Bench(sharded.measure),
     "tensor": Bench(tensor.measure),
+    "pipeline": Bench(pipeline.measure),
 }
 
 

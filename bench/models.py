@@ -47,6 +47,8 @@ def make_model(workload: str) -> nn.Module:
             return _mlp(784, 2048, 2048, 2048, 10)
         case "mlp-100m":
             return _mlp(784, 5600, 5600, 5600, 5600, 10)
+        case "blocks":
+            return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)))
         case "small-tensors":
             return _many_small()
         case "2000-tensors":
@@ -63,7 +65,7 @@ def make_data(workload: str, num_rows: int = NUM_ROWS) -> tuple[Tensor, Tensor]:
     if workload == "transformer":
         tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    row = {"cnn": (1, 28, 28), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
+    row = {"cnn": (1, 28, 28), "blocks": (1024,), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
     x = torch.randn(num_rows, *row, generator=generator)
     return x, torch.randint(0, 10, (num_rows,), generator=generator)
 

@@ -24,6 +24,7 @@ __all__ = [
     "library_python",
     "library_servers",
     "one_process",
+    "pipelining",
     "plain_environment",
     "ranks",
     "served",
@@ -90,6 +91,12 @@ def torch_side(
 def dtensor(name: str, workload: str, workers: int) -> Side:
     """See `dtensor_side`."""
     command = (sys.executable, "-m", "bench.dtensor_side", workload)
+    return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
+
+
+def pipelining(name: str, schedule: str, workload: str, workers: int) -> Side:
+    """A pipeline by hand, see `pipelining_side`."""
+    command = (sys.executable, "-m", "bench.pipelining_side", schedule, workload)
     return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
 
 
