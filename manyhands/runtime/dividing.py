@@ -52,7 +52,8 @@ def _divide(worker: Worker, model: nn.Module, loss: LossFn, sample: Callable[[],
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
-        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None))
+        sequence = getattr(choice, "sequence", False)
+        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None), sequence=sequence)
         shares = split_model_(model, plan, worker.line("tensor"))
     if parts:
         return _staged(worker, model, loss, parts, shares)

@@ -56,6 +56,8 @@ class Tensor(Settings, frozen=True):
     "whole". Layers that no pattern names are split as their kind suggests."""
     recompute: str | tuple[str, ...] | None = None
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
+    sequence: bool = False
+    """Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less memory."""
     name = "tensor"
 
     def __post_init__(self) -> None:
