@@ -116,6 +116,11 @@ class Axis:
             return Done()
         return self._start(lambda group: group._allgather_base(output, input), name)
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
+        """`output` becomes the sum of all ranks' parts for this one; `input` holds one for each rank, and is spent."""
+        self.sum_start(input, name).wait()
+        output.copy_(input.view(self.size, *output.shape)[self.rank])
+
     def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
         """To one rank, which receives it with the same tag. The tensor must not change until it has gone."""
         return self._start(lambda group: group.send([tensor], to, tag), name, looks_up=False)

@@ -47,6 +47,9 @@ class PlaneAxis(Axis):
         self.plane.all_gather(output, input.contiguous(), name)
         return Done()
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
+        self.plane.reduce_scatter(output, input, self._in_rank_order, name)
+
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
         self.plane.broadcast_(raw, name, source=source)
 

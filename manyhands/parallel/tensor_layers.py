@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.tensor_cuts import TRANSPOSED, Cut, out_and_in
-from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_
+from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_, leave_in_parts, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
 
 __all__ = [
@@ -45,9 +45,18 @@ __all__ = [
 class Place:
     """What a divided layer knows of itself: its name, its ranks, how each of its tensors is cut."""
 
-    def __init__(self, name: str, axis: Axis, cuts: Mapping[str, tuple[Cut, ...]], *, bare: bool = False) -> None:
-        self.name, self.axis, self.cuts, self.bare = name, axis, cuts, bare
-        """`bare`: inside an attention by heads, where tensors are plain parts."""
+    def __init__(
+        self,
+        name: str,
+        axis: Axis,
+        cuts: Mapping[str, tuple[Cut, ...]],
+        *,
+        bare: bool = False,
+        sequence: int | None = None,
+    ) -> None:
+        self.name, self.axis, self.cuts, self.bare, self.sequence = name, axis, cuts, bare, sequence
+        """`bare`: inside an attention by heads, where tensors are plain parts. `sequence`: the dim along which sums
+        are left in parts."""
         self.at_home = False
         """Whether the layer's own forward asks for its weight."""
 
@@ -60,6 +69,14 @@ class Place:
 
     def split(self, dim: int, ranges: Ranges) -> Split:
         return Split(self.axis, dim, ranges, self.name)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum over the ranks; a part of it for each, if sums are left so and what is summed has such a dim."""
+        if self.sequence is None or y.dim() < 3 or y.size(self.sequence) % self.axis.size:
+            return leave_(y, self.axis, self.name)
+        dim = self.sequence % y.dim()
+        split = self.split(dim, slices_in_order(y.size(dim), self.axis.size))._replace(sequence=True)
+        return parted(leave_in_parts(y, split), split)
 
     def outside(self, tensor: str, value: Tensor) -> Tensor:
         """What a stranger gets who asks for the layer's `weight`."""
@@ -178,7 +195,7 @@ class Rows(_Matrix):
         if not place.bare:
             inputs = place.ranges("weight", 1 if isinstance(self, nn.Linear) else 0)
             x = part_of(x, place.split(x.dim() - 1, inputs))
-        return _with_bias(leave_(functional.linear(x, self.matrix()), place.axis, place.name), self.own("bias"))
+        return _with_bias(place.summed(functional.linear(x, self.matrix())), self.own("bias"))
 
 
 def _with_bias(y: Tensor, bias: Tensor | None, num_dims_after: int = 0) -> Tensor:
@@ -208,7 +225,7 @@ class Vocabulary(Divided):
         padding = self.padding_idx
         mine = padding - start if padding is not None and start <= padding < stop else None
         rows = functional.embedding((ids - start).masked_fill(elsewhere, 0), weight, mine)
-        return leave_(rows.masked_fill(elsewhere[..., None], 0.0), place.axis, place.name)
+        return place.summed(rows.masked_fill(elsewhere[..., None], 0.0))
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:

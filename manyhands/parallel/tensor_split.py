@@ -5,6 +5,8 @@ Start reading at `split_model_`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
@@ -29,7 +31,7 @@ from manyhands.parallel.tensor_layers import (
     divide_,
 )
 from manyhands.parallel.tensor_ops import slices_in_order
-from manyhands.parallel.tensor_plan import LayerSplit, TensorPlan
+from manyhands.parallel.tensor_plan import LayerSplit, TensorPlan, leaves_parts
 
 __all__ = ["split_model_"]
 
@@ -58,12 +60,27 @@ def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Sh
     modules, shares = dict(model.named_modules()), dict[int, Share]()
     layers = [(layer, modules[layer.name]) for layer in plan.layers if layer.kind != "whole"]
     places = [
-        Place(layer.name, axis, layer.cuts(module, axis.size), bare=bool(layer.inside)) for layer, module in layers
+        Place(
+            layer.name,
+            axis,
+            layer.cuts(module, axis.size),
+            bare=bool(layer.inside),
+            sequence=_sequence_dim(layer, modules) if plan.sequence else None,
+        )
+        for layer, module in layers
     ]
     for (layer, module), place in zip(layers, places, strict=True):  # all cuts are known before the first is made
         _divide_layer_(module, layer, place, shares)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: shares[id(tensor)] for name, tensor in named if id(tensor) in shares}
+
+
+def _sequence_dim(layer: LayerSplit, modules: Mapping[str, nn.Module]) -> int | None:
+    """The dim that is the sequence in what a layer returns."""
+    if not leaves_parts(modules[layer.name], layer.kind):
+        return None
+    # Its output projection gets the sequence first; everywhere else it is next to the features.
+    return 0 if layer.inside and isinstance(modules[layer.inside], nn.MultiheadAttention) else -2
 
 
 def _divide_layer_(module: nn.Module, layer: LayerSplit, place: Place, shares: dict[int, Share]) -> None:

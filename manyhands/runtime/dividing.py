@@ -74,7 +74,8 @@ def _divide(
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
-        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None))
+        sequence = getattr(choice, "sequence", False)
+        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None), sequence=sequence)
         shares = split_model_(model, plan, worker.lasting(lambda: worker.line("tensor")))
     if parts:
         return replace(_staged(worker, model, loss, parts, shares), costs=tuple(costs or ()))

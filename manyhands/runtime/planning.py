@@ -80,7 +80,8 @@ def plan_model(
     """`slices` is V, where it is given; a replica's part of them are a pipeline's microbatches."""
     grid, name = grid_of(choice, workers), choice.name
     choice = as_sharded(choice, grid) or choice
-    split = plan_tensor(model, grid.tensor, getattr(choice, "rules", None)) if grid.tensor > 1 else None
+    rules, sequence = getattr(choice, "rules", None), getattr(choice, "sequence", False)
+    split = plan_tensor(model, grid.tensor, rules, sequence=sequence) if grid.tensor > 1 else None
     stages = _Stages(model, choice, grid, sample, slices) if grid.pipeline > 1 else None
     layers = list(_layers(model, choice, grid.data, split, stages))
     kept = kept_for_backward(model, sample.call, sample.batch)

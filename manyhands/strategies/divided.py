@@ -59,6 +59,8 @@ class Tensor(Settings, frozen=True):
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     elastic: tuple[int, int] | None = None
     """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
+    sequence: bool = False
+    """Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less memory."""
     name = "tensor"
 
     def __post_init__(self) -> None:

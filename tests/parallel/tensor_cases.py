@@ -189,6 +189,7 @@ class Case(NamedTuple):
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     words: bool = False
     patterns: Mapping[str, str] | None = None
+    sequence: bool = False
 
 
 def _classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -229,6 +230,9 @@ CASES = {
     "qwen": Case(qwen, _hugging_face, words=True),
     "llama": Case(llama, _hugging_face, words=True, patterns={"lm_head": "vocabulary"}),
 }
+
+for _name in ("transformer", "gpt2", "bert", "llama"):
+    CASES[f"{_name}, by sequence"] = CASES[_name]._replace(sequence=True)
 
 
 class Found(NamedTuple):
@@ -275,7 +279,7 @@ def counted(axis: Axis) -> Iterator[Counter[tuple[str, str]]]:
 
         return count
 
-    kinds = {"sum": "sum_start", "gather": "all_gather_start"}
+    kinds = {"sum": "sum_start", "gather": "all_gather_start", "scatter": "reduce_scatter"}
     for kind, name in kinds.items():
         setattr(axis, name, counting(kind, getattr(axis, name)))
     yield meetings
@@ -291,7 +295,7 @@ def train(store: str, name: str, steps: int = 3, plane: bool = False, half: bool
     # Not Adam: biases before BatchNorm, and of keys, have a true gradient of 0, whose rounding it would blow up.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with an_axis(store, plane) as axis:
-        plan = plan_tensor(model, axis.size, case.patterns)
+        plan = plan_tensor(model, axis.size, case.patterns, sequence=case.sequence)
         shares = split_model_(model, plan, axis)
         with counted(axis) as meetings:
             losses = [_step(case, model, optimizer, 0, half)]

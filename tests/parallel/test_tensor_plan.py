@@ -80,6 +80,16 @@ def test_transposed_convolutions_are_paired_by_channels() -> None:
         plan_tensor(grouped, 2, {"1": "channels"})
 
 
+def test_a_plan_by_sequence_says_whose_sums_stay_in_parts() -> None:
+    plan = plan_tensor(Words(), 2, sequence=True)
+    why = {layer.name: layer.why for layer in plan.layers}
+    assert plan.sequence and not plan_tensor(Words(), 2).sequence
+    by_sequence = {name for name, said in why.items() if said.endswith("; its sum by sequence")}
+    assert {"table", "encoder.layers.0.self_attn.out_proj", "encoder.layers.0.linear2"} <= by_sequence
+    assert not {"out", "encoder.layers.0.linear1"} & by_sequence
+    assert why["encoder.layers.0.norm1"] == "of parts by sequence, where it gets them"
+
+
 def test_only_large_layers_are_divided_alone() -> None:
     small, large = nn.Embedding(100, 8), nn.Embedding(4096, 16)
     model = nn.ModuleDict({"small": small, "large": large, "one": nn.Linear(512, 600), "other": nn.Linear(512, 500)})
