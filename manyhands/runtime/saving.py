@@ -140,6 +140,7 @@ class Saver:
             writer.save(snapshot, wait=False)  # the one before has ended: its memory is this one's
         if whole is not None:
             self._bring(whole, snapshot.delivery if snapshot is not None else None)
+            process.give_freed_memory_back()
         if snapshot is not None and writer is not None:
             self._last_s = time.monotonic()
             self._blocked_s = self._last_s - start
@@ -181,7 +182,6 @@ class Saver:
             raise
         finally:
             delivery.wait()
-            process.give_freed_memory_back()
 
     def _tell(self, results: list[SaveResult]) -> None:
         for result in results:
