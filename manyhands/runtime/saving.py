@@ -47,6 +47,7 @@ class Saver:
     def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
+        self._checks = worker.resolved.spec.train.check_every > 0
         self._wanted = False
         self._last_s, self._blocked_s = time.monotonic(), 0.0
         self.take_office()
@@ -158,7 +159,8 @@ class Saver:
         late = training.whole.names if training.whole is not None else frozenset()
         here = writer.snapshot({n: one for n, one in tensors.items() if n not in late}, waiting=wait)
         tensors = {name: here.get(name, one) for name, one in tensors.items()}
-        writer.trusted_step = progress.agreed if training.engine.compares_copies else None
+        compares = training.engine.compares_copies or (training.whole is not None and self._checks)
+        writer.trusted_step = progress.agreed if compares else None
         return Snapshot(
             step=progress.step,
             epoch=progress.epoch,
