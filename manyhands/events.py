@@ -183,6 +183,8 @@ class ResourcesUsed(_Event, frozen=True):
     """Handed to the other workers, over all steps."""
     predicted_bytes: int | None = None
     """What it was said to need at most, where there is a `memory_limit`."""
+    predicted_phase: str = ""
+    """When: "start", "step" or "save"."""
     phases: dict[str, float] = {}
     """This worker's seconds in load, forward, backward, reduce, update and gc."""
 

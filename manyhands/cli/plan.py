@@ -12,7 +12,7 @@ from manyhands.errors import UsageError
 from manyhands.runtime.launch import script_command
 from manyhands.runtime.plan_show import ask_for_plan
 from manyhands.runtime.planning import ModelPlan
-from manyhands.runtime.progress_lines import size
+from manyhands.runtime.progress_lines import PHASES_OF_MEMORY, size
 
 __all__ = ["plan"]
 
@@ -58,11 +58,14 @@ def _text(plan: ModelPlan) -> str:
         )
         for layer in plan.layers
     ]
-    memory_head = ("worker", "pipeline", "data", "tensor", "weights", "gradients", "states", "activations", "together")
+    sizes = ("weights", "gradients", "states", "activations", "base", "start", "step", "save")
+    memory_head = ("worker", "pipeline", "data", "tensor", *sizes, "peak", "when")
     memory = [
         (
             *(str(one) for one in (worker.rank, worker.pipeline, worker.data, worker.tensor)),
-            *(size(one) for one in (worker.weights, worker.gradients, worker.states, worker.activations, worker.total)),
+            *(size(getattr(worker, one)) for one in sizes),
+            size(worker.total),
+            PHASES_OF_MEMORY[worker.largest],
         )
         for worker in plan.memory
     ]

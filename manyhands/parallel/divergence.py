@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 __all__ = [
     "Appointment",
@@ -19,9 +19,13 @@ __all__ = [
     "WrongGradient",
     "appoint",
     "odd_ones",
+    "odd_parts",
     "verdict",
     "wrong_one",
 ]
+
+
+Part = TypeVar("Part", bound=Hashable)
 
 
 class Hashes(NamedTuple):
@@ -89,6 +93,15 @@ def odd_ones(hashes: Sequence[Hashable]) -> list[int] | None:
     if 2 * count <= len(hashes):
         return None
     return [place for place, one in enumerate(hashes) if one != common]
+
+
+def odd_parts(told: Sequence[Mapping[Part, int]]) -> dict[Part, list[int]]:
+    """Of a divided model: hashes of what each rank has, by part. Parts of which there are unlike copies, and whose."""
+    held: dict[Part, list[int]] = {}
+    for rank, hashes in enumerate(told):
+        for part in hashes:
+            held.setdefault(part, []).append(rank)
+    return {part: ranks for part, ranks in held.items() if len({told[rank][part] for rank in ranks}) > 1}
 
 
 def verdict(told: Sequence[Hashes], per_host: int = 0) -> Verdict:

@@ -1,40 +1,25 @@
-"""What a layout needs of each worker's memory: counted from the model, and from one slice's forward pass.
+"""What a model needs of memory: counted, and measured in one slice's forward pass.
 
 Weights, gradients and the optimizer's states are counted; what a forward pass keeps for backward is measured once, on
-one slice, without leaving a trace in the model. Fragmentation, the interpreter and torch itself are not in it.
-Start reading at `Footprint`.
+one slice, without leaving a trace in the model. Start reading at `kept_for_backward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-__all__ = ["Footprint", "kept_for_backward", "num_bytes", "states_per_weight"]
+__all__ = ["kept_by_parts", "kept_for_backward", "num_bytes", "states_per_weight"]
 
 PROBE = 16
 """Elements of the weight that an optimizer of the same kind is tried out on."""
-
-
-class Footprint(NamedTuple):
-    """Bytes of one worker."""
-
-    weights: int
-    gradients: int
-    states: int
-    """The optimizer's."""
-    activations: int
-    """What is kept for backward, at the most."""
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -54,6 +39,31 @@ def states_per_weight(optimizer: Optimizer) -> float:
 
 def kept_for_backward(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> int:
     """Bytes that the forward pass of this slice keeps, beside the weights themselves."""
+    with _untouched(model) as stand_in, _counting(model) as kept:
+        result = loss(stand_in, batch)  # held until the hooks are gone: what it keeps must not be freed and reused
+    del result
+    return sum(kept.values())
+
+
+def kept_by_parts(model: nn.Module, parts: Iterable[Callable[[Any], Any]]) -> list[int]:
+    """The same for each of the parts that the model is called in, one after the other on what the one before made."""
+    found, carried = [], None
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        for part in parts:
+            with _counting(model) as kept, torch.enable_grad():
+                carried = part(carried)
+            found.append(sum(kept.values()))
+            carried = pytree.tree_map_only(Tensor, lambda one: one.detach(), carried)
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+    return found
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes that autograd keeps, by where they lie; the model's own tensors are not counted."""
     weights = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -61,12 +71,11 @@ def kept_for_backward(model: nn.Module, loss: Callable[[nn.Module, Any], Any], b
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Not itself: a node that keeps what it returned would keep itself for ever, and with it all of the graph.
+        return tensor.detach()
 
-    with _untouched(model) as stand_in, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = loss(stand_in, batch)  # held until the hooks are gone: what it keeps must not be freed and reused
-    del result
-    return sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
 
 
 class _StandIn(nn.Module):

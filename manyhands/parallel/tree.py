@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["Node", "Stack", "finish", "nodes_of", "program", "root"]
+__all__ = ["Node", "Stack", "finish", "most_held", "nodes_of", "program", "root"]
 
 T = TypeVar("T")
 Node = tuple[int, int]
@@ -28,6 +28,16 @@ def nodes_of(slices: range, count: int) -> list[Node]:
     for v in slices:
         stack.push(v, None)
     return stack.nodes
+
+
+def most_held(slices: range, count: int) -> int:
+    """How many partial sums, with the slice that comes next, a worker with these slices holds at the most."""
+    stack: Stack[None] = Stack(count, add=lambda left, right: None)
+    most = 0
+    for v in slices:
+        most = max(most, len(stack) + 1)
+        stack.push(v, None)
+    return most
 
 
 class Stack(dict[Node, T]):

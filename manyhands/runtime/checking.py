@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from manyhands.errors import Diverged, ManyhandsError, PeerLost, TrainingFailed
 from manyhands.events import CopiesDiverged, WrongGradientFound
-from manyhands.parallel.divergence import CopiesDiffer, Hashes, Verdict, WrongGradient
+from manyhands.parallel.divergence import CopiesDiffer, Hashes, Verdict, WrongGradient, odd_parts
+from manyhands.parallel.shares import Share
 from manyhands.runtime.given_state import take_shared
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
+from manyhands.runtime.whole_state import WholeState
 
 __all__ = ["Checking"]
 
@@ -33,6 +36,7 @@ class Checking:
     def __init__(self, training: Training, saver: Saver, regrouping: Regrouping) -> None:
         self._training, self._saver, self._regrouping = training, saver, regrouping
         self._worker = training.worker
+        self._has_drifted = False
 
     def settle(self, differ: CopiesDiffer) -> None:
         """Give those that are odd a right one's state; `Diverged` where nobody can tell who is. By all workers."""
@@ -41,16 +45,7 @@ class Checking:
         newest = self._set_aside(agreed) if verdict.source is None or is_chief_odd else ""
         names = self._names()
         odd = [names[rank] for rank in verdict.odd]
-        self._worker.emit(
-            CopiesDiverged(
-                time_s=time.time(),
-                step=progress.step,
-                workers=odd,
-                ranks=list(verdict.odd),
-                healed=verdict.source is not None,
-                agreed_step=agreed,
-            )
-        )
+        self._tell_diverged(odd, verdict.odd, healed=verdict.source is not None)
         if verdict.source is None:
             raise _undecided(odd, progress.step, agreed, newest)
         self._worker.warn(
@@ -60,9 +55,47 @@ class Checking:
         )
         self._heal(verdict)
 
+    def after_step(self) -> None:
+        """Every so many steps, of a divided model: what replicas, or workers of one, have alike. By all workers."""
+        every = self._worker.resolved.spec.train.check_every
+        if self._training.whole is not None and every and self._training.progress.step % every == 0:
+            self._compare_parts(self._training.whole)
+
+    def _compare_parts(self, whole: WholeState) -> None:
+        """`Diverged` where replicas have unlike parts. Workers of one replica may compute unlike; then that is told."""
+        progress, place = self._training.progress, self._worker.grid.place
+        told = whole.hashes(self._worker.network)
+        replicas = [
+            {(name, share, place(rank)._replace(data=0)): number for (name, share), number in one.items()}
+            for rank, one in enumerate(told)
+        ]
+        unlike = odd_parts(replicas)
+        if not unlike:
+            progress.agreed = progress.step
+            self._tell_drift(odd_parts(told))
+            return
+        (name, _, _), ranks = next(iter(unlike.items()))
+        newest, names = self._set_aside(progress.agreed), self._names()
+        odd = [names[rank] for rank in ranks]
+        self._tell_diverged(odd, ranks, healed=False)
+        raise _undecided(odd, progress.step, progress.agreed, newest, name)
+
+    def _tell_drift(self, unlike: Mapping[tuple[str, Share], Sequence[int]]) -> None:
+        if unlike and not self._has_drifted:
+            self._has_drifted = True
+            (name, _), ranks = next(iter(unlike.items()))
+            self._worker.warn(
+                f"After step {self._training.progress.step} {name} is not the same on ranks "
+                f"{' and '.join(map(str, ranks))}, which are parts of one replica: they compute unlike, as other "
+                "processors or numbers of threads do, or a part of the model draws random numbers of its own."
+            )
+
     def at_end(self) -> None:
         """The last steps, which no later one looks at. By all workers."""
-        progress = self._training.progress
+        progress, whole = self._training.progress, self._training.whole
+        every = self._worker.resolved.spec.train.check_every
+        if whole is not None and every and not self._worker.in_trial and progress.agreed != progress.step:
+            self._compare_parts(whole)
         if not self._training.engine.compares_copies or self._worker.in_trial or progress.agreed == progress.step:
             return
         engine = self._training.in_step
@@ -103,6 +136,14 @@ class Checking:
         self._worker.warn(f"{what} The others go on without it.")
         return TrainingFailed(what, fix=_ABOUT_GRADIENTS) if self._worker.rank == wrong.rank else PeerLost(what)
 
+    def _tell_diverged(self, workers: list[str], ranks: Sequence[int], *, healed: bool) -> None:
+        step, agreed = self._training.progress.step, self._training.progress.agreed
+        self._worker.emit(
+            CopiesDiverged(
+                time_s=time.time(), step=step, workers=workers, ranks=list(ranks), healed=healed, agreed_step=agreed
+            )
+        )
+
     def distrust_last(self) -> None:
         """The weights after the last step may not be what that step made of them. On this worker alone."""
         if self._worker.is_chief:
@@ -126,7 +167,9 @@ class Checking:
         return [name.decode() for name in self._worker.axis.all_gather_bytes("names", mine.encode())]
 
 
-def _undecided(workers: list[str], step: int, agreed: int, newest: str) -> Diverged:
+def _undecided(workers: list[str], step: int, agreed: int, newest: str, part: str = "") -> Diverged:
+    """Of whole copies, or of those that there are of a part of a divided model."""
+    what = f"copies of {part}" if part else "the workers' weights or states"
     copies = "one of these two" if len(workers) == 2 else f"some of these {len(workers)}"
     since = (
         f"checkpoints of later steps were set aside, and {newest} is the newest now"
@@ -134,11 +177,15 @@ def _undecided(workers: list[str], step: int, agreed: int, newest: str) -> Diver
         else "no checkpoint is left"
     )
     return Diverged(
-        f"After step {step} the workers' weights or states are not the same, and nobody can tell whose are right: "
+        f"After step {step} {what} are not the same, and nobody can tell whose are right: "
         f"{copies} changed since step {agreed}, when all agreed: {', '.join(workers)}; {since}.",
         fix=[
             "the same command once more, which resumes there",
-            "three or more workers without shared memory, or hosts: then the odd one is known, and healed",
+            *(
+                []
+                if part
+                else ["three or more workers without shared memory, or hosts: the odd one is known, and healed"]
+            ),
             "a test of these machines' memory",
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.models import Parts
-from manyhands.runtime.planning import ModelPlan, plan_model
+from manyhands.runtime.planning import ModelPlan, base_bytes, plan_model
+from manyhands.runtime.progress_lines import PHASES_OF_MEMORY as PHASES
 from manyhands.runtime.progress_lines import size
 
 __all__ = ["check_memory", "parse_bytes"]
@@ -40,12 +42,11 @@ def check_memory(
     if plan.most_bytes <= most:
         return plan
     worst = max(plan.memory, key=lambda worker: worker.total)
-    told = ", ".join(
-        f"{name} {size(getattr(worst, name))}" for name in ("weights", "gradients", "states", "activations")
-    )
+    counted = ("weights", "gradients", "states", "activations")
+    told = ", ".join(f"{name} {size(getattr(worst, name))}" for name in counted)
     raise SpecError(
-        f"Rank {worst.rank} would need {size(worst.total)} ({told}), which is {size(worst.total - most)} more than "
-        f"memory_limit={limit!r}.",
+        f"Rank {worst.rank} would need {size(worst.total)} {PHASES[worst.largest]} (torch and the program "
+        f"{size(worst.base)}; in a step {told}), which is {size(worst.total - most)} more than memory_limit={limit!r}.",
         where=f"mh.{type(choice).__name__}",
         fix=[
             *_would_do(parts, choice, workers, slices, sample, most),
@@ -72,4 +73,5 @@ def _would_do(parts: Parts, choice: Any, workers: int, slices: int | None, sampl
 
 
 def _plan(parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample) -> ModelPlan:
-    return plan_model(parts.model, parts.make_optimizer(parts.model), choice, workers, sample, slices)
+    model = parts.model
+    return plan_model(model, parts.make_optimizer(model), choice, workers, sample, slices, partial(base_bytes, model))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import TrainingFailed
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.models import Parts
-from manyhands.runtime.planning import ModelPlan, plan_model
+from manyhands.runtime.planning import ModelPlan, base_bytes, plan_model
 from manyhands.runtime.strategy_names import Planned
 from manyhands.spec.load import PLAN_VARIABLE, environment
 from manyhands.spec.plan_order import PlanOrder
@@ -32,7 +33,8 @@ def tell_plan(planned: Planned, parts: Parts, sample: Sample) -> NoReturn:
     """Write the plan, and end the process: nothing of the script runs after this."""
     try:
         optimizer = parts.make_optimizer(parts.model)
-        plan = plan_model(parts.model, optimizer, planned.strategy, planned.workers, sample, planned.slices)
+        base = partial(base_bytes, parts.model)
+        plan = plan_model(parts.model, optimizer, planned.strategy, planned.workers, sample, planned.slices, base)
         told = _Told(plan)
     except Exception as error:
         told = _Told(problem=str(error))

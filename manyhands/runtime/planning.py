@@ -1,34 +1,43 @@
 """How a model would be divided, and what that takes of each worker's memory: said before anything is started.
 
-Weights, gradients and states are counted. What forward passes keep is measured on one slice, block by block in a
-pipeline; where layers are split it is an upper bound, because only a part of it is divided. Start at `plan_model`.
+Weights, gradients and states are counted. What forward passes keep is measured on one slice, stage by stage in a
+pipeline; where layers are split it is an upper bound, because only a part of it is divided. What is there at a time
+when a run starts, in a step and in a save is `parallel.peaks`'s arithmetic. Start at `plan_model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.comm.mesh import Grid
+from manyhands.data.order import slices_of
 from manyhands.parallel.blocks import blocks_of as gathered_blocks
-from manyhands.parallel.cutting import Part
-from manyhands.parallel.footprint import Footprint, kept_for_backward, num_bytes, states_per_weight
+from manyhands.parallel.cutting import Inputs, Part, shared_between
+from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
+from manyhands.parallel.peaks import Counted, Peaks, divided, in_shards, one_copy, replica
 from manyhands.parallel.pipelined import blocks_of, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
 from manyhands.parallel.tensor_plan import TensorPlan, plan_tensor
 from manyhands.parallel.timeline import draw, play
+from manyhands.parallel.tree import most_held
+from manyhands.runtime import process
 from manyhands.runtime.dividing import Sample
+from manyhands.runtime.usage import held_bytes
 from manyhands.strategies.choices import Sharded
-from manyhands.strategies.divided import Mesh, Pipeline, as_sharded, grid_of, microbatches
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, as_sharded, grid_of, microbatches
 
-__all__ = ["LayerPlan", "ModelPlan", "WorkerPlan", "plan_model"]
+__all__ = ["LayerPlan", "ModelPlan", "WorkerPlan", "base_bytes", "plan_model"]
 
+LATER_BYTES = 30 * 2**20
+"""What a process loads and opens after it has planned: kernels, and its connections."""
 ONE_COPY = ("mirrored", "central_storage", "sharded")
 """Strategies whose workers on one host look at one copy of the weights, and have parts of the states."""
 
@@ -56,9 +65,19 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     tensor: int
     weights: int
     gradients: int
+    """Of all slices that are held at once."""
     states: int
     activations: int
+    base: int
+    """The interpreter, torch and the program, as they were before the model was divided."""
+    start: int
+    """Beside that, while the model is built and divided; and below, in a step and while a checkpoint is written."""
+    step: int
+    save: int
     total: int
+    """The peak: the largest of the three, and the base."""
+    largest: str
+    """Which of the three that is."""
 
 
 class ModelPlan(msgspec.Struct, frozen=True):
@@ -74,23 +93,38 @@ class ModelPlan(msgspec.Struct, frozen=True):
         return max(worker.total for worker in self.memory)
 
 
+def base_bytes(model: nn.Module) -> int:
+    """What this process has beside the model, which nobody has divided yet."""
+    process.give_freed_memory_back()
+    return max(0, held_bytes() - num_bytes([*model.parameters(), *model.buffers()])) + LATER_BYTES
+
+
 def plan_model(
-    model: nn.Module, optimizer: Optimizer, choice: Any, workers: int, sample: Sample, slices: int | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    choice: Any,
+    workers: int,
+    sample: Sample,
+    slices: int | None = None,
+    base: Callable[[], int] = lambda: 0,
 ) -> ModelPlan:
-    """`slices` is V, where it is given; a replica's part of them are a pipeline's microbatches."""
+    """`slices` is V, where it is given; a replica's part of them are a pipeline's microbatches.
+
+    `base` says what a worker has without a model; asked when all is counted, because counting loads some of torch.
+    """
     grid, name = grid_of(choice, workers), choice.name
     choice = as_sharded(choice, grid) or choice
     rules, sequence = getattr(choice, "rules", None), getattr(choice, "sequence", False)
     split = plan_tensor(model, grid.tensor, rules, sequence=sequence) if grid.tensor > 1 else None
     stages = _Stages(model, choice, grid, sample, slices) if grid.pipeline > 1 else None
     layers = list(_layers(model, choice, grid.data, split, stages))
-    kept = kept_for_backward(model, sample.call, sample.batch)
-    weigher = _Weigher(model, optimizer, choice, grid, layers, kept, stages, slices)
+    weigher = _Weigher(model, optimizer, choice, grid, layers, sample, stages, slices)
+    has = base()
     return ModelPlan(
         strategy=name,
         workers=workers,
         layers=layers,
-        memory=[weigher.worker(rank) for rank in range(workers)],
+        memory=[weigher.worker(rank, has) for rank in range(workers)],
         schedule=draw(stages.schedule) if stages is not None else "",
     )
 
@@ -110,6 +144,12 @@ class _Stages:
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
         self.alive = play(self.schedule).most_alive
+        self._kept = kept_by_parts(model, [partial(_call, part, inputs) for part in self.parts])
+        self._params = {name: param for part in self.parts for name, param in part.params.items()}
+        self._ranks = {
+            name: sorted({self.schedule.ranks_of_stages[stage] for stage in stages})
+            for name, stages in shared_between(self.parts).items()
+        }
 
     def of(self, name: str) -> int | None:
         """The first stage whose modules have this one."""
@@ -120,6 +160,35 @@ class _Stages:
 
     def rank_of(self, stage: int | None) -> int:
         return self.schedule.ranks_of_stages[stage or 0]
+
+    def kept(self, rank: int, in_all: int) -> int:
+        """By all slices that are under way there; what the loss keeps, of `in_all`, is the last stage's."""
+        stages = self.schedule.stages_of(rank)
+        kept = sum(self._kept[stage] for stage in stages)
+        kept += max(0, in_all - sum(self._kept)) if len(self.parts) - 1 in stages else 0
+        return kept * self.alive[rank] // len(stages)
+
+    def tied(self, rank: int) -> _Tied:
+        found = [
+            (ranks, num_bytes([self._params[name]]))
+            for name, ranks in self._ranks.items()
+            if rank in ranks and len(ranks) > 1
+        ]
+        return _Tied(
+            sum(size for ranks, size in found if rank != ranks[0]),
+            sum((len(ranks) + 1) * size for ranks, size in found),
+        )
+
+
+class _Tied(NamedTuple):
+    elsewhere: int
+    """Bytes of weights that a rank has, though they are counted where they are used first."""
+    sums: int
+    """Every rank's gradients of tied weights, and their sums."""
+
+
+def _call(part: Part, inputs: Inputs, carried: Any) -> Any:
+    return part(inputs, carried)
 
 
 def _layers(
@@ -155,6 +224,8 @@ def _is_fully_sharded(choice: Any) -> bool:
 
 
 class _Weigher:
+    """What each worker needs."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -162,42 +233,71 @@ class _Weigher:
         choice: Any,
         grid: Grid,
         layers: Sequence[LayerPlan],
-        kept: int,
+        sample: Sample,
         stages: _Stages | None,
         slices: int | None,
     ) -> None:
-        self._several = slices is not None and slices > grid.data
-        self._choice, self._grid, self._layers, self._kept, self._stages = choice, grid, layers, kept, stages
-        trained = num_bytes(param for param in model.parameters() if param.requires_grad)
-        self._trained = trained / max(1, sum(layer.num_bytes for layer in layers))
+        self._choice, self._grid, self._layers, self._stages = choice, grid, layers, stages
+        tensors = [*model.parameters(), *model.buffers()]
+        self._whole, self._largest = num_bytes(tensors), max((num_bytes([one]) for one in tensors), default=0)
+        self._all_gradients = num_bytes(param for param in model.parameters() if param.requires_grad)
+        self._trained = self._all_gradients / max(1, self._whole)
         found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
         self._per_weight = max(states_per_weight(one) for one in found)
-        self._blocks: Mapping[str, nn.Module] = gathered_blocks(model) if _is_fully_sharded(choice) else {}
+        self._block = _gathered_bytes(model) if _is_fully_sharded(choice) else 0
+        self._kept = kept_for_backward(model, sample.call, sample.batch)
+        self._count = slices or grid.data * microbatches(choice, grid)
 
-    def worker(self, rank: int) -> WorkerPlan:
-        place, footprint = self._grid.place(rank), self._footprint(rank)
-        return WorkerPlan(rank, place.pipeline, place.data, place.tensor, *footprint, footprint.total)
+    def worker(self, rank: int, base: int) -> WorkerPlan:
+        place, own = self._grid.place(rank), self._counted(rank)
+        peaks = self._peaks(own, place.pipeline)
+        counted = (own.weights, own.gradients * own.partials, own.states, own.activations)
+        total = base + max(peaks)
+        return WorkerPlan(rank, place.pipeline, place.data, place.tensor, *counted, base, *peaks, total, peaks.largest)
 
-    def _footprint(self, rank: int) -> Footprint:
-        stage = self._grid.place(rank).pipeline
-        mine = [one for one in self._layers if self._stages is None or self._stages.rank_of(one.stage) == stage]
+    def _counted(self, rank: int) -> Counted:
+        place = self._grid.place(rank)
+        mine = self._mine(place.pipeline)
         weights = sum(layer.bytes_per_worker for layer in mine)
+        weights += self._stages.tied(place.pipeline).elsewhere if self._stages is not None else 0
         gradients = int(weights * self._trained)
-        states = int(gradients * self._per_weight)
-        if _is_fully_sharded(self._choice):
-            weights, gradients = self._within_step(weights, gradients)
-        elif self._choice.name in ONE_COPY:
-            weights, states = weights // self._grid.data, states // self._grid.data
-        activations = self._kept
-        if self._stages is not None:  # each microbatch that is under way keeps what this stage's layers keep
-            share = sum(one.num_bytes for one in mine) / max(1, sum(one.num_bytes for one in self._layers))
-            activations = int(self._kept * share * self._stages.alive[stage])
-        return Footprint(weights, gradients, states, activations)
+        return Counted(
+            weights,
+            gradients,
+            int(gradients * self._per_weight),
+            self._kept if self._stages is None else self._stages.kept(place.pipeline, self._kept),
+            self._whole,
+            self._largest,
+            max(1, most_held(slices_of(place.data, self._grid.data, self._count), self._count)),
+            is_chief=rank == 0,
+        )
 
-    def _within_step(self, weights: int, gradients: int) -> tuple[int, int]:
-        """What a step has besides a worker's parts of these: gathered weights, and sums of several slices in full."""
-        replicas, by_block = self._grid.data, self._stages is None and self._choice.level == "parameters"
-        # The block that is computed is there in full, its gradient too.
-        largest = max((num_bytes(block.parameters()) for block in self._blocks.values()), default=0)
-        gathered = 2 * largest // self._grid.tensor if by_block else weights * replicas
-        return weights + gathered, gradients * replicas if self._stages is not None or self._several else gradients
+    def _mine(self, stage: int) -> list[LayerPlan]:
+        return [one for one in self._layers if self._stages is None or self._stages.rank_of(one.stage) == stage]
+
+    def _peaks(self, own: Counted, stage: int) -> Peaks:
+        if isinstance(self._choice, Mesh) and self._choice.level is not None:
+            by_block = self._stages is None and self._choice.level == "parameters"
+            return in_shards(
+                own,
+                block=self._block // self._grid.tensor if by_block else own.weights * self._grid.data,
+                gradients=own.gradients * self._grid.data,
+            )
+        if isinstance(self._choice, DIVIDED):
+            layers = (layer.bytes_per_worker for layer in self._mine(stage))
+            tied = _Tied(0, 0) if self._stages is None else self._stages.tied(stage)
+            largest = min(self._largest, max(tied.elsewhere, *layers, 0))
+            return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data)
+        if self._block:
+            return in_shards(own, block=self._block, gradients=self._all_gradients)
+        if self._choice.name in ONE_COPY and self._grid.data > 1:
+            return one_copy(own, workers=self._grid.data)
+        return replica(own)
+
+
+def _gathered_bytes(model: nn.Module) -> int:
+    """Of the largest block that is whole for a while, which may be what is in none."""
+    import manyhands.parallel.fully_sharded  # noqa: F401  # torch's part of it is large, and belongs to the base
+
+    blocks = [num_bytes(block.parameters()) for block in gathered_blocks(model).values()]
+    return max([num_bytes(model.parameters()) - sum(blocks), *blocks])

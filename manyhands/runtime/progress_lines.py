@@ -33,9 +33,22 @@ from manyhands.events import (
     WorkerLost,
 )
 
-__all__ = ["PHASES", "Tally", "clean", "count", "duration", "line_of", "results", "size", "slow_line", "used_lines"]
+__all__ = [
+    "PHASES",
+    "PHASES_OF_MEMORY",
+    "Tally",
+    "clean",
+    "count",
+    "duration",
+    "line_of",
+    "results",
+    "size",
+    "slow_line",
+    "used_lines",
+]
 
 PHASES = ("load", "forward", "backward", "reduce", "update", "gc")
+PHASES_OF_MEMORY = {"start": "at the start", "step": "in a step", "save": "in a save"}
 MAX_WORKERS_SHOWN = 8
 
 
@@ -126,7 +139,8 @@ def _used(workers: Sequence[ResourcesUsed]) -> str:
     cores = _span([one.cpu_s / one.seconds for one in workers if one.seconds > 0], "{:.2f}".format)
     parts = [f"{cores} cores", f"{_span([one.peak_rss_bytes for one in workers], size)} at most"]
     if said := [one.predicted_bytes for one in workers if one.predicted_bytes is not None]:
-        parts[-1] += f" ({_span(said, size)} predicted)"
+        most = max(workers, key=lambda one: one.predicted_bytes or 0)
+        parts[-1] += f" ({_span(said, size)} predicted, {PHASES_OF_MEMORY[most.predicted_phase]})"
     if own := [one.pss_bytes for one in workers if one.pss_bytes is not None]:
         parts.append(f"{_span(own, size)} with shared pages divided")
     if any(one.bytes_sent for one in workers):

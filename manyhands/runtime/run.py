@@ -22,7 +22,6 @@ from manyhands.data.order import slices_of
 from manyhands.data.source import InputContext, Source, as_source
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted
-from manyhands.parallel.footprint import num_bytes
 from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
@@ -35,11 +34,11 @@ from manyhands.runtime.memory_limit import check_memory
 from manyhands.runtime.models import Parts, randomness_in
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
+from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, mode_of
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
-from manyhands.runtime.usage import held_bytes
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
@@ -62,7 +61,7 @@ class Run:
         self._hooks, self._scheduler = hooks, scheduler
         self._training: Training | None = None
         self._sample: Callable[[], Sample | None] = lambda: None
-        self._predicted: int | None = None
+        self._predicted: WorkerPlan | None = None
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
 
@@ -106,11 +105,9 @@ class Run:
         """`SpecError` where the layout needs more memory than the strategy allows; before anything is divided."""
         worker, limit = self.worker, self.worker.strategy.memory_limit
         if limit is not None and self._training is None:
-            slices, whole = self.spec.train.slices, num_bytes(self.parts.model.parameters())
-            before = held_bytes() - whole
+            slices = self.spec.train.slices
             plan = check_memory(limit, self.parts, worker.strategy, worker.world_size, slices, self.sample())
-            # While it starts, every worker has the whole model for a moment.
-            self._predicted = before + max(plan.memory[worker.rank].total, whole)
+            self._predicted = plan.memory[worker.rank]
 
     def is_call_over(self) -> bool:
         """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""
@@ -236,7 +233,7 @@ class Run:
             pacing,
             whole if divided or has_part else None,
         )
-        training.meter.predicted_bytes = self._predicted
+        training.meter.predicted = self._predicted
         return training
 
     def _choose_slices(self, before: int | None) -> int:

@@ -51,6 +51,7 @@ class Saver:
     def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
+        self._checks = worker.resolved.spec.train.check_every > 0
         self._wanted = False
         self._last_s, self._blocked_s = time.monotonic(), 0.0
         self.take_office()
@@ -151,6 +152,7 @@ class Saver:
             writer.save(snapshot, wait=False)  # the one before has ended: its memory is this one's
         if whole is not None:
             self._bring(whole, snapshot.delivery if snapshot is not None else None)
+            process.give_freed_memory_back()
         if snapshot is not None and writer is not None:
             self._last_s = time.monotonic()
             self._blocked_s = self._last_s - start
@@ -168,7 +170,8 @@ class Saver:
         late = training.whole.names if training.whole is not None else frozenset()
         here = writer.snapshot({n: one for n, one in tensors.items() if n not in late}, waiting=wait)
         tensors = {name: here.get(name, one) for name, one in tensors.items()}
-        writer.trusted_step = progress.agreed if training.engine.compares_copies else None
+        compares = training.engine.compares_copies or (training.whole is not None and self._checks)
+        writer.trusted_step = progress.agreed if compares else None
         return Snapshot(
             step=progress.step,
             epoch=progress.epoch,
@@ -192,7 +195,6 @@ class Saver:
             raise
         finally:
             delivery.wait()
-            process.give_freed_memory_back()
 
     def _tell(self, results: list[SaveResult]) -> None:
         for result in results:

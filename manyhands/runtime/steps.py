@@ -94,6 +94,7 @@ class Steps:
 
     def after_step(self, *, save: bool) -> None:
         """Start the save that the workers agreed on, and tell of those that have ended."""
+        self.checking.after_step()
         if save and self._training.saves_together:  # every worker has a part in it
             self._regrouping.agreed(lambda: self.saver.after_step(save=True))
         else:

@@ -12,6 +12,7 @@ import resource
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from manyhands.events import ResourcesUsed
 from manyhands.strategies.base import StepStats
@@ -21,11 +22,19 @@ __all__ = ["Meter", "held_bytes"]
 EVERY_S = 10.0
 
 
+class Predicted(Protocol):
+    @property
+    def total(self) -> int: ...
+    @property
+    def largest(self) -> str:
+        """When that is: "start", "step" or "save"."""
+
+
 class Meter:
     """Counts from `start` on, for one call of `fit` or one loop."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.predicted_bytes: int | None = None
+        self.predicted: Predicted | None = None
         """What the worker was said to need at most, if somebody asked."""
         self.move(rank, world_size)
         self.start()
@@ -68,7 +77,8 @@ class Meter:
             peak_rss_bytes=_kib("/proc/self/status", "VmHWM:") or 0,
             pss_bytes=_kib("/proc/self/smaps_rollup", "Pss:") if ended else None,
             bytes_sent=self._bytes_sent,
-            predicted_bytes=self.predicted_bytes,
+            predicted_bytes=self.predicted.total if self.predicted is not None else None,
+            predicted_phase=self.predicted.largest if self.predicted is not None else "",
             phases=dict(self._phases),
         )
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from manyhands.checkpoint.delivery import announced
 from manyhands.comm.axis import Axis
+from manyhands.parallel.fingerprint import digest
 from manyhands.parallel.shares import Share
 from manyhands.runtime.state import model_state, optimizer_state, pack, unpack
 
@@ -100,6 +101,14 @@ class WholeState:
         mine = self._weights()
         pack(optimizer_state(self._optimizer, self._names), OPTIMIZER, mine)
         _bring(axis, self._told, mine, order, give)
+
+    def hashes(self, axis: Axis) -> list[dict[tuple[str, Share], int]]:
+        """Of what each rank has, by name and which part of the whole it is. For all ranks alike."""
+        pack(optimizer_state(self._optimizer, self._names), OPTIMIZER, mine := self._weights())
+        said = [(name, self._share(name, one), digest(one)) for name, one in mine.items()]
+        told = axis.all_gather_bytes("copies of parts", msgspec.msgpack.encode(said))
+        known = (msgspec.msgpack.decode(each, type=list[tuple[str, Share, int]]) for each in told)
+        return [{(name, share): number for name, share, number in each} for each in known]
 
     def weights(self, axis: Axis) -> dict[str, Tensor]:
         """The whole model's state_dict, on rank 0. For all ranks alike."""

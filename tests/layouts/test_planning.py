@@ -11,7 +11,8 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import SpecError
-from manyhands.parallel.footprint import kept_for_backward, states_per_weight
+from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
+from manyhands.parallel.tree import most_held
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.memory_limit import parse_bytes
 from manyhands.runtime.planning import plan_model
@@ -33,15 +34,17 @@ def plan(choice: Any, workers: int, slices: int = 4) -> Any:
 def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     pipeline = plan(mh.Pipeline(2), 2)
     assert [(one.weights, one.gradients, one.states) for one in pipeline.memory] == [
-        (2 * WIDE, 2 * WIDE, 4 * WIDE),
-        (2 * WIDE, 2 * WIDE, 4 * WIDE),
+        (2 * WIDE, 6 * WIDE, 4 * WIDE),  # four slices: two sums, and the last one's gradients
+        (2 * WIDE, 6 * WIDE, 4 * WIDE),
     ]
     assert "4 microbatches" in pipeline.schedule
-    assert pipeline.memory[0].activations == 2 * pipeline.memory[1].activations  # two microbatches under way, and one
+    rows = 8 * 64 * 4
+    assert pipeline.memory[0].activations == 2 * 2 * rows  # two layers' inputs, of two microbatches under way
+    assert 2 * rows < pipeline.memory[1].activations < 4 * rows  # of one, and what the loss keeps
     sharded = plan(mh.Sharded("parameters"), 4)
     assert sharded.memory[0].gradients == WIDE and sharded.memory[0].states == 2 * WIDE
     mirrored = plan(mh.Mirrored(), 4)
-    assert (mirrored.memory[3].weights, mirrored.memory[3].states) == (WIDE, 2 * WIDE)
+    assert (mirrored.memory[3].weights, mirrored.memory[3].states) == (4 * WIDE, 8 * WIDE)  # of which all see one copy
     tensor = plan(mh.Tensor(2), 2)
     assert sum(layer.num_bytes for layer in tensor.layers) == 4 * WIDE
     assert tensor.memory[0].weights < 2.1 * WIDE
@@ -50,9 +53,8 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
 def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     plain = plan(mh.Mesh(data=2, pipeline=2), 4).memory[0]
     staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True), 4).memory[0]
-    assert staged.states == plain.states // 2 == 2 * WIDE
-    assert staged.weights == 3 * WIDE, "its part, and the stage's whole weights during a step"
-    assert staged.gradients == plain.gradients, "of its own slices, until their sum is divided"
+    assert (staged.weights, staged.states) == (plain.weights // 2, plain.states // 2) == (WIDE, 2 * WIDE)
+    assert staged.step > plain.weights + plain.gradients, "whole in a step, with gradients of its own slices"
     split = plan(mh.Mesh(data=2, tensor=2), 4)
     parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
     assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
@@ -60,6 +62,40 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     assert parts.memory[0].gradients == split.memory[0].gradients // 2
     alike = plan(mh.Mesh(data=4, sharded=True), 4), plan(mh.Sharded(), 4)
     assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
+
+
+def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
+    sharded = plan(mh.Sharded("parameters"), 64).memory[0]
+    assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model
+    pipeline = plan(mh.Pipeline(2), 2).memory
+    assert [one.largest for one in pipeline] == ["step", "step"]
+    assert pipeline[0].save < pipeline[0].step
+    mirrored = plan(mh.Mirrored(), 2).memory
+    assert [one.largest for one in mirrored] == ["save", "step"]  # the chief copies what it writes
+    assert mirrored[0].save - mirrored[0].step >= 4 * WIDE + 8 * WIDE
+
+
+def test_a_tied_weight_is_counted_on_every_stage_that_has_it() -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS["tied transformer"](), data_for("tied transformer")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = plan_model(model, optimizer, mh.Pipeline(2), 2, Sample(batch, loss), 2)
+    tied = num_bytes([model.embedding.weight])
+    assert sum(one.weights for one in found.memory) == num_bytes([*model.parameters(), *model.buffers()]) + tied
+
+
+def test_what_stages_keep_leaves_no_trace() -> None:
+    model, rows = MODELS["CNN"](), data_for("CNN")[0]
+    before, state = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
+    first, second = kept_by_parts(model, [lambda _: model[:3](rows), lambda carried: model[3:](carried)])
+    assert first >= num_bytes([rows]) and second > 0
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("slices", "count", "most"), [((0, 1), 1, 1), ((0, 2), 2, 2), ((0, 8), 8, 4), ((4, 8), 8, 3)])
+def test_sums_of_slices_that_are_held_at_once(slices: tuple[int, int], count: int, most: int) -> None:
+    assert most_held(range(*slices), count) == most
 
 
 @pytest.mark.parametrize(
@@ -84,9 +120,21 @@ def test_looking_at_a_model_leaves_no_trace() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_looking_at_a_model_keeps_nothing_of_it() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())  # whose node keeps what it returns
+    kept_for_backward(model, lambda model, x: model(x).sum(), torch.randn(3, 6))
+    kept_by_parts(model, [lambda _: model(torch.randn(3, 6))])
+    for param in model.parameters():
+        param.data = param.data[:2].clone()  # as layers are split
+    model(torch.randn(3, 6)).sum().backward()
+    assert model[0].weight.grad.shape == (2, 6)
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_its_numbers() -> None:
     trainer = make_trainer("MLP", mh.Mirrored(memory_limit="20kB"), "AdamW")
-    with pytest.raises(SpecError, match=r"Rank 0 would need .*weights 11\.\d kB.* more than memory_limit='20kB'"):
+    with pytest.raises(
+        SpecError, match=r"Rank 0 would need .* in a save .*weights 11\.\d kB.* more than memory_limit='20kB'"
+    ):
         trainer.fit(data_for("MLP"), epochs=1, batch_size=16)
 
 
