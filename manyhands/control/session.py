@@ -109,6 +109,8 @@ class Session:
         """A server's: the public key of those who may come in, for `control.refusals.DoorKeeper`."""
         self.as_client: Curve | None = None
         """A server's: with which it comes to servers of other hosts."""
+        self.backups: list[str] = []
+        """A server's: where other hosts keep logs, the one to be preferred first."""
         self._servers = seat.servers
         self.servers_wanted = seat.num_servers
         """How many servers there should be, as last heard."""
@@ -416,8 +418,8 @@ class Session:
                 self._hear_of(kind, self.living, self.servers_wanted)
             case Living(workers=workers):
                 self._hear_of(self.stop_requested, workers, self.servers_wanted)
-            case ServersWanted(number=number, servers=servers):
-                self._servers = servers
+            case ServersWanted(number=number, servers=servers, backups=backups):
+                self._servers, self.backups = servers, backups
                 self._hear_of(self.stop_requested, self.living, number)
             case Appointed() if self.seat.is_spare:
                 with self._heard:

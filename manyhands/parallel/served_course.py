@@ -114,6 +114,8 @@ class Ongoing:
         self.book: Book | None = None
         self._standings: dict[int, Standing] = {}
         self._living: frozenset[int] | None = None
+        self._others_want: set[int] = set()
+        """Servers that would like a checkpoint."""
         if number == 0:
             self._minutes = served.minutes()
             self._journal = served.journal()
@@ -216,6 +218,11 @@ class Ongoing:
         if 0 < message.server < self.opened.servers:
             has = frozenset(Item(*item) for item in message.has)
             self._stand(message.server, Standing(message.low, frozenset(message.seen), has))
+            (self._others_want.add if message.save else self._others_want.discard)(message.server)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        return self.keeper is not None and self.keeper.wants_checkpoint
 
     def _stand(self, server: int, standing: Standing) -> None:
         if self.book is not None:
@@ -267,6 +274,7 @@ class Ongoing:
             done=done,
             values=[told for worker, told in self._values.items() if worker != ask.worker],
             soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
+            save=self.wants_checkpoint or bool(self._others_want),
         )
 
     def _news(self, told: int) -> tuple[list[Done], bool]:

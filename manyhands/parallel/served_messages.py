@@ -181,6 +181,8 @@ class Reply(_Message, frozen=True, kw_only=True):
     """What other workers have told last."""
     soon: list[Item] = []
     """With work: steps and places that will probably be leased to this worker next."""
+    save: bool = False
+    """Some server's log would have less to lose if there was a checkpoint."""
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -318,6 +320,8 @@ class Stand(_Message, frozen=True, kw_only=True):
     low: int
     seen: list[int]
     has: list[tuple[int, int]]
+    save: bool = False
+    """As in a reply."""
 
 
 FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want

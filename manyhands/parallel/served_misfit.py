@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, TrainingFailed
+from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_memory import layout_name
 from manyhands.parallel.served_messages import Open, Refused
@@ -91,7 +91,7 @@ def check_servable(precision: Precision, optimizer: Optimizer, model: nn.Module)
             fix=['precision="bf16"'],
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TrainingFailed(
+        raise SpecError(
             "LBFGS evaluates the loss several times per step, which a parameter server cannot do.",
             fix=["another optimizer", 'strategy="mirrored"'],
         )

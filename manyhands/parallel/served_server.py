@@ -91,7 +91,7 @@ class PartServer:
         log: ServedLog | None = None,
     ) -> None:
         """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is. With a
-        `log`, nobody hears of an update before it is on disk there.
+        `log`, nobody hears of an update before it is safe there.
         """
         sparse = Sparse(model)
         sparse.set_seed(seed)
@@ -220,7 +220,12 @@ class PartServer:
             return None
         now = course.shard.standing()
         return Stand(
-            number=course.opened.number, server=self._number, low=now.low, seen=sorted(now.seen), has=sorted(now.has)
+            number=course.opened.number,
+            server=self._number,
+            low=now.low,
+            seen=sorted(now.seen),
+            has=sorted(now.has),
+            save=course.wants_checkpoint,
         )
 
     def _open(self, sender: bytes, message: Open) -> Outbox:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
-from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.deadlock import hang_when_told
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
@@ -173,9 +173,9 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _told(error: BaseException) -> traceback.TracebackException:
-    """How it came about; of a mistake that the user can act on, only the lines of the user's own code."""
+    """How it came about; of what the user can act on, only the lines of the user's own code."""
     told = traceback.TracebackException(type(error), error, _own_frames(error))
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | EnvironmentProblem):
         package = str(Path(__file__).parents[1]) + os.sep
         theirs = [frame for frame in told.stack if not frame.filename.startswith(package)]
         told.stack = traceback.StackSummary.from_list(theirs or list(told.stack))

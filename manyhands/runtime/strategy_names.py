@@ -70,9 +70,10 @@ def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
             fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
         )
     if strategy.on_servers and not seat.num_servers:
+        workers = getattr(strategy, "workers", None) or seat.local_world_size
         raise SpecError(
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
-            fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
+            fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
         )
     if isinstance(strategy, DIVIDED):
         grid_of(strategy, seat.world_size)

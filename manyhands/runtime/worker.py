@@ -17,7 +17,9 @@ import torch
 from manyhands.comm.axis import Axis, connect
 from manyhands.comm.mesh import Grid
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
+from manyhands.comm.values import Messages, Values
 from manyhands.control.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
@@ -35,7 +37,7 @@ from manyhands.spec.seat import Group
 from manyhands.strategies.choices import (
     Sharded,
 )
-from manyhands.strategies.divided import DIVIDED, grid_of
+from manyhands.strategies.divided import DIVIDED, Mesh, grid_of
 
 __all__ = ["Planned", "Worker", "seated"]
 
@@ -155,6 +157,11 @@ class Worker:
         """The same workers over sockets, whatever they share."""
         return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
 
+    @property
+    def saving(self) -> Axis:
+        """The same, for what is written as they send it: who waits for the chief's disk waits as long as it takes."""
+        return self.among(range(self.world_size), "saving", timeout_s=CHIEF_TIMEOUT_S)
+
     def line(self, *axes: str) -> Axis:
         """The workers that differ from this one in their places on `axes` alone.
 
@@ -168,18 +175,37 @@ class Worker:
             place, size, plane = ranks.index(self.rank), len(ranks), None
             if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
+            if plane is not None:
+                plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
-    def line_over_sockets(self, *axes: str) -> Axis:
-        """The same workers, for those who send to one another."""
-        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+    def messages(self, *axes: str) -> Messages:
+        """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
+        ranks, hosts = self.grid.line(self.rank, *axes), self.group.hosts
+        shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
+        near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
+        if len(near) < 2:
+            return Values(self.among(ranks, "messages"))
+        shared = SharedValues(
+            ranks.index(self.rank),
+            ranks,
+            lambda name, num_bytes: self.session.shared_memory(f"messages {name}", num_bytes, 2),
+            timeout_s=self.resolved.spec.comm.timeout_s,
+            here=self._ranks_here(),
+            missing=self._where_the_others_are,
+        )
+        return shared if len(near) == len(ranks) else MixedValues(shared, Values(self.among(ranks, "messages")), near)
 
-    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
+
+    def among(self, ranks: Sequence[int], purpose: str, timeout_s: float | None = None) -> Axis:
         """These workers, of which this is one, over sockets."""
         key = f"{purpose} of {' '.join(map(str, ranks))}"
         if key not in self._connected:
-            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
+            place = list(ranks).index(self.rank)
+            self._connected[key] = self._connect(key, self.device, place, len(ranks), timeout_s)
         return self._connected[key]
 
     @property
@@ -208,7 +234,7 @@ class Worker:
         seat = self.session.seat
         if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
             return False
-        can = seat.local_world_size > 1 and self.device.type == "cpu" and not why_not()
+        can = seat.local_world_size > 1 and self._can_share()
         here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
         mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
         everyone = [tuple(map(int, said.split())) for said in self.axis.all_gather_bytes("who shares memory", mine)]
@@ -217,6 +243,10 @@ class Worker:
             return False
         self._connected["step on this host"] = here
         return True
+
+    def _can_share(self) -> bool:
+        """Whether workers of a host share memory where there are several hosts."""
+        return self.resolved.spec.comm.plane != "gloo" and self.device.type == "cpu" and not why_not()
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
@@ -232,6 +262,8 @@ class Worker:
             # Alone, too, where others may come: they find the weights in shared memory.
             if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
                 plane = self._connect_plane(purpose, group.rank, group.world_size)
+            if plane is not None:
+                plane.sockets = lambda: self._axes(purpose, device, shared=False)
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
@@ -246,7 +278,8 @@ class Worker:
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                first_rank=self.rank - rank,
+                ranks=range(self.rank - rank, self.rank - rank + size),
+                here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )
         except EnvironmentProblem as problem:
@@ -260,7 +293,7 @@ class Worker:
         session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
         return axis
 
-    def _connect(self, prefix: str, device: torch.device, rank: int, size: int) -> Axis:
+    def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
             store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
@@ -270,7 +303,7 @@ class Worker:
             size,
             address=seat.data_address,
             device=device,
-            timeout_s=self.resolved.spec.comm.timeout_s,
+            timeout_s=timeout_s or self.resolved.spec.comm.timeout_s,
             missing=self._where_the_others_are,
             lost=self._has_lost_someone if self.is_elastic else None,
         )
@@ -309,7 +342,8 @@ class Worker:
         way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
         what = "weights" if self.strategy.name in AVERAGING else "gradients"
         exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
+        words = self.strategy.divided if isinstance(self.strategy, Sharded | Mesh) else ""
+        divided = f", {words} divided" if words else ""
         return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property

@@ -10,15 +10,14 @@ from typing import Any
 import msgspec
 
 from manyhands.errors import SpecError
-from manyhands.strategies.settings import Settings, at_least, one_of
+from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
 # A worker that hears nothing from servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
-LEVELS = ("optimizer", "gradients", "parameters")
-DURABILITIES = ("upstream", "wal", "snapshot")
+DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class Single(Settings, frozen=True, kw_only=True):
@@ -88,8 +87,7 @@ class Sharded(_Level, frozen=True, kw_only=True):
     @property
     def divided(self) -> str:
         """In words, for the run's first line."""
-        words = ("optimizer's states", "gradients", "parameters")[: LEVELS.index(self.level) + 1]
-        return ", ".join(reversed(words))
+        return in_words(self.level)
 
 
 class ParameterServer(Settings, frozen=True, kw_only=True):
@@ -126,8 +124,9 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
     durability: str = "upstream"
     """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
     its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
-    and the same command goes on from there. snapshot: one copy of the optimizer's states instead of two; a server that
-    dies in the middle of an update takes the run back to the last checkpoint."""
+    and the same command goes on from there. replica: the same, but of the log another host's memory is enough, or where
+    there is one host, its kernel's. snapshot: one copy of the optimizer's states instead of two; a server that dies in
+    the middle of an update takes the run back to the last checkpoint."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -138,7 +137,7 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES, "mh.ParameterServer")
-        _check_durability(self.durability)
+        one_of("durability", self.durability, DURABILITIES, "mh.ParameterServer")
         at_least("servers", self.servers, 1, "mh.ParameterServer")
         at_least("staleness", self.staleness, 0, "mh.ParameterServer")
         at_least("backup_workers", self.backup_workers, 0, "mh.ParameterServer")
@@ -163,6 +162,10 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
 
     def keeps_spare(self, num_hosts: int) -> bool:
         return num_hosts == 1 if self.spare is None else self.spare
+
+    @property
+    def keeps_log(self) -> bool:
+        return self.durability in ("wal", "replica")
 
     @property
     def takes_local_steps(self) -> bool:
@@ -339,18 +342,6 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
             if getattr(self, name) != usual:
                 what = f"{name} is {getattr(self, name)!r}, but pairs take the mean of two workers' whole weights"
                 raise _wrong(what, f"{name}={usual!r}", 'peers="all"')
-
-
-def _check_durability(value: str) -> None:
-    if value == "replica":
-        what = "durability is 'replica', but no server keeps a copy of its state on a second host"
-        raise _wrong(
-            what,
-            'durability="wal", with the run directory on a disk that outlives the host',
-            'durability="upstream"',
-            where="mh.ParameterServer",
-        )
-    one_of("durability", value, DURABILITIES, "mh.ParameterServer")
 
 
 def _wrong(what: str, *fix: str, where: str = "mh.LocalSGD") -> SpecError:

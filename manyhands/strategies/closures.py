@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 
 __all__ = ["refuse_closures", "wants_closure"]
 
@@ -34,7 +34,7 @@ def wants_closure(optimizer: Optimizer) -> bool:
 
 
 def refuse_closures(optimizer: Optimizer, beside: str) -> None:
-    """`TrainingFailed` if it is such an optimizer; `beside` says what it does not go with."""
+    """`SpecError` if it is such an optimizer; `beside` says what it does not go with."""
     if wants_closure(optimizer):
         what, fix = _REFUSED[beside]
-        raise TrainingFailed(f"{type(optimizer).__name__} {what}", fix=fix)
+        raise SpecError(f"{type(optimizer).__name__} {what}", fix=fix)

@@ -6,9 +6,10 @@ from typing import Any
 
 from manyhands.comm.mesh import Grid
 from manyhands.errors import SpecError
-from manyhands.strategies.settings import Settings, at_least, one_of
+from manyhands.strategies.choices import Sharded
+from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
-__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches"]
+__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "as_sharded", "grid_of", "microbatches"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MICROBATCHES_PER_STAGE = 4
@@ -86,8 +87,9 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     pipeline: int = 1
     rules: dict[str, str] | None = None
     """As `Tensor` has them."""
-    sharded: bool = False
-    """Replicas with a part of weights, gradients and states each, as `Sharded` has them; without other axes."""
+    sharded: bool | str = False
+    """Replicas divide what they have in common, as those of `Sharded` do: the "optimizer"'s states, "gradients" too, or
+    "parameters" as well, which True stands for."""
     name = "mesh"
 
     def __post_init__(self) -> None:
@@ -100,12 +102,27 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
                 where="mh.Mesh",
                 fix=["data=1", "no reducer="],
             )
-        if self.sharded:
+        if self.level is not None:
+            one_of("sharded", self.level, LEVELS, "mh.Mesh")
+            self._check_sharded()
+
+    def _check_sharded(self) -> None:
+        if self.data == 1:
             raise SpecError(
-                "Sharded replicas of a model that is divided otherwise, too, are not there yet.",
+                "sharded divides memory over replicas, and with data=1 there is one.",
                 where="mh.Mesh",
-                fix=[f"mh.Sharded(workers={self.data})", "sharded=False"],
+                fix=["data=2", "sharded=False"],
             )
+
+    @property
+    def level(self) -> str | None:
+        """What replicas divide; None: nothing."""
+        return ("parameters" if self.sharded is True else self.sharded) or None
+
+    @property
+    def divided(self) -> str:
+        """The same in words, for the run's first line."""
+        return f"{in_words(self.level)} of replicas" if self.level is not None else ""
 
     @property
     def workers(self) -> int:
@@ -132,6 +149,13 @@ def grid_of(choice: Any, num_workers: int) -> Grid:
             fix=[f"mh run -n {grid.size} ...", *_other_data_axis(grid, num_workers)],
         )
     return grid
+
+
+def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
+    """What a mesh of sharded replicas comes to where nothing else is divided."""
+    if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
+        return None
+    return Sharded(choice.level, recompute=choice.recompute)
 
 
 def microbatches(choice: Any, grid: Grid) -> int:

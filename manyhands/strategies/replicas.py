@@ -126,15 +126,18 @@ class Replicas(Computing):
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
+        self._check_editable()
+        alone = self.held.common.editing() if self.held.common is not None else nullcontext()
+        with torch.no_grad(), alone:
+            yield self._model
+        self.synchronise()
+
+    def _check_editable(self) -> None:
         if self.spread is not None:
             raise TrainingFailed(
                 "No worker has all of the model's weights, so none can edit them.",
                 fix=["change the weights before the trainer has them", "trainer.load(FILE), of whole weights"],
             )
-        alone = self.held.common.editing() if self.held.common is not None else nullcontext()
-        with torch.no_grad(), alone:
-            yield self._model
-        self.synchronise()
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""

@@ -26,6 +26,7 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Passes, Spread
@@ -36,7 +37,6 @@ from manyhands.strategies.replicas import Replicas
 from manyhands.strategies.staged import StagedSlices
 
 __all__ = ["Replicated"]
-
 
 MAX_SKIPPED_IN_A_ROW = 50
 
@@ -154,16 +154,19 @@ class Replicated(Replicas):
         if wants_closure(self._optimizer):
             return self._train_step_with_closure(step, stop, collect)
         self.begin_step(step, stop=stop, collect=collect)
+        self._compute_mine(step)
+        return self.end_step()
+
+    def _compute_mine(self, step: StepLike) -> None:
         if self.spread is not None and self.spread.divided.passes is not None:
             self._run_stages(self.spread, self.spread.divided.passes, list(step.mine()))
-        else:
-            for piece in step.mine():
-                self._compute(piece)
-        return self.end_step()
+            return
+        for piece in step.mine():
+            self._compute(piece)
 
     def _run_stages(self, spread: Spread, passes: Passes, pieces: Sequence[PieceLike]) -> None:
         """This rank's layers see every slice of the replica; the loss is known at their end."""
-        assert isinstance(self.held.gradients, GradientSum) and self._loss_fn is not None
+        assert isinstance(self.held.gradients, GradientSum | ShardedSum) and self._loss_fn is not None
         slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
         passes.run(pieces, slices, f"step {self._step.number}")
         self.phases.mark("backward")
@@ -356,8 +359,7 @@ class Replicated(Replicas):
         self._rows.factor = factor
         if self._clip_norm is None and scale is None:
             return
-        norm = self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
-        stats.grad_norm = math.hypot(norm, self._rows.norm())
+        stats.grad_norm = math.hypot(self._norm(), self._rows.norm())
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
@@ -366,6 +368,10 @@ class Replicated(Replicas):
         clip = clip_factor(stats.grad_norm, self._clip_norm)
         self.held.update.clip(clip)
         self._rows.factor *= clip
+
+    def _norm(self) -> float:
+        """Of the whole gradient."""
+        return self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""

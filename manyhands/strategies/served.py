@@ -24,9 +24,10 @@ from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_messages import Ask, Filled, Reply
 from manyhands.parallel.sparse import Contribution, merge
 from manyhands.strategies.base import PieceLike, StepLike
+from manyhands.strategies.choices import ParameterServer
 from manyhands.strategies.served_courses import InCourses
 
-__all__ = ["Served"]
+__all__ = ["Served", "has_backups"]
 
 # A port drops what is longer than a message may be, and the push would be said again for ever.
 MOST_CHANGES_BYTES = MAX_MESSAGE_BYTES // 2
@@ -210,3 +211,8 @@ class Served(InCourses):
             self._buffers.put_back()
         self.phases.mark("backward")
         return total, weight, statistics, self._rows.sparse.take()
+
+
+def has_backups(strategy: object) -> bool:
+    """Whether hosts keep logs of other hosts' servers."""
+    return isinstance(strategy, ParameterServer) and strategy.durability == "replica"

@@ -193,8 +193,8 @@ class InCourses(Computing):
 
     @property
     def keeps_log(self) -> bool:
-        """Servers have what they apply on disk."""
-        return self._choice.durability == "wal"
+        """Servers write down what they apply."""
+        return self._choice.keeps_log
 
     @property
     def ahead(self) -> int | None:

@@ -6,7 +6,10 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["Settings", "at_least", "one_of"]
+__all__ = ["LEVELS", "Settings", "at_least", "in_words", "one_of"]
+
+LEVELS = ("optimizer", "gradients", "parameters")
+"""What is divided over replicas: the optimizer's states, gradients too, or parameters as well."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,3 +55,8 @@ def at_least(name: str, value: int | None, least: int, where: str) -> None:
         raise SpecError(
             f"{name} is {value!r}, but must be a whole number from {least} on.", where=where, fix=[f"{name}={least}"]
         )
+
+
+def in_words(level: str) -> str:
+    """What is divided at one of `LEVELS`."""
+    return ", ".join(reversed(("optimizer's states", "gradients", "parameters")[: LEVELS.index(level) + 1]))

@@ -84,6 +84,9 @@ def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypa
     with pytest.raises(SpecError, match="asks for 3 parameter servers") as caught:
         enter(mh.ParameterServer(servers=3), {})
     assert caught.value.fix == ("mh run --servers 3 -n 4 ...",)
+    with pytest.raises(SpecError) as caught:
+        enter(mh.ParameterServer(servers=3, workers=2), {})
+    assert caught.value.fix == ("mh run --servers 3 -n 2 ...",)
 
 
 def test_servers_that_the_script_has_no_use_for_are_refused(monkeypatch):
