@@ -28,7 +28,7 @@ from manyhands.parallel.served_messages import (
 )
 from manyhands.parallel.served_tables import Tables, parts_of
 from manyhands.parallel.served_variables import ServedVariable
-from manyhands.parallel.sparse import Sparse
+from manyhands.parallel.sparse import Contribution, Sparse
 
 __all__ = ["RowServer"]
 
@@ -101,13 +101,18 @@ class RowServer:
     def _apply(self, sender: bytes, opened: OpenRows, message: ApplyRows) -> Outbox:
         """Pieces may have gone to a server that died: then all of it is sent again."""
         if message.step > self.version:
-            if not self._tables.has(message.step, message.pieces):
+            found = self._found(message)
+            if found is None:
                 return []
-            found = self._tables.gather([message.step])
             self._tables.apply(message.step + opened.base, found, message.factor, message.tables)
             self._tables.drop_until(message.step)
             self.version, self.num_made = message.step, self.num_made + 1
         return [(sender, Applied(number=message.number, server=self._number, step=message.step))]
+
+    def _found(self, message: ApplyRows) -> list[Contribution] | None:
+        if message.handed:
+            return self._tables.gather_step(message.step, message.handed)
+        return self._tables.gather([message.step]) if self._tables.has(message.step, message.pieces) else None
 
     # ---- what a server of weights does besides ----
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
-from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
+from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
+from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
 from manyhands.parallel.served_log import Past
@@ -119,7 +119,7 @@ class Ongoing:
         if number == 0:
             self._minutes = served.minutes()
             self._journal = served.journal()
-            self._buffers = _Buffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
+            self._buffers = ServedBuffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
 
     def hear_living(self, living: frozenset[int]) -> None:
         self._living = living.intersection(self.opened.workers)
@@ -430,35 +430,3 @@ class Ongoing:
 
     def _applied(self, step: int) -> Applied:
         return Applied(number=self.opened.number, server=self._number, step=step)
-
-
-class _Buffers:
-    """The first server replays what slices made of the buffers, so that every version has its own."""
-
-    def __init__(
-        self, model: nn.Module, foreign: ForeignState, served: ServedMemory, version: int, *, apart: bool
-    ) -> None:
-        """`apart`: slices may have begun with the buffers of earlier versions."""
-        self._served, self._apart = served, apart
-        self._live = changing_state(model, served.params)
-        self._copy(self._live, served.buffers(version))
-        self._replay = StepBuffers(model, foreign)
-
-    def update(self, version: int, due: Sequence[Contribution], slices: Sequence[Tensor]) -> None:
-        """Make the buffers of the version after this one; done again, it makes the same."""
-        if not self._live:
-            return
-        self._copy(self._live, self._served.buffers(version))
-        self._replay.refresh()
-        self._replay.begin(len(slices), 2)
-        self._replay.commit(slices, apart=self._apart)
-        for one in due:
-            if one.place == 0 and one.changes:
-                self._replay.apply_first_changes(one.changes)
-        self._copy(self._served.buffers(version + 1), self._live)
-
-    @staticmethod
-    def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)

@@ -19,9 +19,11 @@ from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Handed
 from manyhands.parallel.sparse import Contribution
 
-__all__ = ["HandedOver"]
+__all__ = ["MOST_MARKS", "HandedOver"]
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**36
+MOST_MARKS = 512
+"""Rows that can be marked with a step."""
 _LINE = 64
 
 
@@ -30,7 +32,7 @@ class HandedOver:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._regions: dict[tuple[int, int], Segment] = {}
+        self._regions: dict[str, Segment] = {}
         self._longest: dict[int, int] = {}
 
     def put(self, row: int, contributions: Sequence[Contribution]) -> list[Handed]:
@@ -46,6 +48,18 @@ class HandedOver:
             found.append(Handed(table, region.num_bytes, at, bounds))
             at += num_bytes
         return found
+
+    def mark(self, row: int, step: int) -> None:
+        """What lies beside this row is of that step, for whoever takes it without a lease; 0 while it is written."""
+        self._marks.words()[row] = step
+
+    def step(self, row: int) -> int:
+        found: int = self._marks.words()[row]
+        return found
+
+    @property
+    def _marks(self) -> Segment:
+        return self._region_of("steps of gradients of rows", 8 * MOST_MARKS)
 
     def take(self, row: int, one: Handed, parts: Sequence[int], dim: int) -> Contribution:
         """A copy of what was put there for these parts."""
@@ -70,9 +84,12 @@ class HandedOver:
         return True
 
     def _region(self, row: int, num_bytes: int) -> Segment:
-        if (row, num_bytes) not in self._regions:
-            self._regions[row, num_bytes] = self._memory(f"gradients of rows {row}, {num_bytes} bytes", num_bytes)
-        return self._regions[row, num_bytes]
+        return self._region_of(f"gradients of rows {row}, {num_bytes} bytes", num_bytes)
+
+    def _region_of(self, name: str, num_bytes: int) -> Segment:
+        if name not in self._regions:
+            self._regions[name] = self._memory(name, num_bytes)
+        return self._regions[name]
 
 
 def _num_bytes(count: int, dim: int) -> int:

@@ -16,7 +16,7 @@ from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_cache import RowCache
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import NEWEST, in_parts
-from manyhands.parallel.served_handing import HandedOver
+from manyhands.parallel.served_handing import MOST_MARKS, HandedOver
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Handed, Lookup, Number, RowGradients
@@ -167,6 +167,18 @@ class ServedRows:
     def hand_over(self, row: int, contributions: Sequence[Contribution]) -> list[Handed]:
         """A lease's gradients, in memory, for servers of this host; empty where there are none, or no such servers."""
         return self._shelf.put(row, contributions) if self._shares and self._shelf and contributions else []
+
+    def hand_step(
+        self, rank: int, step: int, slices: Mapping[int, Sequence[Contribution]]
+    ) -> list[tuple[int, Handed]] | None:
+        """A rank's gradients of a step, in memory, each with its slice; None where servers do not share it."""
+        if not self._shares or self._shelf is None or rank >= MOST_MARKS:
+            return None
+        self._shelf.mark(rank, 0)
+        ones = [(place, one) for place, found in slices.items() for one in found]
+        handed = self._shelf.put(rank, [one for _, one in ones]) if ones else []
+        self._shelf.mark(rank, step)
+        return [(place, where) for (place, _), where in zip(ones, handed, strict=True)]
 
     def messages(self, filling: int, contributions: Sequence[Contribution]) -> list[list[RowGradients]]:
         """A lease's gradients, for each server those of its ids, in pieces."""

@@ -252,6 +252,8 @@ class ApplyRows(_Message, frozen=True, kw_only=True):
     tables: list[str]
     """Those that the step has gradients for, this server's or others'."""
     factor: float
+    handed: list[tuple[int, Handed]] = []
+    """In place of pieces: where each slice's gradients lie in memory, in their order, and beside which row."""
 
 
 class Piece(_Message, frozen=True, kw_only=True):

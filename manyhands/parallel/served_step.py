@@ -1,10 +1,11 @@
 """Rows within a step of replicas, where parameter servers have them: `mode="hybrid"`.
 
-Every rank gets the sum of a step's gradients for rows, as without servers; then one rank sends each server its share,
-and servers apply it under the step's number, once. A rank whose step fails does it again with the rows it began with,
-so no server may be ahead of any rank: shares are sent when all ranks have committed the step, and nobody looks rows up
-before all servers have them. What a rank owes to servers until then is part of its state. Between two steps rows may go
-to another number of servers. Start reading at `ServedStep.settle`.
+On the servers' host every rank puts its gradients for rows into memory that servers see, and tells the others where. If
+some rank is elsewhere, or the sum's norm is wanted, each gets the sum instead, as without servers, and one sends each
+server its share. Servers apply it under the step's number, once. A rank whose step fails does it again with the rows it
+began with, so no server may be ahead of any rank: they hear of a step when all ranks have committed it, and nobody
+looks rows up before all servers have it. What a rank owes to servers until then is part of its state. Between two steps
+rows may go to another number of servers. Start reading at `ServedStep.settle`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from manyhands.comm.axis import Axis
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import ApplyRows, OpenRows, RowGradients
+from manyhands.parallel.served_messages import ApplyRows, Handed, OpenRows, RowGradients
 from manyhands.parallel.sparse import Contribution
 from manyhands.parallel.sparse_step import SparseStep
 
-__all__ = ["ServedStep", "agreed_servers"]
+__all__ = ["ServedStep", "agreed_servers", "in_slices"]
 
 
 class _Owed(NamedTuple):
@@ -33,6 +34,12 @@ class _Owed(NamedTuple):
     step: int
     contributions: list[Contribution]
     factor: float
+    handed: list[tuple[int, Handed]]
+    """In place of contributions: where each slice's lie, in their order, and beside which row."""
+
+    @property
+    def tables(self) -> list[str]:
+        return list(dict.fromkeys([one.table for one in self.contributions] + [one.table for _, one in self.handed]))
 
 
 class _Servers(msgspec.Struct, array_like=True):
@@ -52,6 +59,12 @@ def agreed_servers(everyone: Sequence[_Servers]) -> OpenRows:
     proposed = [one.proposed for one in everyone if one.proposed is not None]
     may_change = not any(one.has_tried for one in everyone)
     return max([*(one.current for one in everyone), *(proposed if may_change else [])], key=lambda one: one.number)
+
+
+def in_slices(ranks: Sequence[Sequence[tuple[int, Handed]]]) -> list[tuple[int, Handed]]:
+    """What each rank has said of its slices, in the order of slices: beside which row, which is its rank, and where."""
+    ones = [(place, rank, where) for rank, told in enumerate(ranks) for place, where in told]
+    return [(rank, where) for _, rank, where in sorted(ones, key=lambda one: one[0])]
 
 
 class ServedStep(SparseStep):
@@ -74,14 +87,17 @@ class ServedStep(SparseStep):
         are_up: Callable[[int], bool],
         generation: Callable[[], tuple[int, int]],
         wait_for_chief: Callable[[str], None],
+        needs_norm: bool = False,
     ) -> None:
         """`shares`: the memory is the servers'. `num_servers` says how many there should be, `are_up` whether so many
-        are there, and `generation` which one of workers this is.
+        are there, and `generation` which one of workers this is. `needs_norm`: every rank wants the sum of gradients.
         """
         super().__init__(model, seed)
         self._served, self._link = ServedRows(model, seed, link, memory, shares=shares), link
         self._num_servers, self._are_up = num_servers, are_up
         self._generation, self._wait_for_chief = generation, wait_for_chief
+        self._needs_norm = needs_norm
+        self._handed: list[tuple[int, Handed]] = []
         self._opening: OpenRows | None = None
         self._openings = 0
         self._owed: _Owed | None = None
@@ -123,10 +139,23 @@ class ServedStep(SparseStep):
 
     # ---- steps ----
 
+    def exchange(self, axis: Axis, number: int) -> None:
+        """Have all ranks know where the step's gradients are, or what they are."""
+        self._handed = []
+        if self and not self._needs_norm:
+            mine = self._served.hand_step(axis.rank, number, self._mine)
+            told = axis.all_gather_bytes(f"rows of step {number} in memory", msgspec.msgpack.encode(mine))
+            found = [msgspec.msgpack.decode(one, type=list[tuple[int, Handed]] | None) for one in told]
+            everyone = [one for one in found if one is not None]
+            if len(everyone) == axis.size:
+                self._handed = in_slices(everyone)
+                return
+        super().exchange(axis, number)
+
     def apply(self, number: int) -> None:
         """The step is committed here. Servers hear of it in `settle`."""
-        self._owed = _Owed(number, self._summed, self.factor)
-        self._mine, self._summed = {}, []
+        self._owed = _Owed(number, self._summed, self.factor, self._handed)
+        self._mine, self._summed, self._handed = {}, [], []
 
     def settle(self, axis: Axis) -> None:
         """Have servers apply the step that all ranks are to have committed. By all ranks together, and repeatable."""
@@ -161,7 +190,8 @@ class ServedStep(SparseStep):
 
     def _send(self, owed: _Owed, axis: Axis) -> None:
         """This rank's share of the sending: to every server one rank does it."""
-        shares = self._served.messages(owed.step, owed.contributions)
+        nothing: list[list[RowGradients]] = [[] for _ in range(self._servers_now)]
+        shares = nothing if owed.handed else self._served.messages(owed.step, owed.contributions)
         mine: dict[int, list[RowGradients | ApplyRows]] = {
             server: [*pieces, self._order(owed, pieces)]
             for server, pieces in enumerate(shares)
@@ -175,9 +205,15 @@ class ServedStep(SparseStep):
             number=self._opening.number,
             step=owed.step,
             pieces=len(pieces),
-            tables=[one.table for one in owed.contributions],
+            tables=owed.tables,
             factor=owed.factor,
+            handed=owed.handed,
         )
+
+    @property
+    def _servers_now(self) -> int:
+        assert self._opening is not None
+        return self._opening.servers
 
     # ---- ranks that come, and what they are told ----
 
@@ -207,7 +243,10 @@ class ServedStep(SparseStep):
         if not self._tells_peers:
             return {}
         assert self._opening is not None
-        owed = self._owed and [self._owed.step, [list(one) for one in self._owed.contributions], self._owed.factor]
+        owed = self._owed and [
+            *(self._owed.step, [list(one) for one in self._owed.contributions], self._owed.factor),
+            msgspec.to_builtins(self._owed.handed),
+        ]
         return {"opening": msgspec.to_builtins(self._opening), "owed": owed}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -217,8 +256,9 @@ class ServedStep(SparseStep):
             return
         self._enter(msgspec.convert(state["opening"], OpenRows))
         if state["owed"] is not None:
-            step, contributions, factor = state["owed"]
-            self._owed = _Owed(step, [Contribution(*one) for one in contributions], factor)
+            step, contributions, factor, handed = state["owed"]
+            where = msgspec.convert(handed, list[tuple[int, Handed]])
+            self._owed = _Owed(step, [Contribution(*one) for one in contributions], factor, where)
 
     def close(self) -> None:
         self._link.close()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import NEWEST, PARTS, RowTable, in_parts
-from manyhands.parallel.served_handing import HandedOver
+from manyhands.parallel.served_handing import MOST_MARKS, HandedOver
 from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Handed, Lookup, Number, RowGradients, Rows
 from manyhands.parallel.sparse import Contribution, merge
@@ -149,6 +149,16 @@ class Tables:
     def gather(self, fillings: Sequence[int]) -> list[Contribution]:
         """The sum of these leases' gradients, in the order of their slices: copies."""
         return merge(one for filling in fillings for one in self._contributions(filling))
+
+    def gather_step(self, step: int, handed: Sequence[tuple[int, Handed]]) -> list[Contribution] | None:
+        """The sum of what ranks have put into memory for a step: copies. None: it is not there, or not of this step."""
+        dims = {name: spec.dim for name, spec in self._specs.items()}
+        if not all(0 <= row < MOST_MARKS and one.table in dims for row, one in handed):
+            return None
+        if not all(self._shelf.has(row, one, dims[one.table]) for row, one in handed):
+            return None
+        found = merge(self._shelf.take(row, one, self._parts, dims[one.table]) for row, one in handed)
+        return found if all(self._shelf.step(row) == step for row, _ in handed) else None
 
     def apply(self, number: int, found: Sequence[Contribution], factor: float, touched: Sequence[str] = ()) -> None:
         """What was gathered, as update `number`; done again, nothing.

@@ -194,7 +194,7 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
     if choice.mode != "hybrid":
         return _served(worker, session, choice, link, parts, model, joining)
 
-    reach = _reach(session, link, clips=False)
+    reach, train = _reach(session, link, clips=False), worker.resolved.spec.train
 
     def rows(model: nn.Module, seed: int) -> ServedStep:
         return ServedStep(
@@ -207,6 +207,7 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
             are_up=reach.are_up,
             generation=lambda: parse_generation(worker.group.generation),
             wait_for_chief=worker.wait_for_chief,
+            needs_norm=train.clip_norm is not None or train.precision == "fp16",
         )
 
     return _replicated(worker, parts, model, pacing, joining, rows)

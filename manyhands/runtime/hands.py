@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.batches import Step
+from manyhands.data.source import as_source
 from manyhands.errors import MemoryChanged, PeerLost, SpecError, UsageError
 from manyhands.events import Logged
 from manyhands.parallel.divergence import CopiesDiffer
@@ -298,7 +299,15 @@ class Hands:
         batch_size: int = 256,
         collate: Any = None,
     ) -> dict[str, float]:
-        """Loss and per-example metrics over all of `data`, every example once. All workers must call it."""
+        """Loss and per-example metrics over all of `data`, every example once. All workers must call it.
+
+        But in a loop where parameter servers lease slices: there a worker that calls it, after `step`, evaluates all of
+        it alone, with the weights that it has for its next slice, while the others go on.
+        """
+        if self._leased is not None:
+            self._check_slice_done()
+            source = as_source(data, collate=collate, num_workers=0, shuffle=False)
+            return self._leased.evaluate(source, batch_size, loss, metrics or {})
         run, engine = self._all_workers("evaluate"), self._training.engine
         source = run.source(data, collate=collate, shuffle=False)
         with engine.using_loss(loss):
@@ -309,13 +318,14 @@ class Hands:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ. All workers must call it."""
-        return self._all_workers("gather").regrouping.agreed(
-            lambda: evaluating.gather_tensors(self._worker.axis, tensor)
-        )
+        return self._gather("gather", tensor)
+
+    def _gather(self, what: str, tensor: Tensor) -> list[Tensor]:
+        return self._all_workers(what).regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
         """Sum or mean over the workers, the same bits on each. All workers must call it."""
-        parts = self.gather(value)
+        parts = self._gather("reduce", value)
         total = torch.stack(parts).sum(0)
         return total / len(parts) if op == "mean" else total
 

@@ -8,22 +8,25 @@ is ours runs inside `step`: the push, asking for the next slice, hearing of upda
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+from manyhands.comm.axis import Axis
 from manyhands.data.batches import Step
+from manyhands.data.evaluation import eval_pieces
+from manyhands.data.source import Source
 from manyhands.errors import UsageError
 from manyhands.events import StalenessSeen, Warned
 from manyhands.parallel.leases import Course
 from manyhands.parallel.served_messages import Values
 from manyhands.parallel.served_states import settings_of
-from manyhands.runtime import means
+from manyhands.runtime import evaluating, means
 from manyhands.runtime.fitting import FitSettings
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.served_fitting import END_FIT, LEAVE, REGROUP, REOPEN, SAVE, ServedFit
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
-from manyhands.strategies.base import PieceLike, StepStats
+from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepStats
 
 __all__ = ["LeasedLoop", "refuse_apart"]
 
@@ -71,6 +74,17 @@ class LeasedLoop(ServedFit):
         self._values.append((self._rows, value))
         self._engine.values = self._values
         return means.weighted(told[place] for told in (self._values, *self._engine.others) if len(told) > place)
+
+    def evaluate(
+        self, source: Source, batch_size: int, loss: LossFn, metrics: Mapping[str, MetricFn]
+    ) -> dict[str, float]:
+        """By this worker alone, between two slices: of the weights that it has for the next one."""
+        worker = self._worker
+        worker.report(self._training.progress.step, "evaluating")
+        seed, device = worker.resolved.spec.run.seed, worker.device
+        pieces = eval_pieces(source, batch_size=batch_size, rank=0, world_size=1, seed=seed, device=device)
+        with self._engine.using_loss(loss):
+            return evaluating.evaluate(self._engine, Axis(0, 1), pieces, metrics)[0]
 
     def leave(self) -> bool:
         """The user's code has left the loop by `break`; whether others are still in it."""
@@ -128,8 +142,8 @@ def refuse_apart(what: str, *, in_loop: bool, was_left: bool) -> None:
             f"{what} needs all workers, but servers lease slices to each as it comes: in the loop over batches() they "
             "are at different places.",
             fix=[
+                "hands.mean(value), which waits for nobody and has what each worker has said last",
                 f"hands.{what}(...) after the loop; for every epoch, a loop with epochs=1 each",
-                "hands.mean(value), which waits for nobody",
                 'mh.ParameterServer(mode="hybrid")',
             ],
         )

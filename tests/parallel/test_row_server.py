@@ -13,9 +13,22 @@ import manyhands as mh
 from manyhands.comm.segments import Segment
 from manyhands.native import why_not
 from manyhands.parallel.row_server import RowServer
-from manyhands.parallel.rows import private_memory
-from manyhands.parallel.served_messages import Applied, ApplyRows, Lookup, Opened, OpenRows, Refused, RowGradients, Rows
+from manyhands.parallel.rows import private_memory, unique
+from manyhands.parallel.served_handing import HandedOver
+from manyhands.parallel.served_messages import (
+    Applied,
+    ApplyRows,
+    Handed,
+    Lookup,
+    Opened,
+    OpenRows,
+    Refused,
+    RowGradients,
+    Rows,
+)
+from manyhands.parallel.served_step import in_slices
 from manyhands.parallel.served_tables import by_part, parts_of, rows_from, to_bytes
+from manyhands.parallel.sparse import Contribution
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -72,6 +85,35 @@ def counts(server: RowServer, ids: Tensor = IDS) -> list[float]:
     rows = look_up(server, ids)
     assert rows is not None
     return sorted(set(rows.flatten().tolist()))
+
+
+def hand_over(memory: Regions, step: int) -> list[tuple[int, Handed]]:
+    """Two ranks' slices, both with all ids, and rank 1 with the first slice: the sums are -1 - 2."""
+    shelf, ids = HandedOver(memory), unique(IDS)[0]
+    told: list[list[tuple[int, Handed]]] = []
+    for rank, value in enumerate((-1.0, -2.0)):
+        shelf.mark(rank, step)
+        (where,) = shelf.put(rank, [Contribution("t", ids, torch.full((len(ids), 2), value))])
+        told.append([(1 - rank, where)])
+    return in_slices(told)
+
+
+def test_a_step_is_taken_from_where_ranks_have_put_it_if_it_is_still_there() -> None:
+    memory = Regions()
+    servers = [made(memory, server, opening(servers=2)) for server in range(2)]
+    handed = hand_over(memory, step=1)
+    assert [row for row, _ in handed] == [1, 0], "in the order of slices"
+    order = {"number": NUMBER, "pieces": 0, "tables": ["t"], "factor": 1.0, "handed": handed}
+    late = ApplyRows(step=2, **order)  # type: ignore[arg-type]
+    assert servers[0].take(b"w", late) == [], "what lies there is of another step"
+    nonsense = [(row, Handed("ghost", one.region, one.at, one.bounds)) for row, one in handed]
+    assert servers[0].take(b"w", ApplyRows(step=1, **{**order, "handed": nonsense})) == []  # type: ignore[arg-type]
+    for number, server in enumerate(servers):
+        own = IDS[torch.cat([by_part(IDS)[part] for part in parts_of(number, 2)])]
+        for _ in range(2):
+            answer = server.take(b"w", ApplyRows(step=1, **order))  # type: ignore[arg-type]
+            assert answer == [(b"w", Applied(number=NUMBER, server=number, step=1))]
+        assert counts(server, own) == [3.0]
 
 
 def test_a_step_counts_once_however_often_it_is_sent() -> None:

@@ -58,11 +58,11 @@ def await_others(lines: int) -> None:
 
 def try_together(hands: mh.Hands) -> None:
     """What all workers have to do at the same place."""
-    for name, act in (("gather", lambda: hands.gather(torch.zeros(1))), ("evaluate", lambda: hands.evaluate((), loss))):
+    for name, act in (("gather", hands.gather), ("reduce", hands.reduce)):
         try:
-            act()
-        except UsageError:
-            tell({"refused": name})
+            act(torch.zeros(1))
+        except UsageError as refused:
+            tell({"refused": name, "named": str(refused).startswith(f"{name} needs all workers")})
 
 
 if __name__ == "__main__":
@@ -100,6 +100,8 @@ if __name__ == "__main__":
             hands.save()
         if hands.stepped and ASKED.get("together"):
             try_together(hands)
+        if hands.stepped and ASKED.get("inside"):
+            tell({"inside": hands.steps_done, "loss": hands.evaluate(data, loss)["loss"]})
         if hands.rank == 1 and ASKED.get("leaves"):
             break
         if hands.steps_done >= 10 and "lr" in ASKED:

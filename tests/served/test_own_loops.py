@@ -48,14 +48,19 @@ def said(run: Run) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.long
 def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) -> None:
-    asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1}
+    asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1, "inside": True}
     alone = loop(asked, "-n", "1")
     places = faults(("server 0", 4, "before commit"), ("worker 1", 6, "backward"))
     run = loop({**asked, "mode": "sync", "loaders": 1, "faults": places}, "-n", "2", "--servers", "1")
     told, expected = run.wait(), alone.wait()
     assert {**told, "workers": [0.0]} == expected
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
-    assert not any(one.get("is_me") for worker in said(run) for one in worker), "loader processes read every slice"
+    lines = [one for worker in said(run) for one in worker]
+    assert not any(one.get("is_me") for one in lines), "loader processes read every slice"
+    evaluated = {one["inside"]: one["loss"] for one in said(alone)[0] if "inside" in one}
+    found = [(one["inside"], one["loss"]) for one in lines if "inside" in one]
+    assert len(evaluated) == 16 and found
+    assert [step for step, value in found if evaluated[step] != value] == [], "evaluated with other weights"
 
 
 @pytest.mark.long
@@ -74,7 +79,7 @@ def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> 
     rates = [event.lr for event in read_events(run.directory / "events" / "chief.jsonl") if isinstance(event, StepDone)]
     assert (rates[0], rates[-1]) == (0.01, 0.005), "servers did not hear of the new rate"
     lines = [one for worker in said(run) for one in worker]
-    assert {one["refused"] for one in lines if "refused" in one} == {"gather", "evaluate"}
+    assert {(one["refused"], one["named"]) for one in lines if "refused" in one} == {("gather", True), ("reduce", True)}
     lines = [one for one in lines if "mean" in one]
     assert all(1.0 <= one["mean"] <= 2.0 for one in lines)
     assert any(1.0 < one["mean"] < 2.0 for one in lines), "nobody has heard of anybody"
@@ -119,7 +124,7 @@ def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path:
 
 def test_what_needs_all_workers_is_refused_where_they_are_not_together() -> None:
     refuse_apart("gather", in_loop=False, was_left=False)
-    with pytest.raises(UsageError, match=r"evaluate needs all workers.*\n.*after the loop"):
-        refuse_apart("evaluate", in_loop=True, was_left=False)
+    with pytest.raises(UsageError, match=r"gather needs all workers.*\n.*hands.mean.*\n.*after the loop"):
+        refuse_apart("gather", in_loop=True, was_left=False)
     with pytest.raises(UsageError, match=r"left its loop by `break`.*\n.*request_stop"):
         refuse_apart("batches", in_loop=False, was_left=True)
