@@ -32,7 +32,6 @@ def test_a_flag_wins_over_the_script_and_the_script_over_the_environment():
         ({"aggregate": 0}, "aggregate is 0", "aggregate=1"),
         ({"mode": "hybrid", "staleness": 1}, "staleness is 1, but in hybrid mode", "no staleness="),
         ({"durability": "disk"}, "durability is 'disk'", 'durability="wal"'),
-        ({"durability": "replica"}, "no server keeps a copy of its state on a second host", 'durability="upstream"'),
         ({"mode": "hybrid", "durability": "wal"}, "durability is 'wal', but in hybrid mode", "no durability="),
         ({"mode": "hybrid", "backup_workers": 1}, "backup_workers is 1, but in hybrid mode", 'mode="sync"'),
         ({"mode": "hybrid", "aggregate": 2}, "aggregate is 2, but in hybrid mode", "no aggregate="),
