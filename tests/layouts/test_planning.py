@@ -55,7 +55,7 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True), 4).memory[0]
     assert (staged.weights, staged.states) == (plain.weights // 2, plain.states // 2) == (WIDE, 2 * WIDE)
     assert staged.step > plain.weights + plain.gradients, "whole in a step, with gradients of its own slices"
-    split = plan(mh.Mesh(data=2, tensor=2), 4)
+    split = plan(mh.Mesh(data=2, tensor=2), 4, slices=2)
     parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
     assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
     assert parts.memory[0].states == split.memory[0].states // 2
