@@ -17,6 +17,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "pipeline 2": (2, mh.Pipeline(2)),
     "sharded 2": (2, mh.Sharded()),
     "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),
+    "sharded mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2, sharded=True)),
 }
 
 
