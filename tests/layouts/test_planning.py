@@ -32,7 +32,7 @@ def plan(choice: Any, workers: int, slices: int = 4) -> Any:
 
 
 def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
-    pipeline = plan(mh.Pipeline(2), 2)
+    pipeline = plan(mh.Pipeline(2, cuts=("2",)), 2)
     assert [(one.weights, one.gradients, one.states) for one in pipeline.memory] == [
         (2 * WIDE, 6 * WIDE, 4 * WIDE),  # four slices: two sums, and the last one's gradients
         (2 * WIDE, 6 * WIDE, 4 * WIDE),
@@ -51,8 +51,8 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
 
 
 def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
-    plain = plan(mh.Mesh(data=2, pipeline=2), 4).memory[0]
-    staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True), 4).memory[0]
+    plain = plan(mh.Mesh(data=2, pipeline=2, cuts=("2",)), 4).memory[0]
+    staged = plan(mh.Mesh(data=2, pipeline=2, cuts=("2",), sharded=True), 4).memory[0]
     assert (staged.weights, staged.states) == (plain.weights // 2, plain.states // 2) == (WIDE, 2 * WIDE)
     assert staged.step > plain.weights + plain.gradients, "whole in a step, with gradients of its own slices"
     split = plan(mh.Mesh(data=2, tensor=2), 4, slices=2)
