@@ -28,6 +28,7 @@ from bench import (
     report,
     served,
     sharded,
+    tensor,
 )
 from bench.child import ScriptFailed
 from bench.compare import Measured, Size, judge
@@ -56,6 +57,7 @@ MEASURES = {
     "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
     "sharded": Bench(sharded.measure),
+    "tensor": Bench(tensor.measure),
 }
 
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore
 
-from manyhands.comm.axis import connect
+from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import SharedValues
 from manyhands.parallel.cutting import Chain
 from manyhands.parallel.schedule import SCHEDULES, make_schedule
 from manyhands.parallel.stage import StageRunner
@@ -74,13 +72,23 @@ class Nothing:
         pass
 
 
-def run(store: str, rank: int, ranks: int, name: str, microbatches: int, seconds: float) -> list[list[Span]]:
-    device = torch.device("cpu")
-    axis = connect(FileStore(store, ranks), rank, ranks, address="127.0.0.1", device=device, timeout_s=60)
+def line() -> tuple[PlaneAxis, SharedValues]:
+    """This pool's ranks, as workers of one host are connected."""
+    from manyhands.runtime.worker import _seated
+
+    session, _ = _seated.get()
+    rank, size, memory = session.seat.rank, session.seat.world_size, session.shared_memory
+    axis = connect_plane(lambda num_bytes: memory("plane", num_bytes, size), rank, size, timeout_s=120, missing=str)
+    return axis, SharedValues(rank, range(size), lambda name, num_bytes: memory(name, num_bytes, 2), timeout_s=120)
+
+
+def run(name: str, microbatches: int, seconds: float) -> list[list[Span]]:
+    axis, messages = line()
+    ranks = axis.size
     stages = make_schedule(name, ranks, 1).stages
     model = nn.Sequential(*(Sleeper(seconds * ranks / stages) for _ in range(stages)))
     runner = StageRunner(
-        axis, model, Chain(model).parts(range(stages)), lambda model, x: model(x).sum(), Nothing(), schedule=name
+        messages, model, Chain(model).parts(range(stages)), lambda model, x: model(x).sum(), Nothing(), schedule=name
     )
     found = []
     for step in range(STEPS + 1):
@@ -88,23 +96,15 @@ def run(store: str, rank: int, ranks: int, name: str, microbatches: int, seconds
         axis.barrier("before the step")
         runner.train(pieces, f"step {step}")
         found.append(runner.spans)
+    axis.barrier("the end")  # before the first rank takes the memory away
     return found[1:]  # the first has what is done once
-
-
-def seated_run(*args: Any) -> list[list[Span]]:
-    from manyhands.runtime.worker import _seated
-
-    session, _ = _seated.get()
-    return run(args[0], session.seat.rank, *args[1:])
 
 
 def measure(ranks: int, microbatches: int, seconds: float) -> list[dict[str, Any]]:
     pool, rows = RankPool(), []
     try:
         for name in SCHEDULES:
-            with tempfile.TemporaryDirectory() as folder:
-                store = str(Path(folder) / "store")
-                told = pool(ranks, seated_run, store, ranks, name, microbatches, seconds, deadline_s=300.0)
+            told = pool(ranks, run, name, microbatches, seconds, deadline_s=300.0)
             bubbles = [Timeline(tuple(map(tuple, step)), ()).bubble for step in zip(*told, strict=True)]
             theory = play(make_schedule(name, ranks, microbatches)).bubble
             rows.append({"schedule": name, "theory": theory, "measured": median(bubbles), "each": bubbles})

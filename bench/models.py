@@ -17,10 +17,21 @@ from torch.nn import functional
 
 from bench.workloads import WORKLOADS
 
-__all__ = ["HandLoop", "loss", "make_data", "make_model", "optimizer_of", "text"]
+__all__ = [
+    "HEADS",
+    "SEQUENCE",
+    "VOCABULARY",
+    "WIDTH",
+    "HandLoop",
+    "loss",
+    "make_data",
+    "make_model",
+    "optimizer_of",
+    "text",
+]
 
 NUM_ROWS = 4096
-SEQUENCE, VOCABULARY, WIDTH = 128, 1024, 384
+SEQUENCE, VOCABULARY, WIDTH, HEADS = 128, 1024, 384, 6
 TEXT_BYTES, HELD_OUT = 4_000_000, 256
 
 
@@ -119,7 +130,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Parameter(0.02 * torch.randn(SEQUENCE, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(SEQUENCE), persistent=False)

@@ -19,6 +19,7 @@ from manyhands.runtime.launch import ALLOCATOR
 
 __all__ = [
     "MH",
+    "dtensor",
     "library",
     "library_python",
     "library_servers",
@@ -84,6 +85,12 @@ def torch_side(
     command = (sys.executable, "-m", "bench.torch_side", kind, workload, *(() if rows is None else (str(rows),)))
     environment = plain_environment(allocator=allocator)
     return Side(name, workers, lambda _: ranks(command, environment, workers))
+
+
+def dtensor(name: str, workload: str, workers: int) -> Side:
+    """See `dtensor_side`."""
+    command = (sys.executable, "-m", "bench.dtensor_side", workload)
+    return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
 
 
 def library(name: str, peer: str, workload: str, workers: int) -> Side:

@@ -24,6 +24,7 @@ BENCHES = {
     "memory": "Host memory: mirrored against DistributedDataParallel",
     "served": "Parameter servers: two workers, a step is one batch of each",
     "sharded": "Two workers: parameters divided, against fully_shard by hand on Gloo",
+    "tensor": "Two workers: layers divided, against DTensor by hand on Gloo",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
@@ -132,6 +133,8 @@ ROWS = (
     Row("exact-cost", "recovery", "exact", "step, exact", "default", Target("time", 1.1)),
     Row("sharded-mlp", "sharded", "mlp-10m", f"{_MLP}, sharded", "fully_shard", Target("time", 1.02, True)),
     Row("sharded-text", "sharded", "transformer", f"{_TEXT}, sharded", "fully_shard", Target("time", 1.02, True)),
+    Row("tensor-mlp", "tensor", "mlp-10m", f"{_MLP}, tensor", "DTensor", Target("time", 1.02, True)),
+    Row("tensor-text", "tensor", "transformer", f"{_TEXT}, tensor", "DTensor", Target("time", 1.02, True)),
     Row("memory", "memory", "keep", _LARGE, "DDP", Target("memory", 0.5), unit="MB"),
     Row("memory-system", "memory", "system", f"{_LARGE}, system allocator", "DDP", Target("memory", 0.5), unit="MB"),
 )

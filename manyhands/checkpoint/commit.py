@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,12 +121,20 @@ def begin(root: Path, step: int, files: Files) -> Iterator[Draft]:
 
 
 def write_shard(
-    directory: Path, index: int, count: int, tensors: Mapping[str, Tensor], files: Files | None = None
+    directory: Path,
+    index: int,
+    count: int,
+    tensors: Mapping[str, Tensor],
+    files: Files | None = None,
+    bring: Callable[[str], Tensor] | None = None,
 ) -> ShardRecord:
-    """Write and sync shard `index` (from 1) of `count` into a draft's directory. Any process may; each index once."""
+    """Write and sync shard `index` (from 1) of `count` into a draft's directory. Any process may; each index once.
+
+    `bring` is `tensor_chunks`'s.
+    """
     path = directory / shard_name(index, count)
     entries = {name: TensorEntry(path.name, *describe(name, tensor)) for name, tensor in tensors.items()}
-    written = (files or Files()).write_file(path, tensor_chunks(tensors))
+    written = (files or Files()).write_file(path, tensor_chunks(tensors, bring=bring))
     return ShardRecord(path.name, written.size, written.sha256, entries)
 
 

@@ -35,9 +35,11 @@ __all__ = [
     "Candidate",
     "Found",
     "Loaded",
+    "Stored",
     "check_model",
     "load",
     "newest_valid",
+    "open_checkpoint",
     "read_manifest",
     "scan",
     "verify_files",
@@ -74,6 +76,25 @@ class Loaded(msgspec.Struct, frozen=True):
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     """Mapped from the files; writing to one changes memory, never the checkpoint."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A checkpoint that was verified, and is read when it is asked."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Mapped from the files; writing to one changes memory, never the checkpoint."""
+        found: dict[str, Tensor] = {}
+        for shard in self.manifest.by_shard():
+            found |= map_tensors(self.path / shard)
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them, mapped by itself: what was read of it is out of memory once it is dropped."""
+        return map_tensors(self.path / self.manifest.tensors[name].shard, [name])[name]
 
 
 def scan(root: Path) -> list[Candidate]:
@@ -151,12 +172,14 @@ def verify_files(path: Path, *, hashes: bool = True) -> Manifest:
 
 def load(path: Path, *, verify: bool = True) -> Loaded:
     """Everything in one checkpoint directory, verified by checksum unless told otherwise."""
+    stored = open_checkpoint(path, verify=verify)
+    return Loaded(stored.manifest, stored.state, stored.tensors())
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Stored:
+    """The same, but for its tensors, which are there to be read."""
     manifest = verify_files(path, hashes=verify)
-    state = _read_state(path / STATE)
-    tensors: dict[str, Tensor] = {}
-    for shard in manifest.by_shard():
-        tensors |= map_tensors(path / shard)
-    return Loaded(manifest, state, tensors)
+    return Stored(path, manifest, _read_state(path / STATE))
 
 
 def check_model(manifest: Manifest, model_tensors: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,16 @@ from torch import Tensor
 from manyhands.checkpoint.layout import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TENSORS_PER_SHARD
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed
 
-__all__ = ["describe", "map_tensors", "open_regular", "read_header", "read_tensors", "tensor_chunks"]
+__all__ = [
+    "describe",
+    "empty_tensor",
+    "file_order",
+    "map_tensors",
+    "open_regular",
+    "read_header",
+    "read_tensors",
+    "tensor_chunks",
+]
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -52,11 +61,28 @@ def describe(name: str, tensor: Tensor) -> tuple[str, list[int]]:
     return _DTYPES[tensor.dtype], list(tensor.shape)
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The bytes of a safetensors file holding `tensors`, a piece at a time."""
+def empty_tensor(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Room for a tensor that a file describes so."""
+    [kind] = [one for one, code in _DTYPES.items() if code == dtype]
+    return torch.empty(tuple(shape), dtype=kind)
+
+
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Widest first, so that every tensor starts at a multiple of its item size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def tensor_chunks(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    bring: Callable[[str], Tensor] | None = None,
+) -> Iterator[memoryview]:
+    """The bytes of a safetensors file holding `tensors`, a piece at a time.
+
+    With `bring`, `tensors` say what there will be, and it has the values of each when its turn has come, in file order.
+    """
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
-    # Widest first, so that every tensor starts at a multiple of its item size.
-    order = sorted(described, key=lambda name: (-DTYPE_BYTES[described[name][0]], name))
+    order = file_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -67,9 +93,12 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
     raw += b" " * (-len(raw) % 8)
     yield memoryview(len(raw).to_bytes(8, "little") + raw)
     for name in order:
-        data = _raw_bytes(tensors[name])
-        for start in range(0, len(data), CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
+        yield from _pieces(_raw_bytes(bring(name) if bring is not None else tensors[name]))
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
@@ -149,14 +178,14 @@ def _check_header(header: Any, data_bytes: int) -> dict[str, tuple[str, list[int
     return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
 
 
-def map_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file whose header was checked.
+def map_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file whose header was checked, or those of them that are named.
 
     The data is mapped, not read: pages are loaded on use and shared between processes, writes stay private.
     """
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            return {name: opened.get_tensor(name) for name in names or opened.keys()}
     except SafetensorError as error:
         raise CheckpointCorrupt(f"{path} is not a safetensors file: {error}.") from error
 

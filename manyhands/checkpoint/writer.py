@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from manyhands.checkpoint.commit import (
     sweep,
     write_shard,
 )
+from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.layout import encode_state, plan_shards
 from manyhands.checkpoint.retention import parse_best
+from manyhands.checkpoint.tensorfile import file_order
 from manyhands.errors import CheckpointSaveFailed
 
 __all__ = ["CheckpointWriter", "SaveResult", "Snapshot", "take_snapshot_tensors"]
@@ -48,6 +50,19 @@ class Snapshot(msgspec.Struct, kw_only=True):
     world_size: int
     slices: int
     results: dict[str, float] = {}
+    delivery: Delivery | None = None
+    """Brings the values of those tensors that are only announced in `tensors`; the others are there."""
+
+    def bring(self, name: str) -> Tensor:
+        if self.delivery is None or name not in self.delivery:
+            return self.tensors[name]
+        tensor = self.delivery.take(name)
+        refuse_non_finite({name: tensor})
+        return tensor
+
+    def end_delivery(self) -> None:
+        if self.delivery is not None:
+            self.delivery.end()
 
 
 class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +151,12 @@ class CheckpointWriter:
         self._buffers = take_snapshot_tensors(tensors, reuse=self._buffers)
         return self._buffers
 
+    def deliver(self, tensors: Mapping[str, Tensor], announced: Collection[str]) -> Delivery:
+        """For a snapshot of these tensors, some of which are still to come: in the order in which they are written."""
+        shards = self._plan(tensors)
+        order = (name for names in shards for name in file_order({name: tensors[name] for name in names}))
+        return Delivery([name for name in order if name in announced])
+
     def save(self, snapshot: Snapshot, *, wait: bool) -> None:
         """Start a save; never raises for a save that fails, `poll` tells.
 
@@ -144,6 +165,7 @@ class CheckpointWriter:
         """
         if self.busy and not wait:
             self._report(SaveResult(step=snapshot.step, skipped="the save before it is still running"))
+            snapshot.end_delivery()
             return
         self._wait(None)
         try:
@@ -151,6 +173,7 @@ class CheckpointWriter:
         except (TypeError, ValueError, RecursionError) as error:
             failed = CheckpointSaveFailed(f"The state of step {snapshot.step} cannot be saved as JSON: {error}.")
             self._report(SaveResult(step=snapshot.step, error=failed))
+            snapshot.end_delivery()
             return
         # A daemon: if the process ends without `close`, an unfinished save is worth nothing and is swept up later.
         self._thread = threading.Thread(
@@ -166,6 +189,10 @@ class CheckpointWriter:
         with self._results_lock:
             results, self._results = self._results, []
         return results
+
+    def wait(self) -> None:
+        """For the save that is running, if there is one."""
+        self._wait(None)
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the save in flight; False if it is still running then. Its result is in `poll`."""
@@ -191,6 +218,8 @@ class CheckpointWriter:
             result = SaveResult(step=snapshot.step, error=error)
         except Exception as error:
             result = SaveResult(step=snapshot.step, error=self._failure(snapshot.step, needed, error))
+        finally:
+            snapshot.end_delivery()
         with self._results_lock:
             # Together: whoever sees the result may start the next save.
             self._results.append(result)
@@ -198,7 +227,8 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, state_json: bytes) -> SaveResult:
         refuse_stale(self._root, self._generation)
-        refuse_non_finite(snapshot.tensors)
+        late = snapshot.delivery or ()
+        refuse_non_finite({name: tensor for name, tensor in snapshot.tensors.items() if name not in late})
         facts = Facts(
             run=self._run,
             generation=self._generation,
@@ -208,17 +238,22 @@ class CheckpointWriter:
             slices=snapshot.slices,
             results=snapshot.results,
         )
-        sizes = {name: tensor.nbytes for name, tensor in snapshot.tensors.items()}
-        plan = plan_shards(sizes, self._max_shard_bytes)
+        plan = self._plan(snapshot.tensors)
         with begin(self._root, snapshot.step, self._files) as draft:
             shards = [
-                write_shard(draft.path, index, len(plan), {n: snapshot.tensors[n] for n in names}, self._files)
+                write_shard(
+                    draft.path, index, len(plan), {n: snapshot.tensors[n] for n in names}, self._files, snapshot.bring
+                )
                 for index, names in enumerate(plan, start=1)
             ]
+            snapshot.end_delivery()
             done = commit(draft, facts, state_json, shards, self._files, hashes=self._verify)
         trusted = self.trusted_step
         warnings = done.warnings + collect_garbage(self._root, self._keep_last, self._best, self._files, trusted)
         return SaveResult(step=snapshot.step, path=done.path, num_bytes=done.manifest.num_bytes, warnings=warnings)
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        return plan_shards({name: tensor.nbytes for name, tensor in tensors.items()}, self._max_shard_bytes)
 
     def _failure(self, step: int, needed: int, error: Exception) -> CheckpointSaveFailed:
         reason = f"{type(error).__name__}: {error}"

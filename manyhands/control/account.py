@@ -49,6 +49,7 @@ class Account:
             has_job=has_job,
             leaving=leaving,
             failed_server=crew.servers.failure(crew.plan.attempt, now) if crew else None,
+            backup=at.backup.endpoint if at.backup else "",
         )
 
     def status(self, crew: Crew | None, generation: str) -> Status:

@@ -179,6 +179,8 @@ class Agent:
         if (gone := self._departure.exit_code(self._crew, now)) is not None:
             self._exit_code = gone
         self._watch.look(self._term)
+        if (news := self._at.tend_backup()) is not None:
+            self._chronicle.warn(news)
         self._reception.welcome(self._desk, self._wishes.stop_kind)
         if self._reception.refusal is not None:
             self._exit_code = self._reception.refusal.exit_code
@@ -376,6 +378,8 @@ class Agent:
             self._desk.tell_servers(self._crew, time.monotonic())
         self._crew.servers.spare.is_wanted |= hello.facts.spare
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._wishes.stop_kind)
+        servers = self._crew.plan.servers
+        self._at.keeps_logs |= hello.facts.backup and len(self._at.servers_here(servers)) < servers
         self._changed = True
 
     def _answer_people(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from manyhands.comm.transport import Port, open_port
+from manyhands.control.backup_process import BackupProcess
 from manyhands.control.book import Book
 from manyhands.control.coordinator import CoordinatorConfig
 from manyhands.control.coordinator_process import CoordinatorProcess
@@ -43,6 +44,8 @@ class Premises:
         """For the run's record; what the run ends with sets it."""
         self.coordinator: CoordinatorProcess | None = None
         self.meeting: TorchMeeting | None = None
+        self.keeps_logs = False
+        self.backup: BackupProcess | None = None
         with ExitStack() as opened:
             self._open(request, job, say, opened)
             self._opened = opened.pop_all()
@@ -122,6 +125,15 @@ class Premises:
     def servers_offered(self, wanted: int | None) -> dict[int, str]:
         """Where those can be reached; None: as many as the launch asked for."""
         return self.server_ports.endpoints(self.servers_here(wanted or self._request.servers))
+
+    def tend_backup(self) -> str | None:
+        """Keep other hosts' logs, if they want that, and the run directory is known here; what there is to say."""
+        if not self.keeps_logs:
+            return None
+        if self.backup is None and self.server_ports.address is not None and self.book.path is not None:
+            self.backup = BackupProcess(self.book.path, self.server_ports.address, self.addresses.key)
+            self._opened.callback(self.backup.close)
+        return self.backup.tend() if self.backup is not None else None
 
     def renew_meeting(self) -> None:
         """A store for the next generation: what this one left in its own must not be found again."""

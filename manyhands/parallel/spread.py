@@ -8,7 +8,7 @@ is the engine's business; here is what mates have to tell each other. Start read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.parallel.exchange import Heard, Report
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.own_reduction import Reduction
@@ -64,6 +64,13 @@ class Divided:
     passes: Passes | None = None
     costs: tuple[float, ...] = ()
     """Of the model's blocks, by which it was cut into stages."""
+
+    def again(self, model: nn.Module, shares: Mapping[int, Share]) -> Divided:
+        """Once more: of what is here of the user's model, these parts by parameter's id."""
+        every_name = model.named_parameters(remove_duplicate=False)
+        named, outer = [(name, shares[id(one)]) for name, one in every_name if id(one) in shares], self.shares
+        parts = {name: share.within(outer[name]) if name in outer else share for name, share in named}
+        return replace(self, shares={**outer, **parts})
 
 
 class Division(msgspec.Struct, frozen=True):
@@ -142,13 +149,12 @@ class Spread:
             line.all_gather_start(everyone.view(-1), mine.view(-1), "gradients of tied weights").wait()
             param.grad = everyone.sum(0)
 
-    def norm(self, params: Sequence[nn.Parameter]) -> float:
-        """Of the whole gradient, the same on all mates."""
+    def norm(self, params: Sequence[nn.Parameter], parts: Axis | None = None) -> float:
+        """Of the whole gradient, the same on all mates; ranks along `parts` have a part of each of these."""
         grads = [param.grad for param in params if param.grad is not None and id(param) in self.divided.counted]
         mine = squares_of(list(blocks_of(grads))).sum().view(1)
-        everyone = mine.new_empty(self.mates.size)
-        self.mates.all_gather_start(everyone, mine, "norm of the gradient").wait()
-        return norm_of(everyone)
+        everyone = _gathered(mine, self.mates)
+        return norm_of(everyone if parts is None else _gathered(everyone, parts))
 
     def agree(self, heard: Heard) -> Heard:
         """What anyone wants, over all mates; what slices say is the same on each already."""
@@ -168,10 +174,16 @@ class Spread:
         return [Report(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)]
 
 
+def _gathered(mine: Tensor, axis: Axis) -> Tensor:
+    everyone = mine.new_empty(axis.size * len(mine))
+    axis.all_gather_start(everyone, mine, "norm of the gradient").wait()
+    return everyone
+
+
 def _check_divisible(optimizer: Optimizer) -> None:
     """Refuse what updates a matrix by looking at all of it."""
     if isinstance(optimizer, Adafactor | Muon):
-        raise TrainingFailed(
+        raise SpecError(
             f"{type(optimizer).__name__} looks at whole matrices, and each worker has a part of them.",
             fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
         )

@@ -13,8 +13,9 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, Cut, cuts_of, factors, is_matrix, share_of, sizes_of
-from manyhands.parallel.tensor_rules import KINDS, Choice, attention_of, by_heads, fits_kind, propose
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, Cut, cuts_of, factors, is_matrix, is_opaque, share_of, sizes_of
+from manyhands.parallel.tensor_heads import attention_of
+from manyhands.parallel.tensor_rules import KINDS, Choice, by_heads, fits_kind, propose
 
 __all__ = ["LayerSplit", "TensorPlan", "plan_tensor"]
 
@@ -175,7 +176,7 @@ def _needs(name: str, module: nn.Module, choice: Choice, degree: int) -> Iterato
     elif choice.kind == "heads" and (found := attention_of(module)) is not None:
         yield name, "heads", found.num_heads, degree
         yield name, "heads for keys and values", found.num_key_heads, degree
-    elif choice.inside or choice.kind == "whole":
+    elif choice.inside or choice.kind == "whole" or is_opaque(module):
         return
     elif choice.kind == "vocabulary":
         size = module.num_embeddings if isinstance(module, nn.Embedding) else sizes_of(module)[1]

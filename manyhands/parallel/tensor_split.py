@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Share
 from manyhands.parallel.tensor_attention import HeadsAttention, HeadsRegion
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, share_of, sizes_of
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, is_opaque, share_of, sizes_of
+from manyhands.parallel.tensor_heads import attention_of
 from manyhands.parallel.tensor_layers import (
+    ByElement,
     ChannelConv,
     ChannelNorm,
     Columns,
@@ -20,6 +22,7 @@ from manyhands.parallel.tensor_layers import (
     Divided,
     GridMatrix,
     HeadNorm,
+    HeadTable,
     Place,
     Rows,
     Vocabulary,
@@ -27,7 +30,6 @@ from manyhands.parallel.tensor_layers import (
 )
 from manyhands.parallel.tensor_ops import slices_in_order
 from manyhands.parallel.tensor_plan import LayerSplit, TensorPlan
-from manyhands.parallel.tensor_rules import attention_of
 
 __all__ = ["split_model_"]
 
@@ -39,7 +41,9 @@ _MATRICES: dict[str, type[Divided]] = {
     "grid": GridMatrix,
 }
 # What another library's attention counts, and its own code goes by.
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "all_head_size", "split_size")
+_COUNTS = (
+    "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "all_head_size", "split_size",
+)  # fmt: skip
 
 
 def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Share]:
@@ -85,7 +89,9 @@ def _kind_of(module: nn.Module, kind: str) -> type[Divided]:
     if isinstance(module, nn.MultiheadAttention):
         return HeadsAttention
     if isinstance(module, nn.Embedding):
-        return Vocabulary
+        return Vocabulary if kind == "vocabulary" else HeadTable
+    if is_opaque(module):
+        return ByElement
     if isinstance(module, NORMS):
         return ChannelNorm
     if isinstance(module, CONVS):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
-from manyhands.parallel.cutting import Inputs, Part, shared_between
+from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
 from manyhands.parallel.pipelined import blocks_of, cut, measure
 from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
 from manyhands.parallel.spread import Divided, Spread, Tie
 from manyhands.parallel.stage import StageRunner
-from manyhands.parallel.stand_in import learn_inputs
+from manyhands.parallel.stand_in import call_with_model, learn_inputs
 from manyhands.parallel.tensor_plan import plan_tensor
 from manyhands.parallel.tensor_split import split_model_
 from manyhands.runtime.worker import Worker
@@ -39,6 +39,12 @@ class Sample(NamedTuple):
 
     batch: Any
     call: Callable[[Any, Any], Any]
+
+    def measure(self, model: nn.Module, blocks: Blocks, inputs: Inputs) -> list[float]:
+        """Seconds of each block, of the last with what is computed of the model's output."""
+        return measure(
+            blocks, inputs, loss=lambda output: call_with_model(self.call, model, self.batch, lambda _: output)
+        )
 
 
 def spread_of(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> Spread:
@@ -100,7 +106,8 @@ def _cut(
     if known is None:
         costs = torch.zeros(len(blocks.names), dtype=torch.float64)
         if worker.is_chief and len(costs) > stages:
-            costs[:] = torch.tensor(measure(blocks, inputs))
+            costs[:] = torch.tensor(sample.measure(model, blocks, inputs))
+        worker.wait_for_chief("costs of blocks")
         worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
         known = costs.tolist()
     return list(cut(blocks, stages, costs=known, place=choice.place)), known
@@ -205,11 +212,10 @@ class _Row:
     """This rank's row of the schedule; each step has slices of its own."""
 
     def __init__(self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn) -> None:
-        choice = worker.strategy
-        line = worker.lasting(lambda: worker.line_over_sockets("pipeline"))
+        choice, messages = worker.strategy, worker.messages("pipeline")
         assert isinstance(choice, Pipeline | Mesh)
-        self.runner = StageRunner(line, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
-        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == line.rank
+        self.runner = StageRunner(messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
+        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == messages.rank
         self._slices: Any = None
 
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:

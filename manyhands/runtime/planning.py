@@ -17,7 +17,7 @@ from manyhands.comm.mesh import Grid
 from manyhands.parallel.blocks import blocks_of as gathered_blocks
 from manyhands.parallel.cutting import Part
 from manyhands.parallel.footprint import Footprint, kept_for_backward, num_bytes, states_per_weight
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
@@ -25,7 +25,7 @@ from manyhands.parallel.tensor_plan import TensorPlan, plan_tensor
 from manyhands.parallel.timeline import draw, play
 from manyhands.runtime.dividing import Sample
 from manyhands.strategies.choices import Sharded
-from manyhands.strategies.divided import Mesh, Pipeline, grid_of, microbatches
+from manyhands.strategies.divided import Mesh, Pipeline, as_sharded, grid_of, microbatches
 
 __all__ = ["LayerPlan", "ModelPlan", "WorkerPlan", "plan_model"]
 
@@ -78,14 +78,15 @@ def plan_model(
     model: nn.Module, optimizer: Optimizer, choice: Any, workers: int, sample: Sample, slices: int | None = None
 ) -> ModelPlan:
     """`slices` is V, where it is given; a replica's part of them are a pipeline's microbatches."""
-    grid = grid_of(choice, workers)
+    grid, name = grid_of(choice, workers), choice.name
+    choice = as_sharded(choice, grid) or choice
     split = plan_tensor(model, grid.tensor, getattr(choice, "rules", None)) if grid.tensor > 1 else None
     stages = _Stages(model, choice, grid, sample, slices) if grid.pipeline > 1 else None
-    layers = list(_layers(model, choice, workers, split, stages))
+    layers = list(_layers(model, choice, grid.data, split, stages))
     kept = kept_for_backward(model, sample.call, sample.batch)
-    weigher = _Weigher(model, optimizer, choice, grid, layers, kept, stages)
+    weigher = _Weigher(model, optimizer, choice, grid, layers, kept, stages, slices)
     return ModelPlan(
-        strategy=choice.name,
+        strategy=name,
         workers=workers,
         layers=layers,
         memory=[weigher.worker(rank) for rank in range(workers)],
@@ -102,7 +103,8 @@ class _Stages:
         inputs = learn_inputs(sample.call, model, sample.batch)
         count = grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
         blocks = blocks_of(model, inputs, count, choice.cuts or ())
-        costs = measure(blocks, inputs) if not choice.cuts and len(blocks.names) > count else None
+        measured = not choice.cuts and len(blocks.names) > count
+        costs = sample.measure(model, blocks, inputs) if measured else None
         self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs)
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
@@ -120,10 +122,10 @@ class _Stages:
 
 
 def _layers(
-    model: nn.Module, choice: Any, workers: int, split: TensorPlan | None, stages: _Stages | None
+    model: nn.Module, choice: Any, replicas: int, split: TensorPlan | None, stages: _Stages | None
 ) -> list[LayerPlan]:
     by_tensor = {layer.name: layer for layer in split.layers} if split is not None else {}
-    blocks = set(gathered_blocks(model)) if _is_fully_sharded(choice) else set()
+    blocks = set(gathered_blocks(model)) if _is_fully_sharded(choice) and stages is None else set()
     found, seen = [], set[int]()
     for name, module in model.named_modules():
         own = [
@@ -135,8 +137,8 @@ def _layers(
         size, layer = num_bytes(own), by_tensor.get(name)
         kind, per_worker, why = (layer.kind, layer.bytes_per_rank, layer.why) if layer else ("whole", size, "")
         if _is_fully_sharded(choice):
-            kind, per_worker = "shard", -(-size // workers)
-            why = f"gathered with {name}" if name in blocks else ""
+            kind, per_worker = f"{kind}, shard" if layer and kind != "whole" else "shard", -(-per_worker // replicas)
+            why = f"gathered with {name}" if name in blocks else why
         stage = stages.of(name) if stages is not None else None
         found.append(
             LayerPlan(name or type(module).__name__, type(module).__name__, kind, stage, size, per_worker, why)
@@ -145,7 +147,10 @@ def _layers(
 
 
 def _is_fully_sharded(choice: Any) -> bool:
-    return isinstance(choice, Sharded) and choice.level == "parameters"
+    """Whether workers have parts of the weights between steps; in a mesh they do at every level."""
+    return (isinstance(choice, Sharded) and choice.level == "parameters") or (
+        isinstance(choice, Mesh) and choice.level is not None
+    )
 
 
 class _Weigher:
@@ -158,7 +163,9 @@ class _Weigher:
         layers: Sequence[LayerPlan],
         kept: int,
         stages: _Stages | None,
+        slices: int | None,
     ) -> None:
+        self._several = slices is not None and slices > grid.data
         self._choice, self._grid, self._layers, self._kept, self._stages = choice, grid, layers, kept, stages
         trained = num_bytes(param for param in model.parameters() if param.requires_grad)
         self._trained = trained / max(1, sum(layer.num_bytes for layer in layers))
@@ -176,12 +183,20 @@ class _Weigher:
         weights = sum(layer.bytes_per_worker for layer in mine)
         gradients = int(weights * self._trained)
         states = int(gradients * self._per_weight)
+        if _is_fully_sharded(self._choice):
+            weights, gradients = self._within_step(weights, gradients)
+        elif self._choice.name in ONE_COPY:
+            weights, states = weights // self._grid.data, states // self._grid.data
         activations = self._kept
         if self._stages is not None:  # each microbatch that is under way keeps what this stage's layers keep
             share = sum(one.num_bytes for one in mine) / max(1, sum(one.num_bytes for one in self._layers))
             activations = int(self._kept * share * self._stages.alive[stage])
-        elif self._choice.name in ONE_COPY and not _is_fully_sharded(self._choice):
-            weights, states = weights // self._grid.data, states // self._grid.data
-        elif self._blocks:  # the block that is computed is there in full, its gradient too
-            weights += 2 * max(num_bytes(block.parameters()) for block in self._blocks.values())
         return Footprint(weights, gradients, states, activations)
+
+    def _within_step(self, weights: int, gradients: int) -> tuple[int, int]:
+        """What a step has besides a worker's parts of these: gathered weights, and sums of several slices in full."""
+        replicas, by_block = self._grid.data, self._stages is None and self._choice.level == "parameters"
+        # The block that is computed is there in full, its gradient too.
+        largest = max((num_bytes(block.parameters()) for block in self._blocks.values()), default=0)
+        gathered = 2 * largest // self._grid.tensor if by_block else weights * replicas
+        return weights + gathered, gradients * replicas if self._stages is not None or self._several else gradients

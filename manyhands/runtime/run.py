@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from manyhands.checkpoint.reader import Loaded
 from manyhands.control.session import RunFacts
 from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
@@ -31,6 +30,7 @@ from manyhands.runtime.calls import Calls
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.memory_limit import check_memory
 from manyhands.runtime.models import Parts, randomness_in
 from manyhands.runtime.pacing import Pacing
@@ -46,6 +46,7 @@ from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
+from manyhands.strategies.served import has_backups
 
 __all__ = ["Run"]
 
@@ -130,6 +131,7 @@ class Run:
                 slices=spec.train.slices or self._default_slices(),
                 precision=spec.train.precision,
                 script=sys.argv[0],
+                backup=has_backups(worker.strategy),
             )
         )
         self.regrouping.find_place()
@@ -182,7 +184,7 @@ class Run:
         process.give_freed_memory_back()
         return True
 
-    def _restore(self, loaded: Loaded) -> None:
+    def _restore(self, loaded: Incoming) -> None:
         training = self.ready()
         training.restore(loaded)
         self.calls.resume_at = training.progress.call
@@ -220,7 +222,7 @@ class Run:
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
             log_placement(worker, whole.placement())
-        if not has_part and engine.held.common is not None:
+        if not has_part and (engine.held.common is not None or divided is not None):
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
         training = Training(

@@ -3,31 +3,36 @@
 The chief copies the state beside the step and writes it on another thread. On resume the chief reads and verifies,
 and gives the result to the others, so that only its host needs the files. The format is `checkpoint`'s business.
 Workers may have state that the chief lacks, so all of them take part in a save: the chief says in the step's own
-exchange that one is due, and every worker learns it with the step's end.
+exchange that one is due, and every worker learns it with the step's end. A divided model's tensors come to the chief
+as they are written, one at a time, and the step waits for that: no worker has room for all of them.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from manyhands.checkpoint.commit import set_aside
+from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.layout import Manifest
-from manyhands.checkpoint.reader import Loaded, load, newest_valid, scan
+from manyhands.checkpoint.reader import Stored, newest_valid, open_checkpoint, scan
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
-from manyhands.errors import CheckpointError, CheckpointSaveFailed, ManyhandsError
+from manyhands.errors import CheckpointSaveFailed
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
+from manyhands.runtime import process
+from manyhands.runtime.incoming import Incoming, announce
 from manyhands.runtime.training import Training
+from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.spec.run import CheckpointSection
 
 __all__ = ["Checkpoints", "Saver", "load_newest"]
+
+
+# One that fails is not tried again at once.
+LOGS_WAIT_S = 2.0
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +90,21 @@ class Saver:
         if save:
             self._training.gather_state()
             self._wanted = False
-            self._start()
+            self._save(wait=False)
 
     def save_soon(self) -> None:
         """Start a save, unless one is under way: now, or with the next step where all workers must take part."""
         if self._training.saves_together:
             self._wanted = True
         else:
-            self._start()
+            self._save(wait=False)
+
+    def save_for_logs(self) -> None:
+        """For all that servers may lose: this is asked for until there is a checkpoint, and one that is being written
+        will do.
+        """
+        if self._writer is not None and not self._writer.busy and time.monotonic() - self._last_s >= LOGS_WAIT_S:
+            self._wanted = True
 
     def save_now(self, *, required: bool = False) -> None:
         """Save and wait. With `required`, a failed save is an error; else it is told and training goes on.
@@ -100,9 +112,9 @@ class Saver:
         For all workers alike, between steps.
         """
         self._training.gather_state()
+        self._save(wait=True)
         if self._writer is None:
             return
-        self._save(wait=True)
         results = self._writer.poll()
         self._tell(results)
         failed = [result.error for result in results if result.error is not None]
@@ -131,32 +143,56 @@ class Saver:
             self._writer.close(timeout_s=600.0)
             self._tell(self._writer.poll())
 
-    def _start(self) -> None:
-        if self._writer is not None and not self._writer.busy:
-            self._save(wait=False)
-
     def _save(self, *, wait: bool) -> None:
-        assert self._writer is not None
-        start = time.monotonic()
+        """Unless one is under way and this need not wait. For all workers alike where the model is divided."""
+        start, writer, whole = time.monotonic(), self._writer, self._training.whole
+        snapshot = self._snapshot(writer, wait) if writer is not None and (wait or not writer.busy) else None
+        if writer is not None and snapshot is not None:
+            writer.save(snapshot, wait=False)  # the one before has ended: its memory is this one's
+        if whole is not None:
+            self._bring(whole, snapshot.delivery if snapshot is not None else None)
+        if snapshot is not None and writer is not None:
+            self._last_s = time.monotonic()
+            self._blocked_s = self._last_s - start
+            if wait:
+                writer.wait()
+
+    def _snapshot(self, writer: CheckpointWriter, wait: bool) -> Snapshot | None:
+        """What is to be written; None, and told, where that cannot be."""
         training, progress = self._training, self._training.progress
         try:
             tensors, state = training.parts()
         except CheckpointSaveFailed as error:
             self._tell([SaveResult(step=progress.step, error=error)])
-            return
-        snapshot = Snapshot(
+            return None
+        late = training.whole.names if training.whole is not None else frozenset()
+        here = writer.snapshot({n: one for n, one in tensors.items() if n not in late}, waiting=wait)
+        tensors = {name: here.get(name, one) for name, one in tensors.items()}
+        writer.trusted_step = progress.agreed if training.engine.compares_copies else None
+        return Snapshot(
             step=progress.step,
             epoch=progress.epoch,
-            tensors=self._writer.snapshot(tensors, waiting=wait),
+            tensors=tensors,
             state=state,
             world_size=self._worker.world_size,
             slices=training.slices,
             results=dict(progress.results),
+            delivery=writer.deliver(tensors, late) if late else None,
         )
-        self._writer.trusted_step = progress.agreed if training.engine.compares_copies else None
-        self._last_s = time.monotonic()
-        self._blocked_s = self._last_s - start
-        self._writer.save(snapshot, wait=wait)
+
+    def _bring(self, whole: WholeState, delivery: Delivery | None) -> None:
+        """Every tensor to the chief's writer, which has a `delivery` if there is something to write."""
+        if delivery is None:
+            whole.bring(self._worker.saving, (), lambda name, tensor: None)
+            return
+        try:
+            whole.bring(self._worker.saving, delivery.names, delivery.give)
+        except BaseException:
+            delivery.break_off()
+            raise
+        finally:
+            delivery.wait()
+            process.give_freed_memory_back()
 
     def _tell(self, results: list[SaveResult]) -> None:
         for result in results:
@@ -181,56 +217,18 @@ def _generation(root: Path, worker: Worker) -> tuple[int, int]:
     return max(committed, default=0) + 1, worker.session.seat.attempt
 
 
-def load_newest(worker: Worker) -> Loaded | None:
-    """The newest valid checkpoint of the run, on every worker; None where there is none."""
-    found: Loaded | None = None
-    problem: ManyhandsError | None = None
-    if worker.is_chief:
-        try:
-            found = _read(worker)
-        except CheckpointError as error:
-            problem = error
-    if problem is not None:
-        raise problem
-    return _share(worker, found)
+def load_newest(worker: Worker) -> Incoming | None:
+    """The newest valid checkpoint of the run, for every worker; None where there is none."""
+    found = announce(worker, _open(worker) if worker.is_chief else None)
+    if found is not None and worker.is_elastic:
+        found.all()  # here, because whoever is lost on the way is made up for by those who load it once more
+    return found
 
 
-def _read(worker: Worker) -> Loaded | None:
+def _open(worker: Worker) -> Stored | None:
     newest = newest_valid(worker.run_dir / "checkpoints")
     if newest is None:
         return None
     worker.session.committed(newest.step, str(newest.path))
     worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
-    return load(newest.path, verify=False)  # newest_valid has just verified it
-
-
-class _Shape(msgspec.Struct):
-    name: str
-    dtype: str
-    shape: list[int]
-
-
-class _Message(msgspec.Struct):
-    manifest: Manifest | None = None
-    state: dict[str, Any] = {}
-    tensors: list[_Shape] = []
-
-
-def _share(worker: Worker, found: Loaded | None) -> Loaded | None:
-    if worker.world_size == 1:
-        return found
-    message = _Message()
-    if found is not None:
-        shapes = [_Shape(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in found.tensors.items()]
-        message = _Message(found.manifest, found.state, shapes)
-    sent = worker.axis.all_gather_bytes("checkpoint state", msgspec.json.encode(message) if worker.is_chief else b"")[0]
-    message = msgspec.json.decode(sent, type=_Message)
-    if message.manifest is None:
-        return None
-    tensors = found.tensors if found else {shape.name: _empty(shape) for shape in message.tensors}
-    worker.axis.broadcast_(tensors.values(), "checkpoint tensors")
-    return Loaded(message.manifest, message.state, dict(tensors))
-
-
-def _empty(shape: _Shape) -> Tensor:
-    return torch.empty(shape.shape, dtype=getattr(torch, shape.dtype))
+    return open_checkpoint(newest.path, verify=False)  # newest_valid has just verified it

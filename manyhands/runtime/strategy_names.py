@@ -67,6 +67,12 @@ def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:
     """A run that workers leave and join may have fewer replicas than the mesh, but not more."""
     if not seat.most_workers or not isinstance(strategy, Mesh):
         grid_of(strategy, seat.world_size)
+    elif strategy.level is not None:
+        raise SpecError(
+            "Replicas of a sharded mesh divide what they have in common: none has what is lost with another.",
+            where="elastic",
+            fix=["sharded=False", "no elastic="],
+        )
     elif seat.most_workers != strategy.workers:
         raise SpecError(
             f"elastic allows up to {seat.most_workers} workers, and the mesh has {strategy.workers}.",
@@ -99,9 +105,10 @@ def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
             fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
         )
     if strategy.on_servers and not seat.num_servers:
+        workers = getattr(strategy, "workers", None) or seat.local_world_size
         raise SpecError(
             f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
-            fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
+            fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
         )
     if isinstance(strategy, DIVIDED):
         check_grid(strategy, seat)

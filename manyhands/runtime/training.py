@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.reader import Loaded, check_model
+from manyhands.checkpoint.reader import check_model
 from manyhands.data.batches import Step
 from manyhands.data.order import Position
 from manyhands.errors import CheckpointMismatch, ManyhandsError
@@ -27,6 +28,7 @@ from manyhands.parallel.spread import Division
 from manyhands.runtime.engines import AnyEngine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.models import load_weights, read_weights
 from manyhands.runtime.pacing import Pacing, Verdict
 from manyhands.runtime.pipeline_report import report_pipeline
@@ -223,22 +225,21 @@ class Training:
         return self.engine.has_residuals or self.whole is not None
 
     def gather_state(self) -> None:
-        """What the chief lacks comes to it, before it saves. For all workers alike."""
+        """Before the chief saves: what it lacks comes to it, or in a divided model is known to it. For all alike."""
         self.engine.gather_state()
         if self.whole is not None:
-            self.whole.gather(self.worker.network)
+            self.whole.meet(self.worker.saving)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """All of the model's tensors, on the chief, where it has a part of them itself. For all workers alike."""
         if self.whole is None:
             return None
-        self.whole.gather(self.worker.network)
-        return self.whole.gathered().state_dict() if self.worker.is_chief else {}
+        return self.whole.weights(self.worker.saving)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """What the last step left in `.grad`, on the chief. For all workers alike."""
         if self.whole is not None:
-            return self.whole.gradients(self.worker.network)
+            return self.whole.gradients(self.worker.saving)
         return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
 
     def load_weights(self, path: Path) -> None:
@@ -247,22 +248,21 @@ class Training:
             if self.worker.is_chief:
                 load_weights(self.model, path)
         else:
-            self.whole.take(self._weights_of(path))
+            self.whole.take(self._weights_of(self.whole.like(), path))
         self.engine.synchronise()
 
-    def _weights_of(self, path: Path) -> dict[str, Tensor]:
-        """A file's, on every worker."""
-        assert self.whole is not None
+    def _weights_of(self, like: Mapping[str, Tensor], path: Path) -> Iterator[tuple[str, Tensor]]:
+        """A file's, on every worker, one after the other."""
         found = read_weights(path) if self.worker.is_chief else {}
-        weights = {name: torch.empty_like(one, device="cpu") for name, one in self.whole.like().items()}
-        missing = [name for name, one in weights.items() if self.worker.is_chief and not _fits(found.get(name), one)]
+        missing = [name for name, one in like.items() if self.worker.is_chief and not _fits(found.get(name), one)]
         if missing:
             raise CheckpointMismatch(f"{path} does not fit the model: {', '.join(missing[:3])}.")
-        for name, value in found.items():
-            if name in weights:
-                weights[name].copy_(value)
-        self.worker.axis.broadcast_(weights.values(), "weights of the file")
-        return weights
+        for name, one in like.items():
+            weight = torch.empty_like(one, device="cpu")
+            if self.worker.is_chief:
+                weight.copy_(found[name])
+            self.worker.axis.broadcast_([weight], f"{name} of the file")
+            yield name, weight
 
     def take_part(self, known: Division) -> None:
         """Of a model that others train already, divided like this; after that, have the same one in another group."""
@@ -284,7 +284,7 @@ class Training:
     def parts(self, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies.
 
-        With `own`, those that this worker has, where it has a part of the model.
+        Of a divided model they are announced: `whole.bring` has their values. With `own` they are this worker's.
         """
         if self.whole is None:
             weights, aliases, extra = model_state(self.model)
@@ -322,19 +322,22 @@ class Training:
             identity["fused updates"] = not why_not()  # they round differently
         return identity
 
-    def restore(self, loaded: Loaded) -> None:
+    def restore(self, loaded: Incoming) -> None:
+        """For all workers alike."""
         self._check_identity(loaded.state["identity"])
         check_model(loaded.manifest, model_state(self.model)[0] if self.whole is None else self.whole.like())
-        self.take(loaded.state, loaded.tensors, with_hooks=True)
+        tensors = loaded.all() if self.whole is None else self.whole.keep(loaded.one_by_one())
+        self.take(loaded.state, tensors, with_hooks=True)
         self.progress.agreed = self.progress.step  # everybody has what the chief has read
 
     def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool, own: bool = False) -> None:
-        """Become what `parts` told of; with `own`, on a worker that has the same part."""
+        """Become what `parts` told of. A divided model's weights are in their places already, unless they are `own`."""
         rest = unpack(state["training"], tensors)
-        weights = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
-        if self.whole is not None:
-            (self.whole.take_own if own else self.whole.take)(weights)
-        else:
+        if self.whole is not None and own:
+            self.whole.take_own(tensors)
+        if self.whole is None:
+            named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
+            weights = {name.removeprefix("model/"): one for name, one in named}
             tied = {name: weights[first] for name, first in rest["aliases"].items()}
             self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"], whole=not own)

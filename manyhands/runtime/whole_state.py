@@ -1,12 +1,13 @@
 """The whole of a model's and its optimizer's state, where each worker has a part: put together for the chief, and cut.
 
 What is written down is whole tensors under the names of the user's model, so a checkpoint does not know how the model
-was divided, and loads under any layout. Tensors travel to the chief one at a time. Start reading at `WholeState`.
+was divided, and loads under any layout. Tensors travel one at a time, and nobody has more than one of them in full.
+Start reading at `WholeState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,31 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.delivery import announced
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Share
 from manyhands.runtime.state import model_state, optimizer_state, pack, unpack
 
-__all__ = ["WholeState"]
+__all__ = ["Gathered", "WholeState"]
+
+MODEL, OPTIMIZER = "model/", "training/optimizer"
+STATE = f"{OPTIMIZER}/state/"
+"""How names begin, in a checkpoint too."""
 
 
 class _Told(msgspec.Struct):
     """What a worker has."""
 
     tensors: list[tuple[str, str, Share]]
-    """Name, type and which part of the whole it is; they are sent in this order."""
+    """Name, type and which part of the whole it is."""
     optimizer: Any
     """Its states, with references to those tensors."""
 
 
-class _Gathered(NamedTuple):
+class Gathered(NamedTuple):
+    """What there is, on the chief: tensors are announced, and have no values."""
+
     weights: dict[str, Tensor]
     aliases: dict[str, str]
     extra: dict[str, Any]
     optimizer: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """As the whole model would have it."""
-        return {**self.weights, **{name: self.weights[first] for name, first in self.aliases.items()}, **self.extra}
 
 
 class WholeState:
@@ -52,7 +56,7 @@ class WholeState:
         self._groups = [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         self._shares: Mapping[str, Share] = {}
         self._present: frozenset[str] = frozenset()
-        self._gathered: _Gathered | None = None
+        self._told: list[_Told] = []
 
     def divided(self, shares: Mapping[str, Share], present: frozenset[str] | None) -> None:
         """`present` are the names of what is here, None if some of everything is; `shares` those here in part."""
@@ -71,121 +75,179 @@ class WholeState:
         """Tensors without values, as the whole model has them."""
         return self._like
 
-    def gather(self, axis: Axis) -> None:
-        """Have the whole on rank 0 of `axis`, whose ranks send to one another. For all of them alike."""
-        mine = {f"model/{name}": one for name, one in self._local() if name not in self._aliases}
-        packed = pack(optimizer_state(self._optimizer, self._names), "optimizer", mine)
-        told, whole = self._bring(axis, mine, packed)
-        if axis.rank:
-            return
-        weights = {name: whole[f"model/{name}"] for name in self._like}
-        self._gathered = _Gathered(weights, self._aliases, self._extra, self._merged(told, whole))
+    def meet(self, axis: Axis) -> None:
+        """Have every rank know who has what. For all of them alike, each time before `gathered` and `bring`."""
+        packed = pack(optimizer_state(self._optimizer, self._names), OPTIMIZER, mine := self._weights())
+        self._told = self._tell(axis, mine, packed)
+
+    def gathered(self) -> Gathered:
+        """After `meet`, on rank 0."""
+        whole = {
+            name: announced(share.shape, getattr(torch, dtype))
+            for one in self._told
+            for name, dtype, share in one.tensors
+        }
+        weights = {name: whole[MODEL + name] for name in self._like}
+        return Gathered(weights, self._aliases, self._extra, self._merged(whole))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What `bring` has the values of; after `meet`."""
+        return frozenset(_names(self._told))
+
+    def bring(self, axis: Axis, order: Sequence[str], give: Callable[[str, Tensor], None]) -> None:
+        """Whole tensors to rank 0 of `axis`, in the order that it says. For all ranks alike, after `meet`."""
+        mine = self._weights()
+        pack(optimizer_state(self._optimizer, self._names), OPTIMIZER, mine)
+        _bring(axis, self._told, mine, order, give)
+
+    def weights(self, axis: Axis) -> dict[str, Tensor]:
+        """The whole model's state_dict, on rank 0. For all ranks alike."""
+        found = self._all(axis, self._weights())
+        tied = {name: found[first] for name, first in self._aliases.items()} if found else {}
+        return {**found, **tied, **self._extra} if found else {}
 
     def gradients(self, axis: Axis) -> dict[str, Tensor]:
         """What the last step left in `.grad`, whole, on rank 0. For all ranks alike."""
         params = [one for group in self._optimizer.param_groups for one in group["params"] if one.grad is not None]
-        mine = {f"model/{self._names[id(param)]}": param.grad.detach() for param in params}
-        return {name.removeprefix("model/"): one for name, one in self._bring(axis, mine, None)[1].items()}
+        return self._all(axis, {MODEL + self._names[id(param)]: param.grad.detach() for param in params})
 
-    def gathered(self) -> _Gathered:
-        """What `gather` has brought, once: it is as large as everything. On rank 0."""
-        assert self._gathered is not None, "gather comes first"
-        gathered, self._gathered = self._gathered, None
-        return gathered
+    def _all(self, axis: Axis, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        told = self._tell(axis, mine, None)
+        found: dict[str, Tensor] = {}
+        _bring(axis, told, mine, list(dict.fromkeys(_names(told))), found.__setitem__)
+        return {name.removeprefix(MODEL): one for name, one in found.items()}
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Have this worker's part of these."""
-        with torch.no_grad():
-            for name, mine in self._local():
-                share = self._shares.get(self._aliases.get(name, name))
-                value = weights[self._aliases.get(name, name)]
-                mine.copy_(value if share is None else share.cut(value))
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Have this worker's part of these, each a whole tensor."""
+        self.keep((MODEL + name, value) for name, value in weights)
 
-    def own(self) -> _Gathered:
+    def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Have this worker's part of a checkpoint's whole tensors: of the weights in their places, of the rest here.
+
+        An optimizer's states for weights of others are empty.
+        """
+        here: dict[str, list[Tensor]] = {}
+        for name, one in self._local():
+            here.setdefault(self._aliases.get(name, name), []).append(one)
+        kept: dict[str, Tensor] = {}
+        for name, value in tensors:
+            weight, mine = _weight_of(name), here.get(_weight_of(name), ())
+            if not name.startswith(MODEL):
+                is_others = name.startswith(STATE) and not mine
+                kept[name] = value.new_empty(0) if is_others else self._cut(weight, value)
+            elif mine:
+                part = self._cut(weight, value)
+                for one in mine:
+                    one.copy_(part)
+        return kept
+
+    def own(self) -> Gathered:
         """What this worker has, for one that is to have the same part."""
-        return _Gathered(dict(self._local()), {}, self._extra, optimizer_state(self._optimizer, self._names))
+        return Gathered(dict(self._local()), {}, self._extra, optimizer_state(self._optimizer, self._names))
 
-    def take_own(self, weights: Mapping[str, Tensor]) -> None:
-        """Have what such a one has told of."""
-        with torch.no_grad():
-            for name, mine in self._local():
-                mine.copy_(weights[name])
+    def take_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have the weights that such a one has told of."""
+        for name, mine in self._local():
+            mine.copy_(tensors[MODEL + name])
 
     def part_of(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """This worker's part of the whole optimizer's state."""
+        """Of a whole optimizer's state what concerns this worker's weights."""
         here = {self._names[id(param)] for group in self._optimizer.param_groups for param in group["params"]}
-        states = {
-            name: {key: self._cut(name, value) for key, value in values.items()}
-            for name, values in optimizer["state"].items()
-            if name in here
-        }
+        states = {name: values for name, values in optimizer["state"].items() if name in here}
         groups = [
             {**group, "params": [name for name in group["params"] if name in here]}
             for group in optimizer["param_groups"]
         ]
         return {"state": states, "param_groups": groups}
 
-    def _cut(self, name: str, value: Any) -> Any:
-        share = self._shares.get(name)
-        return share.cut(value) if share is not None and isinstance(value, Tensor) and share.fits(value) else value
+    def _cut(self, weight: str, value: Tensor) -> Tensor:
+        """This worker's part of a weight, or of a state of it that has its shape."""
+        share = self._shares.get(weight)
+        return share.cut(value) if share is not None and share.fits(value) else value
 
     def _local(self) -> Iterator[tuple[str, Tensor]]:
         for name, one in self._model.state_dict().items():
             if name in self._present and isinstance(one, Tensor):
                 yield name, one.detach()
 
-    def _bring(self, axis: Axis, mine: Mapping[str, Tensor], packed: Any) -> tuple[list[_Told], dict[str, Tensor]]:
-        """What each rank says that it has, and on rank 0 all of it."""
+    def _weights(self) -> dict[str, Tensor]:
+        """What this worker has of the model, tied weights once."""
+        return {MODEL + name: one for name, one in self._local() if name not in self._aliases}
+
+    def _tell(self, axis: Axis, mine: Mapping[str, Tensor], packed: Any) -> list[_Told]:
+        """What each rank says that it has."""
         tensors = [(name, str(one.dtype).removeprefix("torch."), self._share(name, one)) for name, one in mine.items()]
         data = msgspec.msgpack.encode(_Told(tensors, packed))
-        told = [msgspec.msgpack.decode(each, type=_Told) for each in axis.all_gather_bytes("who has what", data)]
-        if axis.rank == 0:
-            return told, _receive_all(axis, told, mine)
-        _send(axis, told, mine)
-        return told, {}
+        return [msgspec.msgpack.decode(each, type=_Told) for each in axis.all_gather_bytes("who has what", data)]
 
     def _share(self, name: str, tensor: Tensor) -> Share:
         """Of a weight, or of a state of the optimizer's that has the shape that its weight has here."""
-        kind, _, rest = name.partition("/")
-        weight = rest if kind == "model" else rest.removeprefix("state/").rpartition("/")[0]
-        share = self._shares.get(weight)
+        share = self._shares.get(_weight_of(name))
         fits = share is not None and tuple(tensor.shape) == share.local_shape
         return share if share is not None and fits else Share(tuple(tensor.shape))
 
-    def _merged(self, told: Sequence[_Told], whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _merged(self, whole: Mapping[str, Tensor]) -> dict[str, Any]:
         """The states of all parameters, and the groups' settings as the chief has them."""
-        optimizers = [unpack(one.optimizer, whole) for one in told]
+        optimizers = [unpack(one.optimizer, whole) for one in self._told]
         states = {name: values for one in reversed(optimizers) for name, values in one["state"].items()}
         groups = zip(optimizers[0]["param_groups"], self._groups, strict=True)
         return {"state": states, "param_groups": [{**group, "params": names} for group, names in groups]}
 
 
-def _firsts(told: Sequence[_Told]) -> Iterator[tuple[int, int, str, str, Share]]:
-    """Each part of each tensor, from the first worker that has it: rank, number, name, type, share."""
-    seen: set[tuple[str, Share]] = set()
-    for rank, one in enumerate(told):
-        for number, (name, dtype, share) in enumerate(one.tensors):
-            if (name, share) not in seen:
-                seen.add((name, share))
-                yield rank, number, name, dtype, share
+def _weight_of(name: str) -> str:
+    """Of a weight's own name, or that of a state of the optimizer's."""
+    if name.startswith(MODEL):
+        return name.removeprefix(MODEL)
+    return name.removeprefix(STATE).rpartition("/")[0]
 
 
-def _send(axis: Axis, told: Sequence[_Told], mine: Mapping[str, Tensor]) -> None:
-    for rank, number, name, _, _ in _firsts(told):
-        if rank == axis.rank and mine[name].numel():
+def _names(told: Sequence[_Told]) -> Iterator[str]:
+    return (name for one in told for name, _, _ in one.tensors)
+
+
+def _bring(
+    axis: Axis,
+    told: Sequence[_Told],
+    mine: Mapping[str, Tensor],
+    order: Sequence[str],
+    give: Callable[[str, Tensor], None],
+) -> None:
+    said = axis.all_gather_bytes("what the chief wants", msgspec.msgpack.encode(order) if axis.rank == 0 else b"")[0]
+    parts = _parts(told)
+    for number, name in enumerate(msgspec.msgpack.decode(said, type=list[str])):
+        if axis.rank == 0:
+            give(name, _receive(axis, number, name, mine, parts[name]))
+        elif any(part.rank == axis.rank for part in parts[name]) and mine[name].numel():
             raw = mine[name].contiguous().cpu().view(-1).view(torch.uint8)
             axis.send_start(raw, 0, number, f"{name} to the chief").wait()
 
 
-def _receive_all(axis: Axis, told: Sequence[_Told], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    for rank, number, name, dtype, share in _firsts(told):
-        part = mine[name] if rank == 0 else torch.empty(share.local_shape, dtype=getattr(torch, dtype))
+class _Part(NamedTuple):
+    rank: int
+    dtype: torch.dtype
+    share: Share
+
+
+def _parts(told: Sequence[_Told]) -> dict[str, list[_Part]]:
+    """Each part of each tensor once, from the first worker that has it."""
+    found: dict[str, dict[Share, _Part]] = {}
+    for rank, one in enumerate(told):
+        for name, dtype, share in one.tensors:
+            found.setdefault(name, {}).setdefault(share, _Part(rank, getattr(torch, dtype), share))
+    return {name: list(parts.values()) for name, parts in found.items()}
+
+
+def _receive(axis: Axis, number: int, name: str, mine: Mapping[str, Tensor], parts: Sequence[_Part]) -> Tensor:
+    whole: Tensor | None = None
+    for rank, dtype, share in parts:
+        part = mine[name] if rank == 0 else torch.empty(share.local_shape, dtype=dtype)
         if rank and part.numel():
             raw = part.view(-1).view(torch.uint8)
             axis.receive_start(raw, rank, number, f"{name} from rank {rank}").wait()
         if share.is_whole:
-            whole[name] = part
-        else:
-            share.paste_(whole.setdefault(name, torch.empty(share.shape, dtype=part.dtype)), part)
+            return part
+        whole = torch.empty(share.shape, dtype=dtype) if whole is None else whole
+        share.paste_(whole, part)
+    assert whole is not None, f"nobody has {name}"
     return whole

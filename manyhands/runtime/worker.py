@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from manyhands.comm.axis import Axis, Following, connect
-from manyhands.comm.mesh import Formation, Grid, by_slots, in_order
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
+from manyhands.comm.values import Messages, Values
 from manyhands.control.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
@@ -25,6 +26,7 @@ from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.shared_gradients import Sharing
 from manyhands.runtime import process
+from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice
@@ -33,7 +35,6 @@ from manyhands.spec import load
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
 from manyhands.spec.seat import Group
-from manyhands.strategies.divided import DIVIDED, Mesh, grid_of, replica_of
 
 __all__ = ["Worker", "seated"]
 
@@ -58,15 +59,13 @@ def seated(session: Any) -> Iterator[None]:
             worker.close()
 
 
-class Worker:
+class Worker(InGrid):
     """Everything about the process that training needs to know. `axis` is connected on first use."""
 
     def __init__(self, session: Session | Solo, resolved: Resolved, strategy: StrategyChoice) -> None:
-        self.session, self.resolved, self.strategy = session, resolved, strategy
+        super().__init__(session, strategy)
+        self.resolved = resolved
         seat, spec = session.seat, resolved.spec
-        self.is_elastic = seat.most_workers > 0
-        self.most_workers = seat.most_workers or seat.world_size
-        """How many there may ever be."""
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.is_server, self.num_servers = seat.is_server, seat.num_servers
         # Servers of a host with accelerators leave those to its workers.
@@ -83,77 +82,7 @@ class Worker:
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
-        self._formation: Formation | None = None
         self._lasting: list[Callable[[], Axis]] = []
-
-    rank = property(lambda self: self.session.group.rank)
-    world_size = property(lambda self: self.session.group.world_size)
-    is_chief = property(lambda self: self.session.group.rank == 0)
-
-    @property
-    def group(self) -> Group:
-        return self.session.group
-
-    @property
-    def formation(self) -> Formation | None:
-        """Who stands where; None: too many are missing to train. A slot of an elastic run stands for a place.
-
-        Where the strategy does not divide the model, each worker is a replica of it.
-        """
-        if self._formation is None:
-            if self.is_elastic and self.is_divided:
-                enough = self.world_size >= self.session.seat.least_workers
-                self._formation = by_slots(self.one_replica, self.group.slots) if enough else None
-            else:
-                self._formation = in_order(grid_of(self.strategy, self.world_size))
-        return self._formation
-
-    @property
-    def one_replica(self) -> Grid:
-        """The workers of one, of a model that is divided; in an elastic run, as it began."""
-        return replica_of(self.strategy, self.session.seat.world_size)
-
-    @property
-    def grid(self) -> Grid:
-        """How the workers stand; of a waiting one, how they would if all came."""
-        if self.is_waiting and self.is_divided:
-            return self.one_replica._replace(data=self.most_replicas)
-        return self._stand().grid
-
-    @property
-    def spot(self) -> Grid:
-        """Where this worker stands in the grid."""
-        return self._stand().places[int(self.rank)]
-
-    def _stand(self) -> Formation:
-        assert self.formation is not None, "workers are missing, and nobody can train"
-        return self.formation
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether a replica of the model takes several workers."""
-        return isinstance(self.strategy, DIVIDED)
-
-    @property
-    def replica(self) -> int:
-        """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
-        return self.spot.data if self.is_divided and not self.is_waiting else int(self.rank)
-
-    @property
-    def num_replicas(self) -> int:
-        return self.grid.data if self.is_divided else int(self.world_size)
-
-    @property
-    def most_replicas(self) -> int:
-        """How many workers, or groups of workers, may ever share a batch."""
-        if not self.is_divided:
-            return self.most_workers
-        return self.most_workers // self.one_replica.size if isinstance(self.strategy, Mesh) else 1
-
-    @property
-    def is_waiting(self) -> bool:
-        """Started into a running run, and not admitted yet."""
-        return self.session.group.rank < 0
 
     def report(self, step: int, phase: str) -> None:
         self.session.report(step, phase, self.call)
@@ -183,6 +112,11 @@ class Worker:
         """The same workers over sockets, whatever they share."""
         return self._axes("step", self.device, shared=False) if isinstance(self.axis, PlaneAxis) else self.axis
 
+    @property
+    def saving(self) -> Axis:
+        """The same, for what is written as they send it: who waits for the chief's disk waits as long as it takes."""
+        return self.among(range(self.world_size), "saving", timeout_s=CHIEF_TIMEOUT_S)
+
     def line(self, *axes: str) -> Axis:
         """The workers that differ from this one in their places on `axes` alone.
 
@@ -197,12 +131,29 @@ class Worker:
             follow = self.is_elastic or ranks == list(range(ranks[0], ranks[0] + size))
             if size > 1 and follow and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
+            if plane is not None:
+                plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
-    def line_over_sockets(self, *axes: str) -> Axis:
-        """The same workers, for those who send to one another."""
-        return self.among(self._stand().line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+    def messages(self, *axes: str) -> Messages:
+        """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
+        if self.is_elastic:
+            return Values(self.lasting(lambda: self.among(self._stand().line(self.rank, *axes), "messages")))
+        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
+        shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
+        near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
+        if len(near) < 2:
+            return Values(self.among(ranks, "messages"))
+        shared = SharedValues(
+            ranks.index(self.rank),
+            ranks,
+            lambda name, num_bytes: self.session.shared_memory(f"messages {name}", num_bytes, 2),
+            timeout_s=self.resolved.spec.comm.timeout_s,
+            here=self._ranks_here(),
+            missing=self._where_the_others_are,
+        )
+        return shared if len(near) == len(ranks) else MixedValues(shared, Values(self.among(ranks, "messages")), near)
 
     def lasting(self, find: Callable[[], Axis]) -> Axis:
         """The workers that `find` gives, for a layer or a stage, which does not ask again when the group changes."""
@@ -216,11 +167,15 @@ class Worker:
         for find in self._lasting:
             find()
 
-    def among(self, ranks: Sequence[int], purpose: str) -> Axis:
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
+
+    def among(self, ranks: Sequence[int], purpose: str, timeout_s: float | None = None) -> Axis:
         """These workers, of which this is one, over sockets."""
         key = f"{purpose} of {' '.join(map(str, ranks))}"
         if key not in self._connected:
-            self._connected[key] = self._connect(key, self.device, list(ranks).index(self.rank), len(ranks))
+            place = list(ranks).index(self.rank)
+            self._connected[key] = self._connect(key, self.device, place, len(ranks), timeout_s)
         return self._connected[key]
 
     @property
@@ -249,7 +204,7 @@ class Worker:
         seat = self.session.seat
         if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
             return False
-        can = seat.local_world_size > 1 and self.device.type == "cpu" and not why_not()
+        can = seat.local_world_size > 1 and self._can_share()
         here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
         mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
         everyone = [tuple(map(int, said.split())) for said in self.axis.all_gather_bytes("who shares memory", mine)]
@@ -258,6 +213,10 @@ class Worker:
             return False
         self._connected["step on this host"] = here
         return True
+
+    def _can_share(self) -> bool:
+        """Whether workers of a host share memory where there are several hosts."""
+        return self.resolved.spec.comm.plane != "gloo" and self.device.type == "cpu" and not why_not()
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
@@ -273,6 +232,8 @@ class Worker:
             # Alone, too, where others may come: they find the weights in shared memory.
             if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
                 plane = self._connect_plane(purpose, group.rank, group.world_size)
+            if plane is not None:
+                plane.sockets = lambda: self._axes(purpose, device, shared=False)
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
@@ -287,7 +248,8 @@ class Worker:
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                first_rank=self.rank - rank,
+                ranks=range(self.rank - rank, self.rank - rank + size),
+                here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )
         except EnvironmentProblem as problem:
@@ -301,7 +263,7 @@ class Worker:
         session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
         return axis
 
-    def _connect(self, prefix: str, device: torch.device, rank: int, size: int) -> Axis:
+    def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
             store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
@@ -311,7 +273,7 @@ class Worker:
             size,
             address=seat.data_address,
             device=device,
-            timeout_s=self.resolved.spec.comm.timeout_s,
+            timeout_s=timeout_s or self.resolved.spec.comm.timeout_s,
             missing=self._where_the_others_are,
             lost=self._has_lost_someone if self.is_elastic else None,
         )

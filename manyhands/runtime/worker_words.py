@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from manyhands.control.messages import WorkerPosition
 from manyhands.spec.run import AVERAGING
 from manyhands.strategies.choices import Sharded
+from manyhands.strategies.divided import Mesh
 
 if TYPE_CHECKING:
     from manyhands.runtime.worker import Worker
@@ -27,7 +28,8 @@ def machine_of(worker: Worker) -> str:
     way = f"over {backend} ({worker.why_no_plane})" if worker.why_no_plane else "through shared memory"
     what = "weights" if worker.strategy.name in AVERAGING else "gradients"
     exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-    divided = f", {worker.strategy.divided} divided" if isinstance(worker.strategy, Sharded) else ""
+    words = worker.strategy.divided if isinstance(worker.strategy, Sharded | Mesh) else ""
+    divided = f", {words} divided" if words else ""
     return f"{machine}, workers talk {way}{exchange}{divided}"
 
 

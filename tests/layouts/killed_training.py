@@ -19,6 +19,7 @@ LAYOUTS = {
     "pipeline": mh.Pipeline(2, schedule="zero_bubble"),
     "mesh": mh.Mesh(data=2, pipeline=2),
     "data and tensor": mh.Mesh(data=2, tensor=2),
+    "sharded mesh": mh.Mesh(data=2, tensor=2, sharded=True),
 }
 
 

@@ -23,11 +23,11 @@ def wide() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 
 
-def plan(choice: Any, workers: int) -> Any:
+def plan(choice: Any, workers: int, slices: int = 4) -> Any:
     torch.manual_seed(0)
     model = wide()
     batch = (torch.randn(8, 64), torch.randint(64, (8,)))
-    return plan_model(model, torch.optim.AdamW(model.parameters()), choice, workers, Sample(batch, loss), 4)
+    return plan_model(model, torch.optim.AdamW(model.parameters()), choice, workers, Sample(batch, loss), slices)
 
 
 def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
@@ -45,6 +45,21 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     tensor = plan(mh.Tensor(2), 2)
     assert sum(layer.num_bytes for layer in tensor.layers) == 4 * WIDE
     assert tensor.memory[0].weights < 2.1 * WIDE
+
+
+def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
+    plain = plan(mh.Mesh(data=2, pipeline=2), 4).memory[0]
+    staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True), 4).memory[0]
+    assert staged.states == plain.states // 2 == 2 * WIDE
+    assert staged.weights == 3 * WIDE, "its part, and the stage's whole weights during a step"
+    assert staged.gradients == plain.gradients, "of its own slices, until their sum is divided"
+    split = plan(mh.Mesh(data=2, tensor=2), 4)
+    parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
+    assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
+    assert parts.memory[0].states == split.memory[0].states // 2
+    assert parts.memory[0].gradients == split.memory[0].gradients // 2
+    alike = plan(mh.Mesh(data=4, sharded=True), 4), plan(mh.Sharded(), 4)
+    assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
 
 
 @pytest.mark.parametrize(

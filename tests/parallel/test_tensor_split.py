@@ -78,6 +78,9 @@ def test_ranks_meet_no_more_than_they_must(ranks: RankPool, tmp_path: Path) -> N
         sums |= {f"{layer}.attn.c_attn, backward": 1, f"{layer}.attn.c_proj": 1}
         sums |= {f"{layer}.mlp.c_fc, backward": 1, f"{layer}.mlp.c_proj": 1}
     assert found.meetings == {("gather", "lm_head"): 1, **{("sum", name): times for name, times in sums.items()}}
+    for name in ("bloom", "t5"):  # what is of heads goes from layer to layer as it is
+        found, _ = ranks(2, train, str(tmp_path / name), name, 1)
+        assert [key[1].rpartition(".")[2] for key in found.meetings if key[0] == "gather"] == ["lm_head"], name
     found, _ = ranks(2, train, str(tmp_path / "convolutions"), "convolutions", 1)
     assert found.meetings == {("sum", "two"): 1, ("sum", "last.0, backward"): 1, ("sum", "last.5"): 1}
 
