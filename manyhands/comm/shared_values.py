@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from manyhands.comm.parcels import Frame, pack, unpack
@@ -73,9 +72,11 @@ class SharedValues:
             self._inboxes[source] = _Inbox(self._opener(source, self.rank), self._first_bytes)
         return self._inboxes[source].take(tag, name)
 
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        """What was sent has gone; after an error the memory is of no more use to anybody."""
-        return nullcontext()
+    def flush(self) -> None:
+        """What was sent has gone."""
+
+    def forget(self) -> None:
+        """Rings are of one group, and end with it."""
 
     def _opener(self, source: int, to: int) -> Callable[[int, int], _Ring]:
         """Opens a ring between these two, by its number and the room that it has."""
@@ -212,5 +213,10 @@ class MixedValues:
     def receive(self, source: int, tag: int, name: str) -> Any:
         return self._ways[source].receive(source, tag, name)
 
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        return self._both[1].all_or_nothing()
+    def flush(self) -> None:
+        for way in self._both:
+            way.flush()
+
+    def forget(self) -> None:
+        for way in self._both:
+            way.forget()

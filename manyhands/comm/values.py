@@ -8,8 +8,7 @@ for ranks of one host.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +42,11 @@ class Messages(Protocol):
     def receive(self, source: int, tag: int, name: str) -> Any:
         """What `source` sends with this tag, in tensors of its own."""
 
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+
+    def forget(self) -> None:
+        """After an error: nothing of what was under way is waited for any more."""
 
 
 class Values:
@@ -84,21 +86,14 @@ class Values:
             pending.wait()
         return unpack(frames_of(data.numpy().data))
 
-    @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
-        try:
-            yield
-            self.flush()
-        except BaseException:
-            self._going, self._coming = [], {}
-            raise
-
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
         going, self._going = self._going, []
         for pending, _ in going:
             pending.wait()
+
+    def forget(self) -> None:
+        self._going, self._coming = [], {}
 
 
 def headed(frames: Sequence[Frame]) -> list[Frame]:

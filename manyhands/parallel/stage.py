@@ -146,7 +146,7 @@ class StageRunner:
         self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
         row = self._plan.rows[self._messages.rank]
-        with self._messages.all_or_nothing():
+        with self._all_or_nothing():
             for op, following in zip(row, [*row[1:], None], strict=True):
                 if following is not None:
                     self._expect(following)
@@ -243,6 +243,16 @@ class StageRunner:
     def _buffers(self, stage: int) -> list[Tensor]:
         return [buffer for module in self._parts[stage].modules.values() for buffer in module.buffers()]
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Inside, messages travel, and all have gone in the end; after an error, none is waited for any more."""
+        try:
+            yield
+            self._messages.flush()
+        except BaseException:
+            self._messages.forget()
+            raise
+
     # ---- between stages ----------------------------------------------------------------------------------------
 
     def _expect(self, op: Op) -> None:
@@ -285,7 +295,7 @@ class StageRunner:
         plan = self.schedule(1)
         self._plan, self._step, self._here, self._places = plan, "evaluation", {}, {}
         output: Any = None
-        with torch.no_grad(), self._messages.all_or_nothing():
+        with torch.no_grad(), self._all_or_nothing():
             for stage in self.stages:
                 op = Op("F", stage, 0)
                 entered = _Entered(Arrived(*self._receive(op, stage - 1)) if stage else None)

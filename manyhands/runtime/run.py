@@ -219,7 +219,7 @@ class Run:
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
             log_placement(worker, whole.placement())
-        if divided is not None or (not has_part and engine.held.common is not None):
+        if not has_part and (engine.held.common is not None or divided is not None):
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
         training = Training(

@@ -69,9 +69,9 @@ def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:
         grid_of(strategy, seat.world_size)
     elif strategy.level is not None:
         raise SpecError(
-            "Replicas that divide their memory have nothing twice: what one of them has is lost with it.",
+            "Replicas of a sharded mesh divide what they have in common: none has what is lost with another.",
             where="elastic",
-            fix=["mh.Mesh without sharded=", "no --elastic: a loss takes all back to the last checkpoint"],
+            fix=["sharded=False", "no elastic="],
         )
     elif seat.most_workers != strategy.workers:
         raise SpecError(

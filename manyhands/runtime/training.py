@@ -284,7 +284,7 @@ class Training:
     def parts(self, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies.
 
-        Of a divided model they are announced: `whole.bring` has their values. With `own`, this worker's part of them.
+        Of a divided model they are announced: `whole.bring` has their values. With `own` they are this worker's.
         """
         if self.whole is None:
             weights, aliases, extra = model_state(self.model)
@@ -331,13 +331,13 @@ class Training:
         self.progress.agreed = self.progress.step  # everybody has what the chief has read
 
     def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool, own: bool = False) -> None:
-        """Become what `parts` told of. A divided model's weights are in their places already, but for `own` ones."""
+        """Become what `parts` told of. A divided model's weights are in their places already, unless they are `own`."""
         rest = unpack(state["training"], tensors)
-        named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
-        weights = {name.removeprefix("model/"): one for name, one in named}
         if self.whole is not None and own:
-            self.whole.take_own(weights)
-        elif self.whole is None:
+            self.whole.take_own(tensors)
+        if self.whole is None:
+            named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
+            weights = {name.removeprefix("model/"): one for name, one in named}
             tied = {name: weights[first] for name, first in rest["aliases"].items()}
             self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"], whole=not own)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from manyhands.comm.axis import Axis, Following, connect
-from manyhands.comm.mesh import Formation, Grid, by_slots, in_order
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
@@ -27,6 +26,7 @@ from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.shared_gradients import Sharing
 from manyhands.runtime import process
+from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice
@@ -35,7 +35,6 @@ from manyhands.spec import load
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
 from manyhands.spec.seat import Group
-from manyhands.strategies.divided import DIVIDED, Mesh, grid_of, replica_of
 
 __all__ = ["Worker", "seated"]
 
@@ -60,15 +59,13 @@ def seated(session: Any) -> Iterator[None]:
             worker.close()
 
 
-class Worker:
+class Worker(InGrid):
     """Everything about the process that training needs to know. `axis` is connected on first use."""
 
     def __init__(self, session: Session | Solo, resolved: Resolved, strategy: StrategyChoice) -> None:
-        self.session, self.resolved, self.strategy = session, resolved, strategy
+        super().__init__(session, strategy)
+        self.resolved = resolved
         seat, spec = session.seat, resolved.spec
-        self.is_elastic = seat.most_workers > 0
-        self.most_workers = seat.most_workers or seat.world_size
-        """How many there may ever be."""
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.is_server, self.num_servers = seat.is_server, seat.num_servers
         # Servers of a host with accelerators leave those to its workers.
@@ -85,77 +82,7 @@ class Worker:
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
-        self._formation: Formation | None = None
         self._lasting: list[Callable[[], Axis]] = []
-
-    rank = property(lambda self: self.session.group.rank)
-    world_size = property(lambda self: self.session.group.world_size)
-    is_chief = property(lambda self: self.session.group.rank == 0)
-
-    @property
-    def group(self) -> Group:
-        return self.session.group
-
-    @property
-    def formation(self) -> Formation | None:
-        """Who stands where; None: too many are missing to train. A slot of an elastic run stands for a place.
-
-        Where the strategy does not divide the model, each worker is a replica of it.
-        """
-        if self._formation is None:
-            if self.is_elastic and self.is_divided:
-                enough = self.world_size >= self.session.seat.least_workers
-                self._formation = by_slots(self.one_replica, self.group.slots) if enough else None
-            else:
-                self._formation = in_order(grid_of(self.strategy, self.world_size))
-        return self._formation
-
-    @property
-    def one_replica(self) -> Grid:
-        """The workers of one, of a model that is divided; in an elastic run, as it began."""
-        return replica_of(self.strategy, self.session.seat.world_size)
-
-    @property
-    def grid(self) -> Grid:
-        """How the workers stand; of a waiting one, how they would if all came."""
-        if self.is_waiting and self.is_divided:
-            return self.one_replica._replace(data=self.most_replicas)
-        return self._stand().grid
-
-    @property
-    def spot(self) -> Grid:
-        """Where this worker stands in the grid."""
-        return self._stand().places[int(self.rank)]
-
-    def _stand(self) -> Formation:
-        assert self.formation is not None, "workers are missing, and nobody can train"
-        return self.formation
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether a replica of the model takes several workers."""
-        return isinstance(self.strategy, DIVIDED)
-
-    @property
-    def replica(self) -> int:
-        """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
-        return self.spot.data if self.is_divided and not self.is_waiting else int(self.rank)
-
-    @property
-    def num_replicas(self) -> int:
-        return self.grid.data if self.is_divided else int(self.world_size)
-
-    @property
-    def most_replicas(self) -> int:
-        """How many workers, or groups of workers, may ever share a batch."""
-        if not self.is_divided:
-            return self.most_workers
-        return self.most_workers // self.one_replica.size if isinstance(self.strategy, Mesh) else 1
-
-    @property
-    def is_waiting(self) -> bool:
-        """Started into a running run, and not admitted yet."""
-        return self.session.group.rank < 0
 
     def report(self, step: int, phase: str) -> None:
         self.session.report(step, phase, self.call)
@@ -211,9 +138,9 @@ class Worker:
 
     def messages(self, *axes: str) -> Messages:
         """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
-        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
-        if self.is_elastic:  # memory between two would outlive one of them, with what was on its way
+        if self.is_elastic:
             return Values(self.lasting(lambda: self.among(self._stand().line(self.rank, *axes), "messages")))
+        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
         shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
         near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
         if len(near) < 2:

@@ -160,18 +160,18 @@ def grid_of(choice: Any, num_workers: int) -> Grid:
     return grid
 
 
-def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
-    """What a mesh of sharded replicas comes to where nothing else is divided."""
-    if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
-        return None
-    return Sharded(choice.level, recompute=choice.recompute)
-
-
 def replica_of(choice: Any, num_workers: int) -> Grid:
     """The workers of one replica, of so many in all: each has a part of the model that its mates lack."""
     if isinstance(choice, Mesh):
         return Grid(pipeline=choice.pipeline, tensor=choice.tensor)
     return grid_of(choice, num_workers)
+
+
+def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
+    """What a mesh of sharded replicas comes to where nothing else is divided."""
+    if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
+        return None
+    return Sharded(choice.level, recompute=choice.recompute)
 
 
 def microbatches(choice: Any, grid: Grid) -> int:

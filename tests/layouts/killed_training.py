@@ -18,8 +18,8 @@ LAYOUTS = {
     "tensor": mh.Tensor(2),
     "pipeline": mh.Pipeline(2, schedule="zero_bubble"),
     "mesh": mh.Mesh(data=2, pipeline=2),
-    "sharded mesh": mh.Mesh(data=2, tensor=2, sharded=True),
     "data and tensor": mh.Mesh(data=2, tensor=2),
+    "sharded mesh": mh.Mesh(data=2, tensor=2, sharded=True),
 }
 
 
