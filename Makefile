@@ -12,7 +12,7 @@ help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
 	@echo "make test   everything that guards the promises"
 	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
-	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, and a real one with 300 kills"
+	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
@@ -56,6 +56,7 @@ KILLS ?= 300
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	$(BIN)/python -m tests.simulation --served --seeds $(SERVED_SEEDS)
+	$(BIN)/python -m pytest -n 1 -m 'long or not long' tests/layouts
 	$(BIN)/python -m bench.soak --kills $(KILLS)
 
 # For whoever has a CUDA device; without one every test of it skips and says so.

@@ -15,6 +15,7 @@ native = Extension(
                 "module",
                 "pages",
                 "plane",
+                "row_past",
                 "row_rules",
                 "rows",
                 "rows_module",

@@ -24,10 +24,12 @@ from bench import (
     others,
     overhead,
     picture,
+    pipeline,
     recovery,
     report,
     served,
     sharded,
+    tensor,
 )
 from bench.child import ScriptFailed
 from bench.compare import Measured, Size, judge
@@ -56,6 +58,8 @@ MEASURES = {
     "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
     "sharded": Bench(sharded.measure),
+    "tensor": Bench(tensor.measure),
+    "pipeline": Bench(pipeline.measure),
 }
 
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import FileStore
 
-from bench.bubble import Nothing, Piece
-from manyhands.comm.axis import connect
+from bench.bubble import Nothing, Piece, line
 from manyhands.parallel.cutting import Chain, Inputs
 from manyhands.parallel.pipelined import cut, measure
 from manyhands.parallel.stage import StageRunner
@@ -55,16 +51,15 @@ class _Blocks(Chain):
             self.names = blocks
 
 
-def run(store: str, rank: int) -> dict[str, Any]:
-    device = torch.device("cpu")
-    axis = connect(FileStore(store, 2), rank, 2, address="127.0.0.1", device=device, timeout_s=120)
+def run() -> dict[str, Any]:
+    axis, messages = line()
     model = uneven()
     blocks = _Blocks(model)
     costs = torch.tensor(measure(blocks, Inputs((torch.randn(ROWS, SIDE),), {})), dtype=torch.float64)
     axis.broadcast_([costs], "costs")
     chosen = len(cut(blocks, 2, costs=costs.tolist())[0].names) // 3
     runners = {
-        at: StageRunner(axis, model, blocks.parts([0, at]), lambda model, x: model(x).square().mean(), Nothing())
+        at: StageRunner(messages, model, blocks.parts([0, at]), lambda model, x: model(x).square().mean(), Nothing())
         for at in range(1, len(WIDTHS))
     }
     seconds: dict[int, list[float]] = {at: [] for at in runners}
@@ -79,21 +74,13 @@ def run(store: str, rank: int) -> dict[str, Any]:
     return {"chosen": chosen, "seconds": {at: median(each[1:]) for at, each in seconds.items()}}
 
 
-def seated_run(store: str) -> dict[str, Any]:
-    from manyhands.runtime.worker import _seated
-
-    session, _ = _seated.get()
-    return run(store, session.seat.rank)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     pool = RankPool()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = pool(2, seated_run, str(Path(folder) / "store"), deadline_s=600.0)[0]
+        found = pool(2, run, deadline_s=600.0)[0]
     finally:
         pool.close()
     seconds, chosen = found["seconds"], found["chosen"]

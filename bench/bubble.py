@@ -1,26 +1,25 @@
 """`python -m bench.bubble [--json]`: the waiting of a real pipeline beside the schedule's theory.
 
 Blocks sleep for a known time, so what is measured is the schedule and the stages' own cost, whatever else the machine
-does: a forward sleeps once, a backward twice, each of its halves once.
+does: a forward sleeps once, a backward twice, each of its halves once. With `--rows` they compute, for as many rows per
+microbatch, each as much as the others: `--ranks 2 --rows 128`, on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore
 
-from manyhands.comm.axis import connect
+from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import SharedValues
 from manyhands.parallel.cutting import Chain
 from manyhands.parallel.schedule import SCHEDULES, make_schedule
 from manyhands.parallel.stage import StageRunner
@@ -28,6 +27,8 @@ from manyhands.parallel.timeline import Span, Timeline, play
 from manyhands.testing import RankPool
 
 STEPS = 3
+LAYERS, SIDE = 12, 1024
+"""Of a model that computes: as many layers as two, three, four or six stages share evenly."""
 
 
 class _Nap(torch.autograd.Function):
@@ -55,6 +56,18 @@ class Sleeper(nn.Module):
         return _Nap.apply(x + self.entry, self.seconds) * _Nap.apply(self.weight, self.seconds)
 
 
+class Layer(nn.Module):
+    """Computes; also the first one of a model has a gradient to pass through all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.linear = nn.Parameter(torch.zeros(SIDE)), nn.Linear(SIDE, SIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x + self.entry).relu()
+        return y
+
+
 class Piece(NamedTuple):
     index: int
     batch: Tensor
@@ -74,43 +87,62 @@ class Nothing:
         pass
 
 
-def run(store: str, rank: int, ranks: int, name: str, microbatches: int, seconds: float) -> list[list[Span]]:
-    device = torch.device("cpu")
-    axis = connect(FileStore(store, ranks), rank, ranks, address="127.0.0.1", device=device, timeout_s=60)
-    stages = make_schedule(name, ranks, 1).stages
-    model = nn.Sequential(*(Sleeper(seconds * ranks / stages) for _ in range(stages)))
-    runner = StageRunner(
-        axis, model, Chain(model).parts(range(stages)), lambda model, x: model(x).sum(), Nothing(), schedule=name
-    )
-    found = []
-    for step in range(STEPS + 1):
-        pieces = [Piece(v, torch.ones(2, 4)) for v in range(microbatches)]
-        axis.barrier("before the step")
-        runner.train(pieces, f"step {step}")
-        found.append(runner.spans)
-    return found[1:]  # the first has what is done once
+class Adding(Nothing):
+    """Adds up the slices' gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params, self._sums = list(model.parameters()), dict[nn.Parameter, Tensor]()
+
+    def slice_done(self, piece: Piece) -> None:
+        for param in self._params:
+            if param.grad is not None:
+                before = self._sums.get(param)
+                self._sums[param] = param.grad if before is None else before.add_(param.grad)
+                param.grad = None
 
 
-def seated_run(*args: Any) -> list[list[Span]]:
+def line() -> tuple[PlaneAxis, SharedValues]:
+    """This pool's ranks, as workers of one host are connected."""
     from manyhands.runtime.worker import _seated
 
     session, _ = _seated.get()
-    return run(args[0], session.seat.rank, *args[1:])
+    rank, size, memory = session.seat.rank, session.seat.world_size, session.shared_memory
+    axis = connect_plane(lambda num_bytes: memory("plane", num_bytes, size), rank, size, timeout_s=120, missing=str)
+    return axis, SharedValues(rank, range(size), lambda name, num_bytes: memory(name, num_bytes, 2), timeout_s=120)
 
 
-def measure(ranks: int, microbatches: int, seconds: float) -> list[dict[str, Any]]:
-    pool, rows = RankPool(), []
+def run(name: str, microbatches: int, seconds: float, rows: int, steps: int) -> list[list[Span]]:
+    axis, messages = line()
+    ranks = axis.size
+    stages = make_schedule(name, ranks, 1).stages
+    blocks = [Layer() for _ in range(LAYERS)] if rows else [Sleeper(seconds * ranks / stages) for _ in range(stages)]
+    model = nn.Sequential(*blocks)
+    parts = Chain(model).parts(range(0, len(blocks), len(blocks) // stages))
+    engine = Adding(model) if rows else Nothing()
+    runner = StageRunner(messages, model, parts, lambda model, x: model(x).sum(), engine, schedule=name)
+    batch = torch.ones(rows, SIDE) if rows else torch.ones(2, 4)
+    found = []
+    for step in range(steps + 1):
+        pieces = [Piece(v, batch) for v in range(microbatches)]
+        axis.barrier("before the step")
+        runner.train(pieces, f"step {step}")
+        found.append(runner.spans)
+    axis.barrier("the end")  # before the first rank takes the memory away
+    return found[1:]  # the first has what is done once
+
+
+def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    pool, found = RankPool(), []
+    ranks, microbatches = asked.ranks, asked.microbatches
     try:
         for name in SCHEDULES:
-            with tempfile.TemporaryDirectory() as folder:
-                store = str(Path(folder) / "store")
-                told = pool(ranks, seated_run, store, ranks, name, microbatches, seconds, deadline_s=300.0)
+            told = pool(ranks, run, name, microbatches, asked.seconds, asked.rows, asked.steps, deadline_s=600.0)
             bubbles = [Timeline(tuple(map(tuple, step)), ()).bubble for step in zip(*told, strict=True)]
             theory = play(make_schedule(name, ranks, microbatches)).bubble
-            rows.append({"schedule": name, "theory": theory, "measured": median(bubbles), "each": bubbles})
+            found.append({"schedule": name, "theory": theory, "measured": median(bubbles), "each": bubbles})
     finally:
         pool.close()
-    return rows
+    return found
 
 
 def main() -> None:
@@ -118,9 +150,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.2, help="that a rank's forward of a slice sleeps")
+    parser.add_argument("--rows", type=int, default=0, help="compute with so many per microbatch, in place of sleeping")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of which the median counts")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows = measure(asked.ranks, asked.microbatches, asked.seconds)
+    rows = measure(asked)
     if asked.json:
         print(json.dumps(rows))
         return

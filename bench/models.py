@@ -17,10 +17,21 @@ from torch.nn import functional
 
 from bench.workloads import WORKLOADS
 
-__all__ = ["HandLoop", "loss", "make_data", "make_model", "optimizer_of", "text"]
+__all__ = [
+    "HEADS",
+    "SEQUENCE",
+    "VOCABULARY",
+    "WIDTH",
+    "HandLoop",
+    "loss",
+    "make_data",
+    "make_model",
+    "optimizer_of",
+    "text",
+]
 
 NUM_ROWS = 4096
-SEQUENCE, VOCABULARY, WIDTH = 128, 1024, 384
+SEQUENCE, VOCABULARY, WIDTH, HEADS = 128, 1024, 384, 6
 TEXT_BYTES, HELD_OUT = 4_000_000, 256
 
 
@@ -36,6 +47,8 @@ def make_model(workload: str) -> nn.Module:
             return _mlp(784, 2048, 2048, 2048, 10)
         case "mlp-100m":
             return _mlp(784, 5600, 5600, 5600, 5600, 10)
+        case "blocks":
+            return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)))
         case "small-tensors":
             return _many_small()
         case "2000-tensors":
@@ -52,7 +65,7 @@ def make_data(workload: str, num_rows: int = NUM_ROWS) -> tuple[Tensor, Tensor]:
     if workload == "transformer":
         tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    row = {"cnn": (1, 28, 28), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
+    row = {"cnn": (1, 28, 28), "blocks": (1024,), "small-tensors": (64,), "2000-tensors": (64,)}.get(workload, (784,))
     x = torch.randn(num_rows, *row, generator=generator)
     return x, torch.randint(0, 10, (num_rows,), generator=generator)
 
@@ -119,7 +132,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Parameter(0.02 * torch.randn(SEQUENCE, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(SEQUENCE), persistent=False)

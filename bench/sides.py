@@ -19,10 +19,12 @@ from manyhands.runtime.launch import ALLOCATOR
 
 __all__ = [
     "MH",
+    "dtensor",
     "library",
     "library_python",
     "library_servers",
     "one_process",
+    "pipelining",
     "plain_environment",
     "ranks",
     "served",
@@ -84,6 +86,18 @@ def torch_side(
     command = (sys.executable, "-m", "bench.torch_side", kind, workload, *(() if rows is None else (str(rows),)))
     environment = plain_environment(allocator=allocator)
     return Side(name, workers, lambda _: ranks(command, environment, workers))
+
+
+def dtensor(name: str, workload: str, workers: int) -> Side:
+    """See `dtensor_side`."""
+    command = (sys.executable, "-m", "bench.dtensor_side", workload)
+    return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
+
+
+def pipelining(name: str, schedule: str, workload: str, workers: int) -> Side:
+    """A pipeline by hand, see `pipelining_side`."""
+    command = (sys.executable, "-m", "bench.pipelining_side", schedule, workload)
+    return Side(name, workers, lambda _: ranks(command, plain_environment(), workers))
 
 
 def library(name: str, peer: str, workload: str, workers: int) -> Side:

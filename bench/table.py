@@ -24,6 +24,8 @@ BENCHES = {
     "memory": "Host memory: mirrored against DistributedDataParallel",
     "served": "Parameter servers: two workers, a step is one batch of each",
     "sharded": "Two workers: parameters divided, against fully_shard by hand on Gloo",
+    "tensor": "Two workers: layers divided, against DTensor by hand on Gloo",
+    "pipeline": "Two workers: a pipeline, against torch.distributed.pipelining by hand on Gloo",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
@@ -73,6 +75,7 @@ _MLP = "step, MLP of 10 M"
 _TINY = "all-reduce 1 KB"
 _LARGE = "4 workers, 100 M, AdamW"
 _TEXT, _LOSS = "step, language model of 10 M", Target("loss", 1.02)
+_BLOCKS = "step, 12 layers of 1024 x 1024"
 _KILL = "kill -9 to next step"
 _STALL = "stall at a join"
 _ASYNC = "step, MLP of 10 M, async"
@@ -132,6 +135,13 @@ ROWS = (
     Row("exact-cost", "recovery", "exact", "step, exact", "default", Target("time", 1.1)),
     Row("sharded-mlp", "sharded", "mlp-10m", f"{_MLP}, sharded", "fully_shard", Target("time", 1.02, True)),
     Row("sharded-text", "sharded", "transformer", f"{_TEXT}, sharded", "fully_shard", Target("time", 1.02, True)),
+    Row("tensor-mlp", "tensor", "mlp-10m", f"{_MLP}, tensor", "DTensor", Target("time", 1.02, True)),
+    Row("tensor-text", "tensor", "transformer", f"{_TEXT}, tensor", "DTensor", Target("time", 1.02, True)),
+    Row("pipeline-gpipe", "pipeline", "gpipe", f"{_BLOCKS}, gpipe", "pipelining", Target("time", 1.02, True)),
+    Row("pipeline-1f1b", "pipeline", "1f1b", f"{_BLOCKS}, 1f1b", "pipelining", Target("time", 1.02, True)),
+    Row(
+        "pipeline-loop", "pipeline", "interleaved", f"{_BLOCKS}, interleaved", "pipelining", Target("time", 1.02, True)
+    ),
     Row("memory", "memory", "keep", _LARGE, "DDP", Target("memory", 0.5), unit="MB"),
     Row("memory-system", "memory", "system", f"{_LARGE}, system allocator", "DDP", Target("memory", 0.5), unit="MB"),
 )

@@ -1,4 +1,7 @@
-"""Our side where sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD STRATEGY WORKERS [THINK_S]`."""
+"""Our side where sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD STRATEGY WORKERS [THINK_S]`.
+
+A strategy is a name, or "pipeline" with its schedule behind it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from bench.models import loss, make_data, make_model, optimizer_of
 from bench.turns import TurnHook, Turns
-from bench.workloads import WORKLOADS
+from bench.workloads import MICROBATCHES, STAGE_CUTS, WORKLOADS
 
 
 def main() -> None:
@@ -25,9 +28,20 @@ def main() -> None:
 
     hook = TurnHook(lambda: Turns(threads=torch.get_num_threads(), versions={"manyhands": version("manyhands")}))
     trainer = mh.Trainer(
-        lambda: make_model(name), thinking_loss if think_s else loss, optimizer_of(name), strategy, hooks=[hook]
+        lambda: make_model(name),
+        thinking_loss if think_s else loss,
+        optimizer_of(name),
+        chosen(strategy, workers),
+        hooks=[hook],
     )
     trainer.fit(make_data(name), steps=10**9, batch_size=WORKLOADS[name].batch * workers)
+
+
+def chosen(strategy: str, workers: int) -> str | mh.Pipeline:
+    name, _, schedule = strategy.partition(" ")
+    if not schedule:
+        return name
+    return mh.Pipeline(workers, schedule=schedule, microbatches=MICROBATCHES, cuts=STAGE_CUTS[schedule])
 
 
 if __name__ == "__main__":

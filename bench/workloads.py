@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "MICROBATCHES",
     "SERVED_ROWS",
     "SPARSE_BATCH",
     "SPARSE_DIM",
     "SPARSE_IDS",
     "SPARSE_PER_ROW",
+    "STAGE_CUTS",
     "WORKLOADS",
     "Workload",
 ]
 
 SERVED_ROWS = 60_000
 """Of the data where there are parameter servers, as many as MNIST has: at an epoch's end all workers meet."""
+
+MICROBATCHES = 8
+STAGE_CUTS = {"gpipe": ("6",), "1f1b": ("6",), "interleaved": ("3", "6", "9")}
+"""Where stages of the workload "blocks" begin, besides the first, by the pipeline's schedule."""
 
 SPARSE_IDS, SPARSE_DIM = 10_000_000, 16
 SPARSE_BATCH, SPARSE_PER_ROW = 1024, 26
@@ -36,6 +42,7 @@ _ALL = (
     Workload("mlp-1m", "784-768-512-10; 1.0 M parameters", 32),
     Workload("mlp-10m", "784-2048-2048-2048-10; 10 M parameters", 128),
     Workload("mlp-10m-16", "784-2048-2048-2048-10; 10 M parameters", 16),
+    Workload("blocks", "12 x (linear 1024, ReLU); 12.6 M parameters", 512),
     Workload("small-tensors", "50 x (linear 64, layer norm); 202 tensors", 64),
     Workload("2000-tensors", "1,000 x (64 to 4..64 and back); 2,000 tensors of 1 to 16 KB", 16),
     Workload("transformer", "5 layers of width 384, sequence 128; 9.7 M parameters", 2, "AdamW"),

@@ -22,6 +22,7 @@
     │   ├── CheckpointMismatch          from another model or run
     │   ├── CheckpointTooNew            written by a later format
     │   └── CheckpointSaveFailed        the previous checkpoint is untouched
+    ├── PartLost                     1  no living worker has some part of a divided model; the checkpoint does
     ├── PeerLost                     1  another worker is gone; the run's failure block names it
     │   ├── PeerTimeout                 another worker did not arrive in time
     │   └── ServerStateLost             a parameter server that kept one copy died in the middle of an update
@@ -52,6 +53,7 @@ __all__ = [
     "ManyhandsError",
     "MemoryChanged",
     "NonFinite",
+    "PartLost",
     "PeerLost",
     "PeerTimeout",
     "Preempted",
@@ -172,6 +174,10 @@ class CheckpointTooNew(CheckpointError):
 
 class CheckpointSaveFailed(CheckpointError):
     pass
+
+
+class PartLost(ManyhandsError):
+    exit_code = 1
 
 
 class PeerLost(ManyhandsError):

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout
 
-__all__ = ["Axis", "Done", "Pending", "connect"]
+__all__ = ["Axis", "Done", "Following", "Pending", "connect"]
 
 LOOK_UP_S = 0.2
 BROADCAST_BYTES = 32 * 2**20
@@ -30,8 +30,9 @@ BROADCAST_BYTES = 32 * 2**20
 class Pending:
     """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the name."""
 
-    def __init__(self, work: Any, name: str, axis: Axis) -> None:
-        self._work, self._name, self._axis = work, name, axis
+    def __init__(self, work: Any, name: str, axis: Axis, *, looks_up: bool = True) -> None:
+        """`looks_up`: it can be waited for a while, to look up in between whether anybody is lost."""
+        self._work, self._name, self._axis, self._looks_up = work, name, axis, looks_up
 
     @property
     def done(self) -> bool:
@@ -41,7 +42,7 @@ class Pending:
     def wait(self) -> None:
         began = perf_counter()
         try:
-            self._axis.wait_for(self._work, self._name)
+            self._axis.wait_for(self._work, self._name, looks_up=self._looks_up)
         except RuntimeError as error:
             raise self._axis.translate(error, self._name) from error
         finally:
@@ -84,9 +85,9 @@ class Axis:
         self._group, self._missing, self._lost = group, missing, lost
         self.waiting = Waiting()
 
-    def wait_for(self, work: Any, name: str) -> None:
+    def wait_for(self, work: Any, name: str, *, looks_up: bool = True) -> None:
         """Wait for an operation that was started here."""
-        while self._lost is not None:
+        while self._lost is not None and looks_up:
             try:
                 work.wait(timedelta(seconds=LOOK_UP_S))
                 return
@@ -115,13 +116,18 @@ class Axis:
             return Done()
         return self._start(lambda group: group._allgather_base(output, input), name)
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
+        """`output` becomes the sum of all ranks' parts for this one; `input` holds one for each rank, and is spent."""
+        self.sum_start(input, name).wait()
+        output.copy_(input.view(self.size, *output.shape)[self.rank])
+
     def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
         """To one rank, which receives it with the same tag. The tensor must not change until it has gone."""
-        return self._start(lambda group: group.send([tensor], to, tag), name)
+        return self._start(lambda group: group.send([tensor], to, tag), name, looks_up=False)
 
     def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
         """Into `tensor`, of the size that was sent."""
-        return self._start(lambda group: group.recv([tensor], source, tag), name)
+        return self._start(lambda group: group.recv([tensor], source, tag), name, looks_up=False)
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """Every rank's `data`, of any length, in rank order."""
@@ -184,13 +190,43 @@ class Axis:
             )
         return PeerLost(f"Rank {self.rank} lost a peer in {name!r}: {_reason(text)}.")
 
-    def _start(self, call: Callable[[Any], Any], name: str) -> Pending:
+    def _start(self, call: Callable[[Any], Any], name: str, *, looks_up: bool = True) -> Pending:
+        """Without `looks_up` for what passes between two: a wait for it that ends early closes all of Gloo's pairs."""
         if self._group is None:
             raise PeerLost(f"Rank {self.rank} has left its group and cannot take part in {name!r}.")
         try:
-            return Pending(call(self._group), name, self)
+            return Pending(call(self._group), name, self, looks_up=looks_up)
         except RuntimeError as error:
             raise self.translate(error, name) from error
+
+
+class Following(Axis):
+    """Whatever axis `find` gives at the time, for those who outlive a generation: in each, as many ranks, as placed."""
+
+    def __init__(self, find: Callable[[], Axis]) -> None:
+        first = find()
+        super().__init__(first.rank, first.size, find, timeout_s=first.timeout_s)
+        self._find, self.waiting = find, first.waiting
+
+    def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
+        return self._find().sum_start(tensor, name)
+
+    def all_to_all_start(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
+    ) -> Pending:
+        return self._find().all_to_all_start(output, input, output_sizes, input_sizes, name)
+
+    def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
+        return self._find().all_gather_start(output, input, name)
+
+    def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
+        return self._find().send_start(tensor, to, tag, name)
+
+    def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
+        return self._find().receive_start(tensor, source, tag, name)
+
+    def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
+        self._find()._broadcast(raw, source, name)
 
 
 def connect(

@@ -6,7 +6,7 @@ Nothing listens and nothing connects: ranks meet in a `Plane`. Start reading at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ class PlaneAxis(Axis):
         super().__init__(plane.rank, plane.world, plane, timeout_s=timeout_s)
         self.plane, self.waiting = plane, plane.waiting
         self._in_rank_order = _in_rank_order(plane.world)
+        self.sockets: Callable[[], Axis] | None = None
+        """The same ranks over sockets, connected on first use: for what shared memory has no way for."""
 
     def retire(self) -> None:
         self._group = None  # nothing is ever pending
@@ -33,9 +35,20 @@ class PlaneAxis(Axis):
         self.plane.all_reduce_(tensor, self._in_rank_order, name)
         return Done()
 
+    def all_to_all_start(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
+    ) -> Pending:
+        assert self.sockets is not None, f"{name}: nobody has said how to reach the others"
+        axis = self.sockets()
+        axis.waiting = self.waiting
+        return axis.all_to_all_start(output, input, output_sizes, input_sizes, name)
+
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
         self.plane.all_gather(output, input.contiguous(), name)
         return Done()
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
+        self.plane.reduce_scatter(output, input, self._in_rank_order, name)
 
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
         self.plane.broadcast_(raw, name, source=source)
@@ -53,10 +66,11 @@ def connect_plane(
     size: int,
     *,
     timeout_s: float,
-    first_rank: int = 0,
+    ranks: Sequence[int] | None = None,
+    here: Sequence[int] | None = None,
     missing: Callable[[], str],
 ) -> PlaneAxis:
-    """`memory` gives a segment of so many bytes, the same one to every rank."""
+    """`memory` gives a segment of so many bytes, the same one to every rank; the rest is as `Plane` has it."""
     segment = memory(Plane.num_bytes(size))
-    plane = Plane(segment, rank, size, timeout_s=timeout_s, first_rank=first_rank, missing=missing)
+    plane = Plane(segment, rank, size, timeout_s=timeout_s, ranks=ranks, here=here, missing=missing)
     return PlaneAxis(plane, timeout_s=timeout_s)

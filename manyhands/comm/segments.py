@@ -20,7 +20,7 @@ import psutil
 from manyhands.errors import EnvironmentProblem
 from manyhands.native import library
 
-__all__ = ["HostMemory", "Segment"]
+__all__ = ["HostMemory", "Segment", "all_bytes", "free_bytes"]
 
 LARGE_PAGE = 2**21
 
@@ -139,6 +139,14 @@ def _no_memory(num_bytes: int, why: str) -> EnvironmentProblem:
         f"No {num_bytes / 1e6:.1f} MB of memory to share between workers: {why}.",
         fix=["a smaller model, or fewer workers", "a higher memory limit of the container"],
     )
+
+
+def all_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this machine has, or the container that we are in may have."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
+        total = min(total, int((cgroup / "memory.max").read_text()))
+    return total
 
 
 def free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

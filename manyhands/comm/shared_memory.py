@@ -38,8 +38,8 @@ class Plane:
 
     Sums follow `program`, a tree of additions in postfix form (see `parallel.tree.program`): the same bits for every
     rank, and for every number of ranks that hold the same nodes. After an error the plane is of no more use to anybody.
-    Errors count ranks from `first_rank`, for hosts that are not the first. `missing` is asked, after a timeout only,
-    for a line that says where the other ranks were last seen.
+    Errors name the ranks of the plane by `ranks`, and those of this host, whoever is lost among them, by `here`: their
+    numbers in the run. `missing` is asked, after a timeout only, for a line that says where the others were last seen.
     """
 
     def __init__(
@@ -50,14 +50,17 @@ class Plane:
         *,
         area_bytes: int = AREA_BYTES,
         timeout_s: float = 30.0,
-        first_rank: int = 0,
+        ranks: Sequence[int] | None = None,
+        here: Sequence[int] | None = None,
         missing: Callable[[], str] = lambda: "",
     ) -> None:
         if library is None:
             raise EnvironmentProblem(
                 f"No shared-memory collectives: {why_not()}.", fix=["a C compiler, and pip install"]
             )
-        self.rank, self.world, self.timeout_s, self._first_rank = rank, world, timeout_s, first_rank
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self._ranks = range(world) if ranks is None else ranks
+        self._here = self._ranks if here is None else here
         self._segment, self._timeout_ns, self._missing = segment, int(timeout_s * 1e9), missing
         self.num_posts = 0
         """How often this rank has posted."""
@@ -138,9 +141,9 @@ class Plane:
     def _check(self, code: int, name: str) -> None:
         if code == 0:
             return
-        mine = self._first_rank + self.rank
+        mine = self._ranks[self.rank]
         if code >= library.MISSING:
-            other = self._first_rank + code - library.MISSING
+            other = self._ranks[code - library.MISSING]
             raise PeerTimeout(
                 f"Rank {mine} waited {self.timeout_s:g} s for rank {other} in {name!r}. {self._missing()}".rstrip(),
                 fix=[
@@ -150,7 +153,7 @@ class Plane:
             )
         if code == library.ABORTED:
             lost = library.lost_rank(self._segment.address)
-            who = f"rank {self._first_rank + lost}" if lost < self.world else "a rank of another host"
+            who = f"rank {self._here[lost]}" if lost < len(self._here) else "a rank of another host"
             raise PeerLost(f"Rank {mine} was in {name!r} when {who} was lost.")
         raise MemoryError if code == library.NO_MEMORY else ValueError(f"{name!r} was called with what cannot be.")
 

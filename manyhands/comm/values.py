@@ -1,14 +1,16 @@
 """Values from rank to rank of an axis: tensors in lists, tuples and dicts, whose sizes the receiver need not know.
 
 A short value is one message, a long one two: the first says how long it is in all. Sending returns at once, so ranks
-that send to each other never wait for each other in a circle. Start reading at `Values`.
+that send to each other never wait for each other in a circle. Start reading at `Values`; `shared_values` has the same
+for ranks of one host.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,23 +18,46 @@ from torch import Tensor
 from manyhands.comm.axis import Axis, Pending
 from manyhands.comm.parcels import Frame, pack, unpack
 
-__all__ = ["Values"]
+__all__ = ["Messages", "Values", "frames_of", "headed"]
 
 FIRST_BYTES = 2**16
 """Of the first message, at most. Gloo takes less than a receiver is ready for."""
 
 
+class Messages(Protocol):
+    """What ranks of a line send each other. Tags tell apart what is under way between the same two ranks."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+
+    def send(self, value: Any, to: int, tag: int, name: str) -> None:
+        """Returns at once; what is sent may change afterwards."""
+
+    def expect(self, source: int, tag: int, name: str) -> None:
+        """Be ready for what will be received soon, so that it can arrive in the meantime."""
+
+    def receive(self, source: int, tag: int, name: str) -> Any:
+        """What `source` sends with this tag, in tensors of its own."""
+
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
+
+
 class Values:
-    """Sends and receives over one axis. Tags tell messages apart that are under way between the same two ranks."""
+    """Sends and receives over the sockets of one axis."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+        self.axis, self.rank, self.size = axis, axis.rank, axis.size
         self._going: list[tuple[Pending, Tensor]] = []
         self._coming: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
         self.bytes_sent = 0
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
-        data = _joined(pack(value, name))
+        data = _joined(headed(pack(value, name)))
         self.bytes_sent += len(data)
         self._going = [one for one in self._going if not one[0].done]
         for part, number in ((data[:FIRST_BYTES], 2 * tag), (data[FIRST_BYTES:], 2 * tag + 1)):
@@ -57,7 +82,17 @@ class Values:
             pending = self.axis.receive_start(data[FIRST_BYTES:], source, 2 * tag + 1, name)
             data[:FIRST_BYTES] = first
             pending.wait()
-        return unpack(_frames(data))
+        return unpack(frames_of(data.numpy().data))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Inside, values travel; all have gone in the end. After an error nothing of it is expected any more."""
+        try:
+            yield
+            self.flush()
+        except BaseException:
+            self._going, self._coming = [], {}
+            raise
 
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
@@ -66,20 +101,24 @@ class Values:
             pending.wait()
 
 
-def _joined(frames: Sequence[Frame]) -> Tensor:
-    """The length of all, the number of frames and their lengths, then the frames."""
+def headed(frames: Sequence[Frame]) -> list[Frame]:
+    """Behind what says where they are: the length of all, the number of frames and their lengths."""
     lengths = [len(frame) for frame in frames]
     head = struct.pack(f"<{2 + len(lengths)}q", 8 * (2 + len(lengths)) + sum(lengths), len(lengths), *lengths)
-    data = torch.empty(len(head) + sum(lengths), dtype=torch.uint8)
-    start = 0
-    for frame in (head, *frames):
-        data.numpy().data[start : start + len(frame)] = frame
+    return [head, *frames]
+
+
+def _joined(frames: Sequence[Frame]) -> Tensor:
+    data = torch.empty(sum(map(len, frames)), dtype=torch.uint8)
+    view, start = data.numpy().data, 0
+    for frame in frames:
+        view[start : start + len(frame)] = frame
         start += len(frame)
     return data
 
 
-def _frames(data: Tensor) -> list[Frame]:
-    view = data.numpy().data
+def frames_of(view: memoryview) -> list[Frame]:
+    """The frames behind a head."""
     (count,) = struct.unpack_from("<q", view, 8)
     lengths = struct.unpack_from(f"<{count}q", view, 16)
     frames: list[Frame] = []

@@ -8,46 +8,34 @@ starts it again when it dies. Start reading at `run_agent`, then `Agent._obey`.
 from __future__ import annotations
 
 import secrets
-import shlex
-import signal
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import zmq
 from msgspec.structs import replace
 
+from manyhands.control.account import Account
+from manyhands.control.chronicle import Chronicle
+from manyhands.control.coordinator_watch import CoordinatorWatch
 from manyhands.control.crew import Crew
+from manyhands.control.departure import Departure
 from manyhands.control.desk import Desk
-from manyhands.control.failure import describe, escape
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.messages import Hello, HostReport, Job, Orders, Plan, Refusal, StoreReply
+from manyhands.control.messages import Hello, Job, Orders, Plan, Refusal, StoreReply
 from manyhands.control.output import Stream
-from manyhands.control.preflight import check_command, resolve
+from manyhands.control.preflight import check_command, job_of, resolve
 from manyhands.control.premises import Premises
-from manyhands.control.questions import Status
 from manyhands.control.reception import Reception
-from manyhands.control.scaling import why_not_scale
 from manyhands.control.surroundings import Surroundings
+from manyhands.control.wishes import Wishes
 from manyhands.control.workers import Worker
-from manyhands.errors import GaveUp, JoinRefused, ManyhandsError
-from manyhands.events import (
-    Event,
-    GenerationStarted,
-    ResourcesUsed,
-    RunEnded,
-    ServerLost,
-    ServerStarted,
-    ServerWentOn,
-    Warned,
-    WorkerLost,
-    WorkerStarted,
-)
+from manyhands.errors import JoinRefused, ManyhandsError
 
 __all__ = ["run_agent"]
 
@@ -56,9 +44,6 @@ SWEEP_POLL_S = 0.01
 REPORT_EVERY_S = 1.0
 # Until then the script may still name the run directory.
 ADOPT_AFTER_S = 10.0
-HUNG_COORDINATOR_S = 10.0
-# Whoever waits for longer than this is told what for.
-WAIT_IN_SILENCE_S = 3.0
 
 
 def run_agent(request: LaunchRequest, display: Display) -> int:
@@ -67,7 +52,7 @@ def run_agent(request: LaunchRequest, display: Display) -> int:
     Raises a `ManyhandsError` where the run cannot start or this host cannot be part of it; its `exit_code` is the one
     to end with. Signals are handled when called from the main thread. The display is left open.
     """
-    job = _job(request)
+    job = job_of(request)
     premises = Premises(f"agent-{secrets.token_hex(8)}", request, resolve(request), job, display.say)
     try:
         return Agent(request, premises, job, display).run()
@@ -75,44 +60,25 @@ def run_agent(request: LaunchRequest, display: Display) -> int:
         premises.close()
 
 
-def _job(request: LaunchRequest) -> Job | None:
-    if request.command is None:
-        return None
-    return Job(
-        command=check_command(request.command),
-        flags=request.flags,
-        grace_s=request.grace_s,
-        max_restarts=request.max_restarts,
-        threads=request.threads,
-        most_workers=request.elastic[1] if request.elastic else 0,
-        least_workers=request.elastic[0] if request.elastic else 0,
-        heartbeat_s=request.heartbeat_s,
-        hang_s=request.hang_s,
-        servers=request.servers,
-    )
-
-
 class Agent:
     def __init__(self, request: LaunchRequest, premises: Premises, job: Job | None, display: Display) -> None:
         self._request, self._at, self._job, self._display = request, premises, job, display
         self._host = socket.gethostname()
+        self._chronicle = Chronicle(premises.book, display, self._host)
+        self._watch = CoordinatorWatch(
+            premises,
+            join_timeout_s=request.join_timeout_s,
+            lost_after_s=request.lost_after_s,
+            say=display.say,
+            warn=self._chronicle.warn,
+        )
         self._term, self._revision, self._generation = 0, 0, ""
-        self._term_before = 0
-        """The last one that was heard before the coordinator was started again."""
         self._crew: Crew | None = None
         self._crew_started = 0.0
-        self._lost: set[int] = set()
-        self._told_of_loss = False
-        """Since the last generation: what would be said of the next one stands in a WorkerLost already."""
-        self._stop: tuple[str, int] | None = None
-        self._workers_wanted: int | None = None
-        self._servers_wanted: int | None = None
-        self._leaving_by: float | None = None
-        """When this host, having been told to go, kills what has not gone by itself."""
-        self._signalled = False
+        self._wishes = Wishes(request)
+        self._departure = Departure(premises, self._wishes, display)
         self._hangs = HangWatch()
         self._changed, self._reported_at = True, 0.0
-        self._waiting_since, self._said_waiting = time.monotonic(), ""
         self._exit_code: int | None = None
         self._reception = Reception(request, premises.book, owner=premises.coordinator is not None, say=display.say)
         self._desk = Desk(
@@ -121,9 +87,10 @@ class Agent:
             premises.name,
             send=premises.link.send,
             hello=self._greet,
-            event=self._publish,
+            event=self._chronicle.publish,
             key=premises.addresses.key,
         )
+        self._account = Account(self._host, request, premises, self._wishes, self._desk)
 
     # ---- the loop ----
 
@@ -172,7 +139,7 @@ class Agent:
         self._take_orders()
         self._answer_people()
         if at.coordinator is not None and at.coordinator.pidfd in ready:
-            self._revive_coordinator("died")
+            self._watch.revive("died", self._term)
         if at.meeting is not None and at.meeting.waiting_fd in ready:
             at.meeting.serve(self._request.environment)
 
@@ -186,7 +153,7 @@ class Agent:
             self._at.renew_meeting()
         if worker.failed_at is not None:
             self._reception.adopt_default(self._crew)
-            self._note_loss(worker)
+            self._chronicle.note_loss(worker)
         elif not worker.alive and self._crew.is_chief(worker):
             self._keep_result(worker)
 
@@ -209,10 +176,12 @@ class Agent:
                 self._reception.adopt_default(self._crew)
         if self._changed or now - self._reported_at >= REPORT_EVERY_S:
             self._report(now)
-        if self._leaving_by is not None:
-            self._leave(self._leaving_by, now)
-        self._watch_coordinator()
-        self._reception.welcome(self._desk, self._stop[0] if self._stop else None)
+        if (gone := self._departure.exit_code(self._crew, now)) is not None:
+            self._exit_code = gone
+        self._watch.look(self._term)
+        if (news := self._at.tend_backup()) is not None:
+            self._chronicle.warn(news)
+        self._reception.welcome(self._desk, self._wishes.stop_kind)
         if self._reception.refusal is not None:
             self._exit_code = self._reception.refusal.exit_code
 
@@ -223,69 +192,21 @@ class Agent:
         assert job is not None
         self._hangs.look(crew.everyone, Limits(job.heartbeat_s, job.hang_s), now)
 
-    def _watch_coordinator(self) -> None:
-        link, coordinator = self._at.link, self._at.coordinator
-        if coordinator is not None:
-            coordinator.read_stderr()
-            if link.silent_s > HUNG_COORDINATOR_S:
-                self._revive_coordinator("hung")
-            return
-        link.check_joining(self._request.join_timeout_s)
-        if not link.ever_heard:
-            self._say_waiting(f"no run answers at {link.endpoint}; trying for {self._request.join_timeout_s:g} s")
-        limit = self._request.lost_after_s
-        if link.ever_heard and link.silent_s > limit:
-            raise GaveUp(f"The run's first host has been silent for {limit:g} s; its run is over here.")
-
-    def _say_waiting(self, what: str) -> None:
-        """Once for each thing waited for, and only if that takes long enough to make somebody wonder."""
-        if what != self._said_waiting and time.monotonic() - self._waiting_since > WAIT_IN_SILENCE_S:
-            self._said_waiting = what
-            self._display.say(f"waiting: {what}")
-
-    def _revive_coordinator(self, what: str) -> None:
-        assert self._at.coordinator is not None
-        self._warn(f"the coordinator (pid {self._at.coordinator.pid}) {what}; starting it again, training goes on")
-        self._at.coordinator.restart(worked=self._term > self._term_before)
-        self._term_before = self._term
-        self._at.link.heard_at = time.monotonic()
-
     # ---- reporting and obeying ----
 
     def _report(self, now: float, *, leaving: bool = False) -> None:
         self._changed, self._reported_at = False, now
-        at, crew, book = self._at, self._crew, self._at.book
-        stop, stop_signal = self._stop or (None, 0)
-        at.link.send(
-            HostReport(
-                run=book.run,
-                agent=at.name,
-                host=self._host,
-                slots=self._request.workers,
-                workers_wanted=self._workers_wanted,
-                servers_wanted=self._servers_wanted,
-                servers=self._servers_offered(),
-                term=self._term,
-                versions=at.versions,
-                data_address=at.addresses.data,
-                host_rank=self._request.host_rank,
-                local=at.coordinator is not None,
-                master=at.meeting.master if at.meeting else None,
-                generation=self._generation or None,
-                members=crew.reports(now) if crew else [],
-                clear=crew is None or crew.clear,
-                stop=stop,
-                stop_signal=stop_signal,
-                run_dir=book.path,
-                log_base=book.log_base,
-                committed=self._desk.committed,
-                has_job=self._job is not None,
-                leaving=leaving or self._leaving_by is not None,
-                failed_server=crew.servers.failure(crew.plan.attempt, now) if crew else None,
-            )
+        report = self._account.report(
+            self._crew,
+            now,
+            generation=self._generation,
+            term=self._term,
+            has_job=self._job is not None,
+            leaving=leaving or self._departure.by is not None,
         )
-        if crew is not None:
-            crew.look_at_memory(now)
+        self._at.link.send(report)
+        if self._crew is not None:
+            self._crew.look_at_memory(now)
 
     def _take_orders(self) -> None:
         for message in self._at.link.receive():
@@ -308,25 +229,25 @@ class Agent:
             self._job = replace(orders.job, command=check_command(orders.job.command))
         if orders.run_dir is not None:
             self._reception.visit(orders.run_dir, orders.log_base, self._crew)
-        if orders.stop is not None and self._stop is None:
-            self._stop = (orders.stop, orders.stop_signal)
+        if orders.stop is not None:
+            self._wishes.ask_stop(orders.stop, orders.stop_signal)
         match orders.do:
             case "wait":
                 self._stand_by(orders)
             case "run":
-                self._waiting_since, self._said_waiting = time.monotonic(), ""
+                self._watch.wait_is_over()
                 self._run_plan(orders)
             case "stop":
                 self._stop_generation(orders.generation, well=orders.well)
             case "end":
                 self._end(orders)
         if orders.note and orders.do != "end":
-            self._warn(orders.note)
+            self._chronicle.warn(orders.note)
         self._apply_stop()
 
     def _stand_by(self, orders: Orders) -> None:
         if orders.waiting_for:
-            self._say_waiting(orders.waiting_for)
+            self._watch.say_waiting(orders.waiting_for)
         if self._crew is not None and orders.generation and is_later(orders.generation, self._generation):
             self._end_stale(self._crew)
 
@@ -370,24 +291,16 @@ class Agent:
             crew.kill_by(time.monotonic())
 
     def _begin_generation(self, plan: Plan, still_spoken_for: Collection[str] = ()) -> None:
-        if plan.why and not (plan.lost and self._told_of_loss):
-            self._display.say(plan.why)
-        self._told_of_loss = False
         self._generation = plan.generation
-        self._at.book.note_generation(plan.generation)
         self._desk.new_generation(still_spoken_for)
-        self._record(
-            GenerationStarted(
-                generation=plan.generation, workers=plan.world_size, hosts=plan.num_hosts, why=escape(plan.why)
-            )
-        )
+        self._chronicle.begin_generation(plan)
 
     def _start_crew(self, plan: Plan, job: Job) -> None:
         at = self._at
         self._crew_started, self._changed = time.monotonic(), True
         at.book.host = plan.host
         self._begin_generation(plan)
-        self._lost.clear()
+        self._chronicle.begin_attempt()
         self._reception.new_generation()
         around = Surroundings(
             agent=f"ipc://{at.directory}/agent",
@@ -399,8 +312,8 @@ class Agent:
             environment=self._request.environment,
             guard=at.guard,
             output=self._show_output,
-            started=self._note_start,
-            servers_here=lambda plan: self._servers_here(plan.servers),
+            started=self._chronicle.note_start,
+            servers_here=lambda plan: at.servers_here(plan.servers),
             server_prefix=f"ipc://{at.directory}/server-" if job.servers else "",
         )
         self._crew = Crew(plan, around)
@@ -408,17 +321,6 @@ class Agent:
             self._reception.adopt_default(self._crew)  # nobody here will name a directory
         if (folder := at.book.logs(plan.attempt)) is not None:
             self._crew.write_logs_to(folder)
-
-    def _servers_here(self, wanted: int) -> Sequence[int]:
-        """Their numbers: a cluster's task has its own; else the first host has all."""
-        request = self._request
-        if request.server is not None:
-            return (request.server,)
-        return range(wanted) if self._at.coordinator is not None and not request.server_tasks else ()
-
-    def _servers_offered(self) -> dict[int, str]:
-        numbers = self._servers_here(self._servers_wanted or self._request.servers)
-        return self._at.server_ports.endpoints(numbers)
 
     def _stop_generation(self, generation: str | None, *, well: bool) -> None:
         if generation is None:
@@ -440,51 +342,28 @@ class Agent:
         if orders.failure is not None:
             self._display.failure(orders.failure)
         elif orders.exit_code != 0:
-            self._display.say(escape(f"run {self._at.book.run} ended: {orders.note}"))
-            if self._request.resume and self._at.book.path:
-                again = self._request.resume.replace("{run_dir}", shlex.quote(self._at.book.path))
-                self._display.say(f"resume: {again}")
+            self._chronicle.say_end(orders.note, self._request.resume)
         step = max((worker.step or 0 for worker in self._crew.workers), default=0) if self._crew else 0
-        dropped = self._at.book.dropped
-        self._record(RunEnded(exit_code=orders.exit_code, step=step, reason=orders.note, dropped=dropped))
+        self._chronicle.record_end(orders.exit_code, step, orders.note)
         self._exit_code = orders.exit_code
 
     # ---- stopping on request ----
 
     def _act_on_signals(self) -> None:
-        """The first asks for a checkpoint; another one ends everything at once."""
         for number in self._at.signals.take():
-            nobody_to_ask = self._at.coordinator is None and not self._at.link.ever_heard
-            if self._signalled or nobody_to_ask:
-                self._exit_code = 130 if number == signal.SIGINT else 143
+            elastic = self._job is not None and self._job.most_workers > 0
+            if (at_once := self._departure.heed(number, self._grace_s(), elastic=elastic)) is not None:
+                self._exit_code = at_once
                 return
-            self._signalled = True
-            name = signal.Signals(number).name
-            if self._at.coordinator is None and self._job is not None and self._job.most_workers:
-                self._go(name)
-                continue
-            self._display.say(f"{name}: workers have {self._grace_s():g} s to commit a checkpoint; again: end at once")
-            self._ask_stop("preempt", number)
+            self._heed_wishes()
 
-    def _go(self, name: str) -> None:
-        """A host that had joined an elastic run leaves it; the others go on."""
-        self._display.say(f"{name}: this host's workers have {self._grace_s():g} s to leave; again: end at once")
-        self._leaving_by, self._changed = time.monotonic() + self._grace_s(), True
-
-    def _leave(self, by: float, now: float) -> None:
-        if self._crew is None or self._crew.clear:
-            self._exit_code = 0 if now < by else 143
-        elif now >= by:
-            self._crew.kill_by(by)
-
-    def _ask_stop(self, kind: str, number: int) -> None:
-        self._stop = self._stop or (kind, number)
+    def _heed_wishes(self) -> None:
         self._changed = True
         self._apply_stop()
 
     def _apply_stop(self) -> None:
-        if self._stop is not None and self._crew is not None and not self._crew.clear:
-            kind, number = self._stop
+        if self._wishes.stop is not None and self._crew is not None and not self._crew.clear:
+            kind, number = self._wishes.stop
             self._crew.ask_to_stop(kind, number, self._grace_s(), lambda worker: self._desk.tell_stop(worker, kind))
 
     def _grace_s(self) -> float:
@@ -498,107 +377,21 @@ class Agent:
             self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
             self._desk.tell_servers(self._crew, time.monotonic())
         self._crew.servers.spare.is_wanted |= hello.facts.spare
-        self._reception.greet(worker, hello.facts, self._crew, self._desk, self._stop[0] if self._stop else None)
+        self._reception.greet(worker, hello.facts, self._crew, self._desk, self._wishes.stop_kind)
+        servers = self._crew.plan.servers
+        self._at.keeps_logs |= hello.facts.backup and len(self._at.servers_here(servers)) < servers
         self._changed = True
 
     def _answer_people(self) -> None:
         for peer, question in self._at.people.receive():
-            refusal = None
-            match question.what:
-                case "stop":
-                    self._ask_stop("stop", signal.SIGTERM)
-                case "scale":
-                    refusal = self._ask_scale(question.workers, question.servers)
-            self._at.people.send(refusal or self._status(), to=peer)
-
-    def _ask_scale(self, workers: int | None, servers: int | None) -> Refusal | None:
-        book = self._at.book
-        refusal = why_not_scale(self._request, workers, servers, run=book.run, run_dir=book.path)
-        if refusal is None and self._stop is not None:
-            refusal = Refusal(error="UsageError", what=f"{book.run} has been asked to stop.")
-        if refusal is not None:
-            return refusal
-        self._workers_wanted = self._workers_wanted if workers is None else workers
-        self._servers_wanted = self._servers_wanted if servers is None else servers
-        self._changed = True
-        return None
-
-    def _status(self) -> Status:
-        crew, coordinator = self._crew, self._at.coordinator
-        return Status(
-            elastic=self._request.elastic,
-            workers_wanted=self._workers_wanted,
-            servers_wanted=self._servers_wanted,
-            run_call=self._desk.run_call,
-            run=self._at.book.run,
-            run_dir=self._at.book.path,
-            generation=self._generation or None,
-            attempt=crew.plan.attempt if crew else 0,
-            hosts=crew.plan.num_hosts if crew else 0,
-            host=self._host,
-            stop=self._stop[0] if self._stop else None,
-            coordinator_pid=coordinator.pid if coordinator else 0,
-            members=crew.statuses(time.monotonic()) if crew else [],
-            servers=crew.servers.statuses(time.monotonic()) if crew else [],
-            spare=crew.servers.spare.status(time.monotonic()) if crew else None,
-            committed=self._desk.committed,
-        )
-
-    # ---- showing ----
+            refusal = self._wishes.hear(question, run=self._at.book.run, run_dir=self._at.book.path)
+            if refusal is None and question.what != "status":
+                self._heed_wishes()
+            self._at.people.send(refusal or self._account.status(self._crew, self._generation), to=peer)
 
     def _show_output(self, worker: Worker, stream: Stream, data: bytes) -> None:
         if self._crew is not None and self._crew.is_chief(worker):
             self._display.output(0, stream, data)
-
-    def _publish(self, event: Event) -> None:
-        """A worker's or a server's fact. The chief records its own; those of the others, nobody else would."""
-        if isinstance(event, ServerWentOn) or (isinstance(event, ResourcesUsed) and event.rank != 0):
-            self._record(event)
-        else:
-            self._display.event(event)
-
-    def _record(self, event: Event) -> None:
-        self._at.book.event(event)
-        self._display.event(event)
-
-    def _warn(self, text: str) -> None:
-        self._record(Warned(text=escape(text)))
-
-    def _note_start(self, worker: Worker) -> None:
-        seat = worker.seat
-        if seat.is_spare:
-            return
-        if seat.is_server:
-            self._record(
-                ServerStarted(server=seat.server, incarnation=seat.incarnation, host=self._host, pid=worker.pid)
-            )
-        elif seat.most_workers:
-            self._record(
-                WorkerStarted(
-                    slot=seat.slot,
-                    incarnation=seat.incarnation,
-                    host=self._host,
-                    pid=worker.pid,
-                    joining=seat.joining,
-                )
-            )
-
-    def _note_loss(self, worker: Worker) -> None:
-        end = worker.end if worker.seat.is_server else worker.report(time.monotonic()).end
-        if end is None or worker.seat.incarnation in self._lost:
-            return
-        self._lost.add(worker.seat.incarnation)
-        reason, collateral = describe(end), end.kind == "stopped"
-        if worker.seat.is_spare:
-            if not collateral:
-                self._warn(f"the spare server (pid {end.pid}) ended, and another one comes later: {reason}")
-            return
-        if worker.seat.is_server:
-            if not collateral:
-                self._record(ServerLost(server=end.rank, host=end.host, pid=end.pid, reason=reason))
-            return
-        self._told_of_loss = True
-        self._record(WorkerLost(rank=end.rank, host=end.host, pid=end.pid, reason=reason, collateral=collateral))
 
 
 def _poll(watched: list[Any], timeout_s: float) -> dict[Any, int]:

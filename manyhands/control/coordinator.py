@@ -29,7 +29,7 @@ from manyhands.control.orders import orders_for
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.roster import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked
 
-__all__ = ["Coordinator", "CoordinatorConfig", "main"]
+__all__ = ["Coordinator", "CoordinatorConfig", "main", "read_exactly"]
 
 TICK_S = 0.25
 MAX_NOTES = 20
@@ -158,8 +158,8 @@ class Coordinator:
 
 def main() -> None:
     lifeline = sys.stdin.fileno()
-    size = int.from_bytes(_read_exactly(lifeline, 4), "big")
-    config = msgspec.msgpack.decode(_read_exactly(lifeline, size), type=CoordinatorConfig)
+    size = int.from_bytes(read_exactly(lifeline, 4), "big")
+    config = msgspec.msgpack.decode(read_exactly(lifeline, size), type=CoordinatorConfig)
     coordinator = Coordinator(config)
     try:
         coordinator.run(lifeline)
@@ -167,7 +167,7 @@ def main() -> None:
         coordinator.close()
 
 
-def _read_exactly(fd: int, size: int) -> bytes:
+def read_exactly(fd: int, size: int) -> bytes:
     data = b""
     while len(data) < size:
         piece = os.read(fd, size - len(data))

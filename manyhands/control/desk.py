@@ -228,7 +228,8 @@ class Desk:
             number, at = process.told_servers
             if process.peer is not None and (number != wanted or now - at >= ANNOUNCE_EVERY_S):
                 process.told_servers = (wanted, now)
-                self.port.send(ServersWanted(number=wanted, servers=crew.servers_at), to=process.peer)
+                told = ServersWanted(number=wanted, servers=crew.servers_at, backups=crew.plan.backups)
+                self.port.send(told, to=process.peer)
         news = (crew.living, crew.servers.asked_to_end)
         for server in crew.servers.processes:
             if server.peer is None or (server.told == news and now - server.told_at < ANNOUNCE_EVERY_S):

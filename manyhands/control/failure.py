@@ -122,7 +122,7 @@ def render(failure: Failure) -> str:
     if not first.traceback:
         lines += _block("last stderr", first.stderr)
     if failure.followers:
-        lines.append(_row("collateral", _followers(failure.followers)))
+        lines.append(_row("collateral", _followers(failure.followers, describe(first))))
     if failure.committed_step is not None:
         lines.append(_row("last commit", f"step {failure.committed_step}  {failure.committed_path}".rstrip()))
     else:
@@ -142,9 +142,10 @@ def _block(name: str, lines: list[str]) -> list[str]:
     return [_row(name if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
-def _followers(ends: list[WorkerEnd]) -> str:
+def _followers(ends: list[WorkerEnd], first: str) -> str:
     by_cause: dict[str, list[str]] = {}
     for end in ends:
-        by_cause.setdefault(describe(end), []).append(str(end.rank))
+        what = describe(end)
+        by_cause.setdefault("the same" if what == first else what, []).append(str(end.rank))
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} ({what})" for what, ranks in by_cause.items()]
     return "; ".join(parts) + "; not causes"

@@ -131,6 +131,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         heard_at=now,
         leaving=report.leaving or (known is not None and known.leaving),
         servers=report.servers,
+        backup=report.backup,
     )
     state = replace(
         state,

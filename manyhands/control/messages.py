@@ -83,6 +83,8 @@ class RunFacts(_Value, frozen=True, kw_only=True):
     script: str = ""
     spare: bool = False
     """From a server: one should be kept ready to take over."""
+    backup: bool = False
+    """Other hosts' servers want their logs kept here."""
 
 
 class Hello(_FromMember, frozen=True, kw_only=True):
@@ -224,6 +226,8 @@ class ServersWanted(_Message, frozen=True, kw_only=True):
 
     number: int
     servers: str
+    backups: list[str] = []
+    """Where other hosts keep logs."""
 
 
 class Appointed(_Message, frozen=True, kw_only=True):
@@ -333,6 +337,8 @@ class HostReport(_Message, frozen=True, kw_only=True):
     servers: dict[int, str] = {}
     """The numbers of the servers that this host has, and where other hosts reach them; empty where there are none."""
     failed_server: FailedServer | None = None
+    backup: str = ""
+    """Where other hosts' servers have their logs kept by this host, if it does."""
 
 
 class Job(_Value, frozen=True, kw_only=True):
@@ -402,6 +408,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     """How many parameter servers there should be, numbered from 0."""
     servers_at: dict[int, str] = {}
     """Where those of all hosts are reached from other hosts."""
+    backups: list[str] = []
+    """Where other hosts keep logs of this host's servers, the one to be preferred first."""
     living: dict[int, int] = {}
     """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
 

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from manyhands.control.attendance import call_of, finished, living
 from manyhands.control.messages import Orders, Place, Plan, PlannedWorker, WorkerPosition
 from manyhands.control.roster import Member, Membership, Roster
+from manyhands.control.server_hosts import backups_for
 
 __all__ = ["orders_for"]
 
@@ -94,6 +95,7 @@ def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
         call=roster.call,
         servers=state.settings.job.servers if state.servers_wanted is None else state.servers_wanted,
         servers_at={number: at for host in state.hosts.values() for number, at in host.servers.items()},
+        backups=backups_for(state, agent),
         living=living(roster),
     )
 

@@ -22,7 +22,15 @@ REPEATABLE = {"BadLoss", "NonFinite"}
 UNDECIDED = {"Diverged"}
 
 _PEER_ERRORS = frozenset(
-    ["PeerLost", "ConnectionError", "BrokenPipeError", "DistNetworkError", "DistBackendError", "DistStoreError"]
+    [
+        "PartLost",
+        "PeerLost",
+        "ConnectionError",
+        "BrokenPipeError",
+        "DistNetworkError",
+        "DistBackendError",
+        "DistStoreError",
+    ]
 )
 # What Gloo's RuntimeErrors say when the other side is gone.
 _PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "Connection refused")

@@ -20,10 +20,20 @@ from msgspec.structs import replace
 
 from manyhands.control.keys import key_of, local_key, new_key
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
+from manyhands.control.messages import Job
 from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
 from manyhands.native import why_not
 
-__all__ = ["Addresses", "check_command", "imports_manyhands", "is_loopback", "parse_address", "resolve", "versions"]
+__all__ = [
+    "Addresses",
+    "check_command",
+    "imports_manyhands",
+    "is_loopback",
+    "job_of",
+    "parse_address",
+    "resolve",
+    "versions",
+]
 
 IMPORTING_US = re.compile(rb"^\s*(import\b[^#\n]*\bmanyhands\b|from manyhands\b)", re.MULTILINE)
 
@@ -53,6 +63,24 @@ def versions() -> dict[str, str]:
             found[name] = "none"
     found["C extension"] = "missing" if why_not() else "built"  # with and without it, updates round differently
     return found
+
+
+def job_of(request: LaunchRequest) -> Job | None:
+    """What every host's workers do; None where the run that is joined says so."""
+    if request.command is None:
+        return None
+    return Job(
+        command=check_command(request.command),
+        flags=request.flags,
+        grace_s=request.grace_s,
+        max_restarts=request.max_restarts,
+        threads=request.threads,
+        most_workers=request.elastic[1] if request.elastic else 0,
+        least_workers=request.elastic[0] if request.elastic else 0,
+        heartbeat_s=request.heartbeat_s,
+        hang_s=request.hang_s,
+        servers=request.servers,
+    )
 
 
 def check_command(command: WorkerCommand) -> WorkerCommand:

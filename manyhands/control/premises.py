@@ -6,7 +6,7 @@ Opened in order, closed in reverse; after `close` nothing of it is left, also wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from manyhands.comm.transport import Port, open_port
+from manyhands.control.backup_process import BackupProcess
 from manyhands.control.book import Book
 from manyhands.control.coordinator import CoordinatorConfig
 from manyhands.control.coordinator_process import CoordinatorProcess
@@ -38,10 +39,13 @@ class Premises:
         self, name: str, request: LaunchRequest, addresses: Addresses, job: Job | None, say: Callable[[str], None]
     ) -> None:
         self.name, self.addresses, self.versions = name, addresses, versions()
+        self._request = request
         self.exit_code = 70
         """For the run's record; what the run ends with sets it."""
         self.coordinator: CoordinatorProcess | None = None
         self.meeting: TorchMeeting | None = None
+        self.keeps_logs = False
+        self.backup: BackupProcess | None = None
         with ExitStack() as opened:
             self._open(request, job, say, opened)
             self._opened = opened.pop_all()
@@ -111,6 +115,25 @@ class Premises:
         write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
         more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
         say(f"{more}: mh agent --join {path}")
+
+    def servers_here(self, wanted: int) -> Sequence[int]:
+        """Their numbers: a cluster's task has its own; else the first host has all."""
+        if self._request.server is not None:
+            return (self._request.server,)
+        return range(wanted) if self.coordinator is not None and not self._request.server_tasks else ()
+
+    def servers_offered(self, wanted: int | None) -> dict[int, str]:
+        """Where those can be reached; None: as many as the launch asked for."""
+        return self.server_ports.endpoints(self.servers_here(wanted or self._request.servers))
+
+    def tend_backup(self) -> str | None:
+        """Keep other hosts' logs, if they want that, and the run directory is known here; what there is to say."""
+        if not self.keeps_logs:
+            return None
+        if self.backup is None and self.server_ports.address is not None and self.book.path is not None:
+            self.backup = BackupProcess(self.book.path, self.server_ports.address, self.addresses.key)
+            self._opened.callback(self.backup.close)
+        return self.backup.tend() if self.backup is not None else None
 
     def renew_meeting(self) -> None:
         """A store for the next generation: what this one left in its own must not be found again."""

@@ -70,6 +70,8 @@ class Host(_Value, frozen=True, kw_only=True):
     silent: bool = False
     servers: dict[int, str] = {}
     """Those that it has, and where other hosts reach them."""
+    backup: str = ""
+    """Where it keeps other hosts' logs."""
     leaving: bool = False
     """Its agent is going: it takes no new workers, and those it has are dismissed."""
 

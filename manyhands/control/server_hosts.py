@@ -12,13 +12,20 @@ from manyhands.control.policy import Ended
 from manyhands.control.roster import Host, Membership, Roster
 from manyhands.control.slots import open_to
 
-__all__ = ["enlist", "failed_server", "have_servers", "lost_server", "miss_server"]
+__all__ = ["backups_for", "enlist", "failed_server", "have_servers", "lost_server", "miss_server"]
 
 
 def have_servers(state: Membership, hosts: Sequence[Host]) -> bool:
     """Whether these hosts have all the servers that any host is known to have."""
     known = {number for host in state.hosts.values() for number in host.servers}
     return {number for host in hosts for number in host.servers} >= known
+
+
+def backups_for(state: Membership, agent: str) -> list[str]:
+    """Where other hosts keep logs, from the next host on in their order: so that not all hosts have the same."""
+    own = state.hosts[agent].order
+    others = [host for host in state.hosts.values() if host.agent != agent and host.backup and not host.silent]
+    return [host.backup for host in sorted(others, key=lambda host: (host.order < own, host.order))]
 
 
 def failed_server(roster: Roster, report: HostReport, now: float) -> Ended | None:

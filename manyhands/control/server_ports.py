@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from manyhands.errors import EnvironmentProblem
 
-__all__ = ["ServerPorts", "tcp_endpoint"]
+__all__ = ["ServerPorts", "hold", "tcp_endpoint"]
 
 
 def tcp_endpoint(host: str, port: int) -> str:
@@ -21,26 +21,27 @@ def tcp_endpoint(host: str, port: int) -> str:
 class ServerPorts:
     def __init__(self, address: str | None, listed: tuple[str, int] | None = None) -> None:
         """`address`: of this host, where others may come. `listed`: where a cluster has this host's only server."""
-        self._address, self._listed = address, listed
+        self.address, self._listed = address, listed
         self._held: dict[int, socket.socket] = {}
 
     def endpoints(self, numbers: Sequence[int]) -> dict[int, str]:
         """Of servers by these numbers, and by all ever asked for: some may still have something to hand over."""
-        if self._address is None:
+        if self.address is None:
             return {}
         if self._listed is not None:
             return {number: tcp_endpoint(*self._listed) for number in numbers}
         for number in numbers:
             if number not in self._held:
-                self._held[number] = _hold(self._address)
-        return {number: tcp_endpoint(self._address, held.getsockname()[1]) for number, held in self._held.items()}
+                self._held[number] = hold(self.address)
+        return {number: tcp_endpoint(self.address, held.getsockname()[1]) for number, held in self._held.items()}
 
     def close(self) -> None:
         for held in self._held.values():
             held.close()
 
 
-def _hold(address: str) -> socket.socket:
+def hold(address: str) -> socket.socket:
+    """A port of this address that nobody else gets."""
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     # Both ends of the sharing have to allow it; ZeroMQ does.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -56,7 +56,7 @@ from manyhands.control.messages import (
     WorkerPosition,
 )
 from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, PeerTimeout
-from manyhands.events import Event
+from manyhands.events import Event, StepDone
 from manyhands.spec.seat import Group, Seat, server_endpoint
 
 __all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
@@ -109,6 +109,8 @@ class Session:
         """A server's: the public key of those who may come in, for `control.refusals.DoorKeeper`."""
         self.as_client: Curve | None = None
         """A server's: with which it comes to servers of other hosts."""
+        self.backups: list[str] = []
+        """A server's: where other hosts keep logs, the one to be preferred first."""
         self._servers = seat.servers
         self.servers_wanted = seat.num_servers
         """How many servers there should be, as last heard."""
@@ -302,7 +304,8 @@ class Session:
         self._post(Committed(**self._header(), step=step, path=path))
 
     def publish(self, event: Event) -> None:
-        self._post(Publish(**self._header(), event=event))
+        """Steps may be quick, and whoever hears of one takes a whole turn: they go ten times a second, together."""
+        self._post(Publish(**self._header(), event=event), at_once=not isinstance(event, StepDone))
 
     def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""
@@ -345,14 +348,15 @@ class Session:
     def _header(self) -> dict[str, Any]:
         return {"generation": self.group.generation, "incarnation": self.seat.incarnation}
 
-    def _post(self, message: Any) -> None:
+    def _post(self, message: Any, *, at_once: bool = True) -> None:
         if self._closing or os.getpid() != self._pid:
             return
         if len(self._outbox) >= MAX_QUEUED:
             self._dropped += 1
             return
         self._outbox.append(message)
-        self._nudge()
+        if at_once:
+            self._nudge()
 
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):  # The counter is full: the thread will wake anyway.
@@ -414,8 +418,8 @@ class Session:
                 self._hear_of(kind, self.living, self.servers_wanted)
             case Living(workers=workers):
                 self._hear_of(self.stop_requested, workers, self.servers_wanted)
-            case ServersWanted(number=number, servers=servers):
-                self._servers = servers
+            case ServersWanted(number=number, servers=servers, backups=backups):
+                self._servers, self.backups = servers, backups
                 self._hear_of(self.stop_requested, self.living, number)
             case Appointed() if self.seat.is_spare:
                 with self._heard:

@@ -1,4 +1,4 @@
-/* How a table of rows lies in its memory; for rows.c and sweep.c. One after the other, each on a cache line: the head, two
+/* How a table of rows lies in its memory; for rows.c, row_past.c and sweep.c. One after the other, each on a cache line: the head, two
  * indexes, numbers of rows that are free, the rows, the journal.
  *
  * What counts is one of two states, and one store says which. An update works on the index that counts and writes down in
@@ -89,5 +89,12 @@ struct need {
  * `need`. Entries at `spots` stay. 0, MH_ROWS_NO_ROOM or MH_NO_MEMORY; `swept`: another index is in use now. */
 int mh_rows_sweep(struct table *t, const struct mh_rows_rule *rule, uint64_t number, const struct spot *spots, size_t count,
                   const struct need *need, int may_evict, int *swept);
+
+/* Whether the last update is beyond `at_most`, and what it has changed is still known. */
+int mh_rows_has_past(const struct table *t, uint64_t at_most);
+
+/* Rows as they were before it. 0 or MH_NO_MEMORY. */
+int mh_rows_look_back(const struct table *t, const struct mh_rows_room *room, const struct mh_rows_rule *rule,
+                      const int64_t *ids, size_t count, float *to);
 
 #endif

@@ -181,19 +181,25 @@ static void look_up(const struct table *t, const struct mh_rows_rule *rule, cons
     }
 }
 
-void mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to) {
+int mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to,
+                   uint64_t at_most) {
     struct table t = open_table(memory);
+    if (mh_rows_has_past(&t, at_most)) return mh_rows_look_back(&t, &t.head->room, rule, ids, count, to);
     look_up(&t, rule, ids, count, to);
+    return 0;
 }
 
 int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
-                 size_t count, float *to) {
+                 size_t count, float *to, uint64_t at_most) {
     struct table t = view(memory, room); /* the memory itself may be given back while it is read */
     uint64_t before = atomic_load_explicit(&t.head->changes, memory_order_acquire);
     if (t.head->magic != MAGIC) return MH_ROWS_GONE;
     if (before & 1) return MH_ROWS_CHANGING;
     t.index = t.indexes[t.head->states[t.head->current & 1].index & 1];
-    look_up(&t, rule, ids, count, to);
+    int failed = 0;
+    if (mh_rows_has_past(&t, at_most)) failed = mh_rows_look_back(&t, room, rule, ids, count, to);
+    else look_up(&t, rule, ids, count, to);
+    if (failed) return failed;
     atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&t.head->changes, memory_order_relaxed) == before ? 0 : MH_ROWS_CHANGING;
 }

@@ -1,5 +1,5 @@
 /* Rows of embeddings: a table from 64-bit ids to rows of fp32, in one stretch of memory that somebody else owns and that
- * may outlive the process. `rows.c` finds and changes rows, `sweep.c` lets old ones go, `row_rules.c` has the optimizers and
+ * may outlive the process. `rows.c` finds and changes rows, `row_past.c` finds them as they were, `sweep.c` lets old ones go, `row_rules.c` has the optimizers and
  * what a row starts with, `ids.c` makes ids unique. One process at a time changes a table; others may peek. Start reading at
  * mh_rows_update. */
 #ifndef MANYHANDS_ROWS_H
@@ -53,14 +53,17 @@ void mh_rows_count(const void *memory, struct mh_rows_count *count);
 /* Undo the update that a process was killed in, if any; 1 if there was one. To be called before anything else. */
 int mh_rows_recover(void *memory);
 
-/* Changes nothing: an id without a row gets what its row would start with. */
-void mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to);
+/* Changes nothing: an id without a row gets what its row would start with. If the last update is beyond `at_most`, rows are
+ * as they were before it; no further back. 0 or MH_NO_MEMORY. */
+#define MH_ROWS_NEWEST UINT64_MAX
+int mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to,
+                   uint64_t at_most);
 
 /* The same in a table that another process may change, move or give back meanwhile. `room` is what mh_rows_read_room said when
  * it was opened. 0: all rows are as they were at one moment, between two updates. Else nothing in `to` counts:
- * MH_ROWS_CHANGING, and it can be tried again; or MH_ROWS_GONE. */
+ * MH_ROWS_CHANGING, and it can be tried again; MH_ROWS_GONE; or MH_NO_MEMORY. */
 int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
-                 size_t count, float *to);
+                 size_t count, float *to, uint64_t at_most);
 
 /* Of `count` different ids the gradients, each multiplied by `factor`. Either all of it counts, from the moment that the
  * table's number is `number`, or nothing does. Numbers ascend. With `may_evict`, rows and candidates that were not touched for

@@ -77,31 +77,36 @@ static PyObject *rows_recover(PyObject *self, PyObject *args) {
 
 static PyObject *rows_lookup(PyObject *self, PyObject *args) {
     struct rule given;
-    number memory, ids, to;
+    number memory, ids, to, at_most;
     Py_ssize_t count;
-    if (!PyArg_ParseTuple(args, "Ky#KnK:rows_lookup", &memory, &given.bytes, &given.length, &ids, &count, &to)) return NULL;
+    int failed;
+    if (!PyArg_ParseTuple(args, "Ky#KnKK:rows_lookup", &memory, &given.bytes, &given.length, &ids, &count, &to, &at_most)) {
+        return NULL;
+    }
     const struct mh_rows_rule *rule = as_rule(&given);
     if (rule == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    mh_rows_lookup(AT(const void, memory), rule, AT(const int64_t, ids), (size_t)count, AT(float, to));
+    failed = mh_rows_lookup(AT(const void, memory), rule, AT(const int64_t, ids), (size_t)count, AT(float, to), at_most);
     Py_END_ALLOW_THREADS
+    if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
 static PyObject *rows_peek(PyObject *self, PyObject *args) {
     struct rule given;
     struct mh_rows_room room;
-    number memory, ids, to;
+    number memory, ids, to, at_most;
     Py_ssize_t count;
     int failed;
-    if (!PyArg_ParseTuple(args, "KO&y#KnK:rows_peek", &memory, to_room, &room, &given.bytes, &given.length, &ids, &count,
-                          &to)) {
+    if (!PyArg_ParseTuple(args, "KO&y#KnKK:rows_peek", &memory, to_room, &room, &given.bytes, &given.length, &ids, &count,
+                          &to, &at_most)) {
         return NULL;
     }
     const struct mh_rows_rule *rule = as_rule(&given);
     if (rule == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    failed = mh_rows_peek(AT(const void, memory), &room, rule, AT(const int64_t, ids), (size_t)count, AT(float, to));
+    failed = mh_rows_peek(AT(const void, memory), &room, rule, AT(const int64_t, ids), (size_t)count, AT(float, to),
+                          at_most);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
 }
@@ -228,9 +233,9 @@ PyMethodDef mh_row_methods[] = {
     {"rows_room", rows_room, METH_VARARGS, "rows_room(address, bytes): of the table that is there, or None"},
     {"rows_count", rows_count, METH_VARARGS, "rows_count(address): last update, rows and candidates"},
     {"rows_recover", rows_recover, METH_VARARGS, "rows_recover(address): undo an update that was not finished"},
-    {"rows_lookup", rows_lookup, METH_VARARGS, "rows_lookup(address, rule, ids, count, to)"},
+    {"rows_lookup", rows_lookup, METH_VARARGS, "rows_lookup(address, rule, ids, count, to, at_most)"},
     {"rows_peek", rows_peek, METH_VARARGS,
-     "rows_peek(address, room, rule, ids, count, to): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
+     "rows_peek(address, room, rule, ids, count, to, at_most): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
     {"rows_update", rows_update, METH_VARARGS,
      "rows_update(address, rule, number, ids, gradients, count, factor, may_evict): what failed, and room wanted"},
     {"rows_move", rows_move, METH_VARARGS, "rows_move(from, to): all of a table into an empty one"},

@@ -158,6 +158,12 @@ class StepBuffers:
             self._write(self._start, self._start_calls)
             self._others.put_back()
 
+    def drop(self) -> None:
+        """The same wherever the step was left: in the middle of a slice, or between two."""
+        if not self._alone:
+            self._write(self._start, self._start_calls)
+            self._others.drop()
+
     def commit(self, contributions: Sequence[Tensor], *, apart: bool = False) -> None:
         """Replay every slice's contribution, in slice order; with `apart`, as `apart` made them."""
         if self._alone or not self._layers:
@@ -273,6 +279,11 @@ class _Others:
             shadow = self._shadows[i]
             assert shadow is not None
             self._put(i, shadow)
+
+    def drop(self) -> None:
+        for i, shadow in enumerate(self._shadows):
+            if shadow is not None:
+                self._put(i, shadow)
 
     def pack(self) -> bytes:
         return save(self._from_first) if self._from_first else b""

@@ -16,37 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
+from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.formal_group import formal_mesh
 from manyhands.errors import TrainingFailed
-from manyhands.optim import FTRL
 from manyhands.parallel.blocks import blocks_of
-from manyhands.parallel.buffers import MAX_SHADOW_NUMEL
-from manyhands.parallel.fused import has_fused
 from manyhands.parallel.holding import Holding
-from manyhands.parallel.norms import blocks_of as norm_blocks_of
-from manyhands.parallel.norms import squares_of
-from manyhands.parallel.several_optimizers import SeveralOptimizers
+from manyhands.parallel.sharded_parts import ShardedUpdate, check_dividable, cut_states_, stays_whole
 from manyhands.parallel.sharded_sums import Gathering, GroupSum, ShardedSum
 from manyhands.parallel.shares import Share, even_ranges
-from manyhands.parallel.updates import LocalUpdate
+from manyhands.parallel.tensor_layers import Divided, at_home, return_wholes_
 
-__all__ = ["FullyShardedHolding", "elementwise"]
-
-_ELEMENTWISE = {Adadelta, Adamax, ASGD, FTRL, NAdam, RAdam, Rprop}
-
-
-def elementwise(optimizer: Optimizer) -> bool:
-    """Whether an element's new value is known to depend on that element alone, so that parts of tensors will do.
-
-    As with tensors and their owners, it cannot be told from outside. Adafactor, Muon and LBFGS look at more.
-    """
-    if isinstance(optimizer, SeveralOptimizers):
-        return all(elementwise(one) for one in optimizer.optimizers.values())
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return (has_fused(optimizer) or type(optimizer) in _ELEMENTWISE) and not hooks
+__all__ = ["FullyShardedHolding", "Sharding"]
 
 
 class Sharding(NamedTuple):
@@ -95,9 +77,9 @@ class FullyShardedHolding(Holding):
         self._parts: list[_Part] = []
 
     @property
-    def shares(self) -> dict[str, Share]:
-        """Which part of each parameter this rank has, by name; those that are not named are whole."""
-        return {part.name: part.share for part in self._parts}
+    def shares(self) -> dict[int, Share]:
+        """Which part of each parameter this rank has, by the parameter's id; those that are not there are whole."""
+        return {id(part.param): part.share for part in self._parts}
 
     @property
     def divided_frozen(self) -> tuple[Tensor, ...]:
@@ -112,20 +94,25 @@ class FullyShardedHolding(Holding):
         for param in self._model.parameters():
             param.data = param.data.contiguous()  # torch divides nothing else
         places = _places_of(self._model)
-        left_whole = {param for param in self._model.parameters() if _stays_whole(param)}
+        left_whole = {param for param in self._model.parameters() if stays_whole(param)}
         wholes = {id(param): (name, param) for name, param in self._model.named_parameters()}
         shapes = {key: tuple(param.shape) for key, (_, param) in wholes.items()}
-        with formal_mesh(self._axis.rank, self._axis.size, self._device) as mesh:
+        with formal_mesh(self._axis.rank, self._axis.size, self._device) as mesh, at_home(self._model):
             names = self._shard(mesh, left_whole)
         for key, (name, param) in wholes.items():
             if param not in left_whole:
                 self._parts.append(self._take(name, param, places[key], shapes[key]))
-        self._connect(names)
+        cut_states_(self._optimizer, self.shares)
+        with at_home(self._model):
+            self._connect(names)
         self.rest()
 
     def _shard(self, mesh: DeviceMesh, left_whole: set[nn.Parameter]) -> list[str]:
         policy = CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy()
         blocks = {name: one for name, one in blocks_of(self._model).items() if set(one.parameters()) - left_whole}
+        if any(isinstance(module, Divided) for module in self._model.modules()):
+            for module in (*blocks.values(), self._model):
+                return_wholes_(module)  # before torch's own hook, which waits for the gradient of what it returns
         for block in blocks.values():
             again = not self._sharding.keep_whole
             fully_shard(block, mesh=mesh, reshard_after_forward=again, offload_policy=policy, ignored_params=left_whole)
@@ -172,6 +159,9 @@ class FullyShardedHolding(Holding):
                     del waiting[place]
             module.reshard()
         assert not waiting
+
+    def before_step(self) -> None:
+        """Blocks come and go with the passes."""
 
     def before_pass(self) -> None:
         """A forward and a backward pass follow."""
@@ -225,18 +215,7 @@ class FullyShardedHolding(Holding):
         return whole[: share.shape[0]]
 
     def _check(self) -> None:
-        if not elementwise(self._optimizer):
-            raise TrainingFailed(
-                f"{type(self._optimizer).__name__} is not known to treat every element by itself, and no worker has "
-                "all of a parameter.",
-                fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"'],
-            )
-        for name, param in self._model.named_parameters():
-            if param.ndim == 0 and param.requires_grad:
-                raise TrainingFailed(
-                    f"{name} is a single number, which cannot be divided.",
-                    fix=["torch.nn.Parameter(torch.ones(1)), of one dim"],
-                )
+        check_dividable(self._model, self._optimizer)
         dtypes = {param.dtype for param in self._model.parameters() if param.requires_grad}
         if len(dtypes) > 1:
             raise TrainingFailed(
@@ -257,28 +236,8 @@ class FullyShardedHolding(Holding):
         raise AssertionError("workers with parts of a model do not come and go")
 
 
-class ShardedUpdate(LocalUpdate):
-    """Every rank updates its own part, with the optimizer that knows nothing of the others'."""
-
-    def __init__(self, gradients: ShardedSum, optimizer: Optimizer, axis: Axis) -> None:
-        super().__init__(gradients, optimizer)
-        self._axis = axis
-
-    def norm(self) -> float:
-        """Over all ranks, the same on each."""
-        mine = squares_of(list(norm_blocks_of(self._grads()))).sum().reshape(1).cpu()
-        everyone = torch.empty(self._axis.size, dtype=torch.float64)
-        self._axis.all_gather_start(everyone, mine, "norm of gradients").wait()
-        return float(everyone.cumsum(0)[-1].sqrt())
-
-
 def _adder(places: set[int], place: int) -> Callable[[Tensor], None]:
     return lambda _: places.add(place)
-
-
-def _stays_whole(param: nn.Parameter) -> bool:
-    """A frozen one that a forward pass may change, as `StepBuffers` sees it, or that has no dim to divide."""
-    return not param.requires_grad and (param.numel() <= MAX_SHADOW_NUMEL or param.ndim == 0)
 
 
 def _places_of(model: nn.Module) -> dict[int, list[_Place]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Entrance", "InputsFirst", "backward"]
+__all__ = ["Entrance", "InputsFirst", "Roots", "backward"]
 
 
 class Entrance:

@@ -26,7 +26,7 @@ from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summab
 from manyhands.parallel.shared_weights import SharedWeights, shareable
 from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
 
-__all__ = ["Holding", "Mapped"]
+__all__ = ["HeldByServers", "Holding", "Mapped"]
 
 
 class Mapped(msgspec.Struct, frozen=True):
@@ -239,3 +239,19 @@ class Holding:
 
 def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+class HeldByServers:
+    """What `Regrouping` asks of where an engine holds its weights: newcomers find them when a course is opened."""
+
+    common = None
+    mapped = Mapped("served", 0)
+
+    def attach(self, mapped: Mapped | None) -> None:
+        pass
+
+    def where(self, tensor: Tensor) -> tuple[str, int] | None:
+        return None
+
+    def shared_tensor(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        raise AssertionError("nothing is told to lie in shared memory")

@@ -130,6 +130,8 @@ class Minutes(msgspec.Struct, frozen=True, array_like=True):
     """What that meeting is for: the same for everybody."""
     reach: int
     """The last step that was handed out. A gradient of it may turn up as long as it is not applied everywhere."""
+    left: tuple[int, ...] = ()
+    """Workers that live, and take no further part."""
 
     @classmethod
     def before(cls, step: int) -> Minutes:
@@ -209,7 +211,7 @@ class Book:
         """
         leased = {lease.held.step for lease in self._leases.values()}
         left = (*(item.step for item in self._again), *range(self._next.step, self._boundary + 1))
-        if not self._missing and any(step not in leased and not self._is_applied(step) for step in left):
+        if not self._missing and any(step not in leased and not self.has_applied(step) for step in left):
             return set(self._living if self._living is not None else self._met)
         return self._missing | {lease.worker for lease in self._leases.values() if not lease.filled}
 
@@ -269,17 +271,22 @@ class Book:
     def stands(self, server: int, standing: Standing) -> None:
         """Where a server stands. One that was lost has fewer gradients than before: those of the dead are redone."""
         self._standings[server] = self._standings[server].then(standing)
-        self._drop(lease for lease in self._leases.values() if self._is_applied(lease.held.step))
+        self._drop(lease for lease in self._leases.values() if self.has_applied(lease.held.step))
         self._take_back()
 
     def lose(self, living: Collection[int]) -> None:
         """Only these are there, and are answered: what others had is handed out again, unless every server has it."""
-        self._living = frozenset(living)
+        self._living = frozenset(living).difference(self.minutes.left)
         self._missing &= self._living
         self._met = {worker: met for worker, met in self._met.items() if worker in self._living}
         self._tickets = {worker: ticket for worker, ticket in self._tickets.items() if worker in self._living}
         self._void = {worker: rows for worker, rows in self._void.items() if worker in self._living}
         self._take_back()
+
+    def leave(self, worker: int) -> None:
+        """It lives, but writes and asks for nothing more: what it had is handed out again, as if it were dead."""
+        self.minutes = msgspec.structs.replace(self.minutes, left=tuple({*self.minutes.left, worker}))
+        self.lose(self._met if self._living is None else self._living)
 
     # ---- workers ----
 
@@ -291,7 +298,7 @@ class Book:
         self._met[worker] = met
         for held in holding:
             # Of the book before.
-            if held.filling not in self._leases and not self._is_applied(held.step) and not self._of(held.item):
+            if held.filling not in self._leases and not self.has_applied(held.step) and not self._of(held.item):
                 self._leases[held.filling] = _Lease(worker, held)
                 self._again = [item for item in self._again if item != held.item]
         self._void[worker] = {held.row for held in holding if held.filling not in self._leases}
@@ -349,7 +356,7 @@ class Book:
         """What to hand out: what was taken back, what it expects, the next, what others expect, or are slow with."""
         while self._again:
             item = self._again.pop(0)
-            if not self._is_applied(item.step):
+            if not self.has_applied(item.step):
                 return item
         own = [one for one in self._soon if one == worker or not self._lives(one)]
         found_next, of_others = self._find_next(), self._expected(self._soon)
@@ -372,7 +379,7 @@ class Book:
         return self._next
 
     def _is_taken(self, item: Item) -> bool:
-        return self._is_applied(item.step) or bool(self._of(item))
+        return self.has_applied(item.step) or bool(self._of(item))
 
     def _second(self) -> Item | None:
         """The first slice that somebody has, is not done with, and nobody else has."""
@@ -410,7 +417,8 @@ class Book:
                 if not self._of(lease.held.item):
                     bisect.insort(self._again, lease.held.item)
 
-    def _is_applied(self, step: int) -> bool:
+    def has_applied(self, step: int) -> bool:
+        """Whether every server has."""
         return all(standing.applied(step) for standing in self._standings)
 
     def _is_everywhere(self, item: Item) -> bool:

@@ -5,7 +5,7 @@ The one place that knows which kinds of models can be cut, and how. Start readin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import median
 from time import perf_counter
@@ -75,10 +75,13 @@ def sizes_of(blocks: Blocks) -> list[float]:
     ]
 
 
-def measure(blocks: Blocks, inputs: Inputs, times: int = 3) -> list[float]:
+def measure(
+    blocks: Blocks, inputs: Inputs, times: int = 3, loss: Callable[[Any], Any] = lambda output: output
+) -> list[float]:
     """Seconds of each block's forward and backward on such inputs: the median of `times`, after one to warm up.
 
-    Leaves no trace: gradients go nowhere, buffers and the generator are put back.
+    The `loss` of the model's output is where that is, and counts with the last block. Leaves no trace: gradients go
+    nowhere, buffers and the generator are put back.
     """
     parts = _one_by_one(blocks)
     state = torch.default_generator.get_state()
@@ -87,7 +90,7 @@ def measure(blocks: Blocks, inputs: Inputs, times: int = 3) -> list[float]:
     rounds = []
     try:
         for _ in range(times + 1):
-            rounds.append(_measure_once(parts, inputs))
+            rounds.append(_measure_once(parts, inputs, loss))
             for buffer, value in before:
                 buffer.copy_(value)
     finally:
@@ -99,26 +102,30 @@ def _one_by_one(blocks: Blocks) -> Sequence[Part]:
     return blocks.parts(range(len(blocks.names)))
 
 
-def _measure_once(parts: Sequence[Part], inputs: Inputs) -> list[float]:
-    seconds, carried = [], None
+def _measure_once(parts: Sequence[Part], inputs: Inputs, loss: Callable[[Any], Any]) -> list[float]:
+    seconds, entered = [], None
     for part in parts:
         began = perf_counter()
         with torch.enable_grad():
-            carried = part(inputs, carried)
-        _backward(carried, part)
+            left = part(inputs, entered)
+            if part is parts[-1]:
+                left = loss(left)
+        _backward(left, part, entered)
         seconds.append(perf_counter() - began)
-        carried = pytree.tree_map_only(Tensor, _fresh, carried)
+        entered = pytree.tree_map_only(Tensor, _fresh, left)
     return seconds
 
 
-def _backward(output: Any, part: Part) -> None:
-    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    weights = [param for param in part.params.values() if param.requires_grad]
-    if outputs and weights:
-        torch.autograd.grad(outputs, weights, [torch.ones_like(one) for one in outputs], allow_unused=True)
+def _backward(left: Any, part: Part, entered: Any) -> None:
+    """Gradients of the block's weights, and of what came in, as other stages need them."""
+    outputs = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    came = [leaf for leaf in pytree.tree_leaves(entered) if isinstance(leaf, Tensor)]
+    wanted = [one for one in (*part.params.values(), *came) if one.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
     """As it comes from another stage."""
     alone = tensor.detach()
-    return alone.requires_grad_().clone() if alone.is_floating_point() else alone
+    return alone.requires_grad_().clone() if tensor.requires_grad else alone

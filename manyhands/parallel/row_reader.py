@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.comm.segments import Segment
 from manyhands.native import library
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import open_region, region_register
+from manyhands.parallel.rows import NEWEST, open_region, region_register
 from manyhands.parallel.served_memory import Memory
 
 __all__ = ["RowReader"]
@@ -26,23 +26,26 @@ class RowReader:
         self._register = region_register(spec, memory)
         self._segment: Segment | None = None
 
-    def look_up(self, ids: Tensor, to: Tensor) -> bool:
-        """Rows of `ids` into `to`. False: somebody is at them right now, or there is no table yet."""
-        return self.look_up_at(ids.data_ptr(), len(ids), to.data_ptr())
+    def look_up(self, ids: Tensor, to: Tensor, at_most: int = NEWEST) -> bool:
+        """Rows of `ids` into `to`. False: somebody is at them right now, or there is no table yet.
 
-    def look_up_at(self, ids: int, count: int, to: int) -> bool:
+        If the last update is beyond `at_most`, rows are as they were before it; no further back.
+        """
+        return self.look_up_at(ids.data_ptr(), len(ids), to.data_ptr(), at_most)
+
+    def look_up_at(self, ids: int, count: int, to: int, at_most: int) -> bool:
         """The same for int64 and room for rows of float32 at these addresses, each without gaps."""
         if self._segment is None and not self._open():
             return False
-        found = self._peek(ids, count, to)
+        found = self._peek(ids, count, to, at_most)
         if found == library.ROWS_GONE:
             self.close()
-            found = self._peek(ids, count, to) if self._open() else found
+            found = self._peek(ids, count, to, at_most) if self._open() else found
         return bool(found == 0)
 
-    def _peek(self, ids: int, count: int, to: int) -> int:
+    def _peek(self, ids: int, count: int, to: int, at_most: int) -> int:
         assert self._segment is not None
-        return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to))
+        return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to, at_most))
 
     def _open(self) -> bool:
         """Where the table is now; it may be gone from there by then."""

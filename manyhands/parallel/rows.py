@@ -25,6 +25,7 @@ from manyhands.parallel.row_rules import MOST, OPTIMIZERS, TableSpec
 from manyhands.parallel.served_memory import Memory, Register
 
 __all__ = [
+    "NEWEST",
     "PARTS",
     "Room",
     "RowTable",
@@ -40,6 +41,8 @@ __all__ = [
 
 PARTS = 16
 """An id belongs to one of so many parts of its table, whoever keeps them; as native/rows.h has it."""
+NEWEST = 2**64 - 1
+"""Beyond all updates: rows as the last one left them."""
 FIRST_ROWS, FIRST_TOUCHED = 1024, 4096
 _PAGE = mmap.PAGESIZE
 _WHERE = struct.Struct("<QQ")
@@ -171,11 +174,14 @@ class RowTable:
     def _address(self) -> int:
         return self._segment.address
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """A row of weights for each of `ids`: what it starts with, where there is none. Changes nothing."""
+    def lookup(self, ids: Tensor, at_most: int = NEWEST) -> Tensor:
+        """A row of weights for each of `ids`: what it starts with, where there is none. Changes nothing.
+
+        If the last update is beyond `at_most`, rows are as they were before it; no further back.
+        """
         ids = _flat_ids(ids)
         rows = torch.empty(len(ids), self.spec.dim)
-        library.rows_lookup(self._address, self._rule, ids.data_ptr(), len(ids), rows.data_ptr())
+        library.rows_lookup(self._address, self._rule, ids.data_ptr(), len(ids), rows.data_ptr(), at_most)
         return rows
 
     def update(self, number: int, ids: Tensor, gradients: Tensor, *, factor: float = 1.0) -> None:

@@ -114,6 +114,8 @@ class Ongoing:
         self.book: Book | None = None
         self._standings: dict[int, Standing] = {}
         self._living: frozenset[int] | None = None
+        self._others_want: set[int] = set()
+        """Servers that would like a checkpoint."""
         if number == 0:
             self._minutes = served.minutes()
             self._journal = served.journal()
@@ -175,6 +177,7 @@ class Ongoing:
             weight=message.weight,
             absent=tuple(message.absent),
             changes=message.changes,
+            tables=tuple(message.tables),
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
         is_whole = self.tables.has(held.filling, message.pieces)
@@ -215,6 +218,11 @@ class Ongoing:
         if 0 < message.server < self.opened.servers:
             has = frozenset(Item(*item) for item in message.has)
             self._stand(message.server, Standing(message.low, frozenset(message.seen), has))
+            (self._others_want.add if message.save else self._others_want.discard)(message.server)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        return self.keeper is not None and self.keeper.wants_checkpoint
 
     def _stand(self, server: int, standing: Standing) -> None:
         if self.book is not None:
@@ -233,18 +241,26 @@ class Ongoing:
         outbox: Outbox = []
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
-            if ask.values:
-                self._values[worker] = ask.values
+            if ask.leaves:
+                self.book.leave(worker)
+            self._keep_values(ask)
             answer = None
             if all_told:
-                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, ask.holding)
-            holds_applied = any(held.step <= self.book.low for held in ask.holding)  # and so keeps rows from others
-            if answer is None and not done and not holds_applied and ask.book == self.book.number:
+                # Workers ask when they write nothing: the row of what is applied everywhere is nobody's.
+                holding = [held for held in ask.holding if not self.book.has_applied(held.step)]
+                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, holding)
+            if answer is None and not (done or ask.leaves) and ask.book == self.book.number:
                 continue
             del self.asks[worker]
             outbox.append((sender, self._reply(self.book, ask, answer, done)))
         self._keep_minutes(self.book)
         return outbox
+
+    def _keep_values(self, ask: Ask) -> None:
+        if ask.leaves:
+            self._values.pop(ask.worker, None)
+        elif ask.values:
+            self._values[ask.worker] = ask.values
 
     def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
         return Reply(
@@ -258,6 +274,7 @@ class Ongoing:
             done=done,
             values=[told for worker, told in self._values.items() if worker != ask.worker],
             soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
+            save=self.wants_checkpoint or bool(self._others_want),
         )
 
     def _news(self, told: int) -> tuple[list[Done], bool]:
@@ -361,7 +378,7 @@ class Ongoing:
         step, version = due[0].step, self.shard.num_applied
         rows = self.opened.course.rows(step)
         if self.tables:
-            self._apply_rows(step, version + 1, found, factor)
+            self._apply_rows(due, version + 1, found, factor)
             self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, statistics)
@@ -380,11 +397,12 @@ class Ongoing:
             for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
                 self._scheduler.step()
 
-    def _apply_rows(self, step: int, number: int, found: Sequence[RowSum], factor: float) -> None:
+    def _apply_rows(self, due: Sequence[Contribution], number: int, found: Sequence[RowSum], factor: float) -> None:
         """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
         if not self.shard.in_order:
-            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, step)))
-        self.tables.apply(number, found, factor)
+            self._intent.write(msgspec.msgpack.encode((self.opened.number, number, due[0].step)))
+        touched = dict.fromkeys(table for one in due for table in one.tables)
+        self.tables.apply(number, found, factor, list(touched))
 
     def _begun(self, saved: Saved) -> int | None:
         """The step that a server before this one had begun to apply to rows, and did not commit."""

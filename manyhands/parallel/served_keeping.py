@@ -77,6 +77,10 @@ class Keeper:
         """What a segment begins with that continues from here."""
         return Begin(terms=self._terms, low=shard.low, seen=sorted(shard.seen))
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        return self._log.wants_checkpoint
+
     # ---- and again ----
 
     def past(self, shard: Shard) -> Iterator[Past]:
@@ -87,9 +91,11 @@ class Keeper:
         opened, last = self._opened, self._opened.course.last
         if opened.fresh:  # workers have what is in the log, if anything is; other servers may not have removed theirs
             return
+        self._log.before_reading()
         if opened.ahead is not None:
             reaches = [self._log.reader_of(server).reach(opened.version) for server in range(opened.servers)]
-            if shard.num_applied == opened.version:  # later, other servers go on while this one reads
+            # Later, other servers go on while this one reads.
+            if shard.num_applied == opened.version and not self._log.may_end_early:
                 check_together(reaches, opened.ahead)
             last = min(last, *reaches)
         for one in self._log.reader.past(opened.version, shard.is_applied):

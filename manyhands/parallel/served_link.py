@@ -109,7 +109,12 @@ class Link:
         self._talks = ()
         self.waiting.seconds += time.monotonic() - began
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
+    def ask(
+        self,
+        make: Callable[[int], Ask],
+        unanswered: Callable[[], Iterable[Pushed]] = tuple,
+        patience_s: float = PATIENCE_S,
+    ) -> Reply:
         """Ask the first server for work. `make(ticket)` is called each time that it is said.
 
         No answer counts but that to the last ticket: what an ask does not name, this worker does not have.
@@ -127,7 +132,7 @@ class Link:
         def answered() -> bool:
             return self._reply is not None and self._reply.ticket == ticket
 
-        self._await(answered, say, "give out work")
+        self._await(answered, say, "give out work", patience_s)
         assert self._reply is not None
         return self._reply
 
@@ -196,7 +201,9 @@ class Link:
             self._poller.register(port.socket, zmq.POLLIN)
             self._ports.append(port)
 
-    def _await(self, answered: Callable[[], bool], say: Callable[[], None], what: str) -> None:
+    def _await(
+        self, answered: Callable[[], bool], say: Callable[[], None], what: str, patience_s: float = PATIENCE_S
+    ) -> None:
         began = time.monotonic()
         self._hear(0.0)  # what has come meanwhile
         while not answered():
@@ -204,8 +211,8 @@ class Link:
             until = time.monotonic() + SAY_AGAIN_S
             while not answered() and (left := until - time.monotonic()) > 0:
                 self._hear(left)
-            if time.monotonic() - began > PATIENCE_S:
-                raise PeerTimeout(f"The parameter servers did not {what} within {PATIENCE_S:g} s.")
+            if time.monotonic() - began > patience_s:
+                raise PeerTimeout(f"The parameter servers did not {what} within {patience_s:g} s.")
         self.waiting.seconds += time.monotonic() - began
 
     def _hear(self, timeout_s: float) -> bool:

@@ -1,8 +1,8 @@
-"""A server's log on disk: segments in a directory, written in order, on disk before anybody is told of what is in them.
+"""A server's log: segments in a directory, written in order, and safe before anybody is told of what is in them.
 
 Each process begins segments of its own, so nothing is ever written behind what a predecessor left torn. Updates are
-brought to disk together: when there is no other to be made, or when those that wait are old or many. What a segment
-holds is `update_log`'s business. Start reading at `ServedLog.write` and `ServedLog.settle`.
+made safe together: when there is no other to be made, or when those that wait are old or many. What a segment holds is
+`update_log`'s business, what safe means `log_places`'. Start reading at `ServedLog.write` and `ServedLog.settle`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from manyhands.checkpoint.reader import scan
 from manyhands.errors import CheckpointCorrupt, EnvironmentProblem
+from manyhands.parallel.log_places import Backups, OnDisk, Place, PlaceLost, log_directory, segment_path
 from manyhands.parallel.update_log import (
     Begin,
     Broken,
@@ -35,9 +38,10 @@ from manyhands.parallel.update_log import (
 
 __all__ = ["LogReader", "Past", "ServedLog", "log_of", "saved_step"]
 
-# So long, or for so many bytes, updates wait to be brought to disk together while others are there to be made.
+# So long, or for so many bytes, updates wait to be made safe together while others are there to be made.
 SYNC_S = 0.005
 SYNC_BYTES = 4 * 2**20
+LOST = "lost"
 # What a checkpoint has made needless is found when a segment begins.
 SEGMENT_BYTES = 256 * 2**20
 
@@ -58,12 +62,11 @@ class _Segment(NamedTuple):
     updates: list[Frame]
 
 
-def log_of(run_dir: Path, server: int) -> ServedLog:
-    return ServedLog(run_dir / "updates" / _name(server), lambda: saved_step(run_dir))
-
-
-def _name(server: int) -> str:
-    return f"server-{server}"
+def log_of(
+    run_dir: Path, server: int, backups: Backups | None = None, tell: Callable[[str], None] = lambda _: None
+) -> ServedLog:
+    """With `backups` it is what they make of it; else on disk, and synced."""
+    return ServedLog(log_directory(run_dir / "updates", server), lambda: saved_step(run_dir), backups, tell)
 
 
 def saved_step(run_dir: Path) -> int | None:
@@ -74,23 +77,44 @@ def saved_step(run_dir: Path) -> int | None:
 class ServedLog:
     """One process at a time has it."""
 
-    def __init__(self, directory: Path, saved: Callable[[], int | None]) -> None:
-        """`saved` tells the step of the newest checkpoint."""
+    def __init__(
+        self,
+        directory: Path,
+        saved: Callable[[], int | None],
+        backups: Backups | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`saved` tells the step of the newest checkpoint; `tell` is told when segments go to another place."""
         self._directory, self._saved, self.reader = directory, saved, LogReader(directory)
-        self._fd, self._path = -1, directory
-        self._end = self._synced = 0
+        self._backups, self._tell = backups, tell
+        self._place: Place = OnDisk(synced=backups is None)
+        self._path: Path | None = None
+        self._end = self._safe = 0
         self._since = 0.0
         self._begun: dict[Path, Begin | None] = {}
+        self._at: str | None = None
+        self._moved: int | None = None
+        """Segments after this step are in another place, at `_at`, than those before."""
         with self._no_error_passes():
             for one in (directory.parent, directory):
                 one.mkdir(mode=0o700, exist_ok=True)
-            for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
-                _sync(path)
-            _sync(directory)
+            if backups is None:
+                for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
+                    _sync(path)
+                _sync(directory)
+
+    def before_reading(self) -> None:
+        if self._backups is not None:
+            self._backups.flush()
 
     def reader_of(self, server: int) -> LogReader:
         """Of another server's log, which is beside this one."""
-        return LogReader(self._directory.parent / _name(server))
+        return LogReader(log_directory(self._directory.parent, server))
+
+    @property
+    def may_end_early(self) -> bool:
+        """Some of it may be lost with one host, and is computed again; on disk, that would be an error."""
+        return self._backups is not None
 
     # ---- writing ----
 
@@ -99,34 +123,45 @@ class ServedLog:
         with self._no_error_passes():
             if self.is_settled:
                 self._since = time.monotonic()
-            if self._fd < 0:
-                self._begin_segment(begin())
-            self._append(pack(update, step, self._synced, payload))
+            try:
+                if self._path is None:
+                    self._begin_segment(begin())
+                synced = self._safe if self._backups is None else 0
+                self._append(pack(update, step, synced, payload))
+            except PlaceLost as lost:
+                self._lose(lost)
 
     def settle(self, *, more: bool) -> bool:
-        """Whether all of it is on disk now. While there is `more` to be made, it may wait for that."""
-        waiting = self._end - self._synced
+        """Whether all of it is safe now. While there is `more` to be made, it may wait for that."""
+        waiting = self._end - self._safe
         if not waiting:
             return True
-        if more and waiting < SYNC_BYTES and time.monotonic() - self._since < SYNC_S:
+        in_time = waiting < SYNC_BYTES and time.monotonic() - self._since < SYNC_S
+        if more and in_time and self._place.takes_time:
             return False
         with self._no_error_passes():
-            os.fsync(self._fd)
-        self._synced = self._end
+            try:
+                self._place.settle()
+            except PlaceLost as lost:
+                self._lose(lost)
+                return True
+        self._safe = self._end
         if self._end >= SEGMENT_BYTES:
             self.end_segment()
         return True
 
     @property
     def is_settled(self) -> bool:
-        return self._end == self._synced
+        return self._end == self._safe
 
     def end_segment(self) -> None:
         """The next update begins another."""
         self.settle(more=False)
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._end, self._synced = -1, 0, 0
+        self._leave_segment()
+
+    def _leave_segment(self) -> None:
+        self._place.end()
+        self._path, self._end, self._safe = None, 0, 0
 
     def _begin_segment(self, begin: Begin) -> None:
         if self._saved() is None:
@@ -139,20 +174,19 @@ class ServedLog:
                 ],
             )
         self.forget_what_is_saved(begin)
+        if self._backups is not None:
+            self._choose(self._backups, begin)
         paths = self._paths()
-        self._path = self._directory / f"{int(paths[-1].stem) + 1 if paths else 1:08}.log"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self._path, flags, 0o600)
+        self._path = segment_path(self._directory, int(paths[-1].stem) + 1 if paths else 1)
+        self._place.begin(self._path)
         self._begun[self._path] = begin
-        self._append(pack(begin, 0, 0))
-        _sync(self._directory)
+        self._append(pack(replace(begin, unsynced=self.may_end_early), 0, 0))
+        if self._backups is None:
+            _sync(self._directory)
 
     def _append(self, parts: Sequence[Bytes]) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(self._fd, view) :]
-            self._end += len(part)
+        self._place.append(parts)
+        self._end += sum(len(part) for part in parts)
 
     @contextlib.contextmanager
     def _no_error_passes(self) -> Iterator[None]:
@@ -165,6 +199,36 @@ class ServedLog:
                 fix=["make room, and start the run again with the same command", 'durability="upstream"'],
             ) from error
 
+    # ---- places ----
+
+    def _choose(self, backups: Backups, begin: Begin) -> None:
+        self._place = backups.choose()
+        if backups.at != self._at:
+            self._at, self._moved = backups.at, max([begin.low, *begin.seen])
+            where = f"kept on another host, by the backup at {self._at}" if self._at else "kept on this host alone"
+            self._tell(f"updates after step {self._moved} are {where}")
+
+    def _lose(self, lost: PlaceLost) -> None:
+        """Go on without what the backup had; the next update begins a segment in another place."""
+        assert self._backups is not None
+        self._tell(
+            f"the backup at {self._backups.at} is lost: {lost}. If this host is lost before the next checkpoint is "
+            "committed, the updates since the last one are, too."
+        )
+        self._backups.give_up()
+        self._at = LOST
+        self._leave_segment()
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether one would make updates safe that are not, or may soon not be."""
+        if self._backups is None:
+            return False
+        if self._moved is not None and (self._saved() or 0) >= self._moved:
+            self._moved = None
+        is_better_elsewhere = self._path is not None and self._backups.are_better
+        return self._at == LOST or self._moved is not None or is_better_elsewhere
+
     # ---- what is needless ----
 
     def forget_what_is_saved(self, now: Begin) -> None:
@@ -172,7 +236,7 @@ class ServedLog:
         saved, paths = self._saved(), self._paths()
         if saved is not None:
             for path in paths[: obsolete([*map(self._begin_of, paths), now], saved)]:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 self._begun.pop(path, None)
 
     def _begin_of(self, path: Path) -> Begin | None:
@@ -187,11 +251,14 @@ class ServedLog:
         for path in self._paths():
             path.unlink()
         self._begun.clear()
+        self._moved = None
 
     def close(self, now: Begin) -> None:
         """The run ends; if all of it is in the newest checkpoint, nothing is left."""
         self.end_segment()
         self.forget_what_is_saved(now)
+        if self._backups is not None:
+            self._backups.close()
         with contextlib.suppress(OSError):  # not empty, or another server's
             self._directory.rmdir()
             self._directory.parent.rmdir()

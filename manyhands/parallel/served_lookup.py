@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_cache import RowCache
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import in_parts
+from manyhands.parallel.rows import NEWEST, in_parts
 from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
@@ -44,6 +44,7 @@ class ServedRows:
         self._shelf = HandedOver(memory) if memory is not None else None
         self._caches: dict[str, RowCache] = {}
         self._at_least: int | None = None
+        self._at_most: int | None = None
         self.oldest: int | None = None
         """How many updates the oldest row has seen that a cache has given since `lacking_at_most` began."""
         self._number: Number | None = None
@@ -76,7 +77,9 @@ class ServedRows:
         is_ordered, bounds = in_parts(ids)
         left = torch.arange(len(ids))
         if is_ordered and self._shares:
-            parts = self._shared_rows(table).look_up(ids, bounds, found)
+            parts = self._shared_rows(table).look_up(
+                ids, bounds, found, NEWEST if self._at_most is None else self._at_most
+            )
             left = torch.cat([left[:0], *(left[bounds[part] : bounds[part + 1]] for part in parts)])
         elif (cache := self._caches.get(table)) is not None and self._at_least is not None:
             left, seen = cache.find(ids, self._at_least, found)
@@ -86,13 +89,16 @@ class ServedRows:
         return found
 
     @contextmanager
-    def lacking_at_most(self, updates: int, version: int) -> Iterator[None]:
-        """Inside, rows from a cache count that lack at most so many of the updates to `version`."""
-        self._at_least, self.oldest = version - updates, None
+    def lacking_at_most(self, updates: int, version: int, *, at_most: int | None = None) -> Iterator[None]:
+        """Inside, rows from a cache count that lack at most so many of the updates to `version`.
+
+        With `at_most`, no row has seen an update beyond that one, also where servers have made it already.
+        """
+        self._at_least, self._at_most, self.oldest = version - updates, at_most, None
         try:
             yield
         finally:
-            self._at_least = None
+            self._at_least = self._at_most = None
 
     def _ask_for(self, table: str, ids: Tensor, places: Tensor, found: Tensor) -> None:
         """The rows at these places."""
@@ -114,7 +120,9 @@ class ServedRows:
 
     def _question(self, table: str, ids: Tensor) -> Lookup:
         assert self._number is not None
-        return Lookup(number=self._number, ticket=self._link.ticket(), table=table, ids=to_bytes(ids))
+        return Lookup(
+            number=self._number, ticket=self._link.ticket(), table=table, ids=to_bytes(ids), at_most=self._at_most
+        )
 
     def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
         raise AssertionError("servers apply what they are sent with a lease")

@@ -209,6 +209,12 @@ class ServedMemory:
             self._segments[name] = self._memory(f"{self.layout}/{name}", num_bytes)
         return self._segments[name]
 
+    def num_bytes(self, states: Sequence[str], more_rows: int = 0) -> int:
+        """How long all regions of weights, buffers, states and gradients are together."""
+        whole, buffers = _pages(self.flat.num_bytes), _pages(self._flat_buffers.num_bytes)
+        regions = self.copies + len(states) * self.state_copies + self.num_rows + more_rows
+        return regions * whole + self.copies * buffers
+
     def allot_all(self, states: Sequence[str]) -> None:
         """Have it all now: where there is no room, nothing has begun yet."""
         for version in range(self.copies):

@@ -126,6 +126,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
     server: int
     why: str
+    fix: list[str] = []
+    """With one: it would fit, if there were memory for it."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -144,6 +146,8 @@ class Ask(_Message, frozen=True, kw_only=True):
     values: Values = []
     soon: int = 0
     """How many slices after the next one it wants to know of, to read them ahead."""
+    leaves: bool = False
+    """It takes no further part in this course, and holds nothing."""
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +181,8 @@ class Reply(_Message, frozen=True, kw_only=True):
     """What other workers have told last."""
     soon: list[Item] = []
     """With work: steps and places that will probably be leased to this worker next."""
+    save: bool = False
+    """Some server's log would have less to lose if there was a checkpoint."""
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -204,6 +210,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     """How many messages with gradients of rows this server was sent beside it."""
     handed: list[Handed] = []
     """Gradients of rows that lie in memory, for all servers."""
+    tables: list[str] = []
+    """Tables that it has gradients for, this server's or others': their rows grow older."""
     changes: bytes = b""
     """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
 
@@ -214,6 +222,8 @@ class Lookup(_Message, frozen=True, kw_only=True):
     ticket: int
     table: str
     ids: bytes
+    at_most: int | None = None
+    """Rows are to have seen no update beyond this one: somebody computes a step again that this server has."""
 
 
 class Rows(_Message, frozen=True, kw_only=True):
@@ -310,6 +320,8 @@ class Stand(_Message, frozen=True, kw_only=True):
     low: int
     seen: list[int]
     has: list[tuple[int, int]]
+    save: bool = False
+    """As in a reply."""
 
 
 FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want

@@ -1,4 +1,4 @@
-"""Whether a course fits the server that is told to begin it: pure.
+"""Whether servers can train a model at all, and whether a course fits the server that is told to begin it: pure.
 
 Workers and servers run the same script, but not always with the same arguments, files or versions. A server that has
 another model than whoever opens a course says so and goes on as before: others may be right. Start at `misfit`.
@@ -6,15 +6,17 @@ another model than whoever opens a course says so and goes on as before: others 
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.errors import SpecError
+from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError
+from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_memory import layout_name
 from manyhands.parallel.served_messages import Open, Refused
 from manyhands.parallel.updates import runs_fused
 
-__all__ = ["misfit", "refusal"]
+__all__ = ["check_room", "check_servable", "misfit", "refusal"]
 
 _SHOWN = 3
 MOST_COPIES, MOST_ROWS = 2**16, 2**20
@@ -58,10 +60,44 @@ def _is_sensible(opened: Open) -> bool:
     )
 
 
-def refusal(told: Refused) -> SpecError:
+def check_room(needed: int, room: int) -> None:
+    """`EnvironmentProblem` if so many bytes are more than there are."""
+    if needed > room:
+        raise EnvironmentProblem(
+            f"weights, states and gradients take {needed / 1e6:.1f} MB, and it has {room / 1e6:.1f} MB",
+            fix=["fewer workers or slices, or a lower staleness", "a higher memory limit of the container"],
+        )
+
+
+def refusal(told: Refused) -> ManyhandsError:
     """What the worker that opened the course raises."""
+    if told.fix:
+        return EnvironmentProblem(
+            f"Parameter server {told.server} has no room for this training: {told.why}.", fix=told.fix
+        )
     return SpecError(
         f"Parameter server {told.server} cannot train what this worker trains: {told.why}.",
         where="the model and optimizer that the script made there, and here",
         fix=["the same script, arguments and versions for servers and workers", "nothing random in what is made"],
     )
+
+
+def check_servable(precision: Precision, optimizer: Optimizer, model: nn.Module) -> None:
+    """By a worker, before anything begins."""
+    if precision.scale is not None:
+        raise SpecError(
+            "fp16 lowers its loss scale when a step overflows, which parameter servers cannot take back.",
+            where="precision",
+            fix=['precision="bf16"'],
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SpecError(
+            "LBFGS evaluates the loss several times per step, which a parameter server cannot do.",
+            fix=["another optimizer", 'strategy="mirrored"'],
+        )
+    others = {str(param.device) for param in model.parameters() if param.device.type != "cpu"}
+    if others:
+        raise SpecError(
+            f"Parameter servers keep weights in the memory of the host, but the model is on {', '.join(others)}.",
+            fix=['devices=("cpu",)', 'strategy="mirrored"'],
+        )

@@ -17,6 +17,8 @@ import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.comm.segments import all_bytes, free_bytes
+from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.served_course import Ongoing, Outbox, Saved
@@ -40,7 +42,7 @@ from manyhands.parallel.served_messages import (
     Stand,
     Want,
 )
-from manyhands.parallel.served_misfit import misfit
+from manyhands.parallel.served_misfit import check_room, misfit
 from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
 from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
@@ -89,7 +91,7 @@ class PartServer:
         log: ServedLog | None = None,
     ) -> None:
         """`seed` is the run's, which rows of embeddings begin with. `clock` tells when a round's deadline is. With a
-        `log`, nobody hears of an update before it is on disk there.
+        `log`, nobody hears of an update before it is safe there.
         """
         sparse = Sparse(model)
         sparse.set_seed(seed)
@@ -218,7 +220,12 @@ class PartServer:
             return None
         now = course.shard.standing()
         return Stand(
-            number=course.opened.number, server=self._number, low=now.low, seen=sorted(now.seen), has=sorted(now.has)
+            number=course.opened.number,
+            server=self._number,
+            low=now.low,
+            seen=sorted(now.seen),
+            has=sorted(now.has),
+            save=course.wants_checkpoint,
         )
 
     def _open(self, sender: bytes, message: Open) -> Outbox:
@@ -228,15 +235,34 @@ class PartServer:
         if before is not None and message.number == before.opened.number:
             return [(sender, Opened(number=message.number, server=self._number))]
         if why := misfit(message, self._number, self._model, self._optimizer):
-            self.refused["misfit"] += 1
-            return [(sender, Refused(number=message.number, server=self._number, why=why))]
-        if message.brings:
-            if self._intake is None or self._intake.opened.number != message.number:
-                served = open_memory(self._model, self._memory, message, self._foreign)
-                self._intake = Intake(self._number, message, self._streams(served, message), self.refused)
-            if not self._intake.is_done:
-                return [(sender, self._intake.got())]
+            return self._refuse(sender, message, why)
+        if self._intake is None or self._intake.opened.number != message.number:
+            try:
+                self._intake = self._make_room(message)
+            except EnvironmentProblem as problem:
+                return self._refuse(sender, message, problem.what.rstrip("."), problem.fix)
+        if self._intake is not None and not self._intake.is_done:
+            return [(sender, self._intake.got())]
         return self._begin_new(sender, message)
+
+    def _refuse(self, sender: bytes, opened: Open, why: str, fix: Sequence[str] = ()) -> Outbox:
+        self.refused["misfit"] += 1
+        return [(sender, Refused(number=opened.number, server=self._number, why=why, fix=list(fix)))]
+
+    def _make_room(self, opened: Open) -> Intake | None:
+        """For what a chief on another host brings; `EnvironmentProblem` if all that belongs to it is too much.
+
+        A chief that shares this memory has made room for itself.
+        """
+        served = open_memory(self._model, self._memory, opened, self._foreign)
+        own_rows = opened.rows if opened.away else 0
+        if self._course is None or _measures(self._course.opened) != _measures(opened):
+            needed = served.num_bytes(opened.states, own_rows)
+            check_room(needed, free_bytes() if opened.brings else all_bytes())
+        if not opened.brings:
+            return None
+        served.allot_all(opened.states)
+        return Intake(self._number, opened, self._streams(served, opened), self.refused)
 
     def _take_in(self, sender: bytes, message: Bring) -> Outbox:
         intake = self._intake
@@ -249,7 +275,10 @@ class PartServer:
     def _begin_new(self, sender: bytes, opened: Open) -> Outbox:
         intake, self._intake = self._intake, None
         if intake is not None and intake.opened.number == opened.number and intake.tables is not None:
-            self._tables(opened).unpack(intake.tables.buffer[:])
+            try:
+                self._tables(opened).unpack(intake.tables.buffer[:])
+            except EnvironmentProblem as problem:
+                return self._refuse(sender, opened, problem.what.rstrip("."), problem.fix)
         if opened.fresh and self._log is not None:
             self._log.clear()
         self._register.write(msgspec.msgpack.encode(opened))
@@ -327,3 +356,8 @@ class PartServer:
         pins = pinned(opened.trained, self._place, opened.servers)
         whole = not runs_fused(self._optimizer)
         return divide([param.numel() for param in params], opened.servers, pins, whole=whole)
+
+
+def _measures(opened: Open) -> tuple[Any, ...]:
+    """What its memory depends on."""
+    return opened.layout, opened.copies, opened.rows, opened.states, opened.in_place, bool(opened.away)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manyhands.parallel.row_reader import RowReader
 from manyhands.parallel.row_rules import TableSpec
+from manyhands.parallel.rows import NEWEST
 from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_tables import PARTS, within
 
@@ -27,16 +28,17 @@ class SharedRows:
     def __init__(self, spec: TableSpec, memory: Memory) -> None:
         self._parts = [RowReader(spec, within(memory, part)) for part in range(PARTS)]
 
-    def look_up(self, ids: Tensor, bounds: Sequence[int], to: Tensor) -> list[int]:
+    def look_up(self, ids: Tensor, bounds: Sequence[int], to: Tensor, at_most: int = NEWEST) -> list[int]:
         """Rows of `ids`, which come in the order of parts, into `to`; which parts are left, to be asked for.
 
-        Those of a part are of one moment. `bounds` says where each part begins. Both tensors are without gaps.
+        Those of a part are of one moment; or as they were before an update beyond `at_most`. `bounds` says where each
+        part begins. Both tensors are without gaps.
         """
         at_ids, at_rows, row_bytes = ids.data_ptr(), to.data_ptr(), 4 * to.shape[1]
 
         def look_up(part: int) -> bool:
             start, stop = bounds[part], bounds[part + 1]
-            return self._parts[part].look_up_at(at_ids + 8 * start, stop - start, at_rows + row_bytes * start)
+            return self._parts[part].look_up_at(at_ids + 8 * start, stop - start, at_rows + row_bytes * start, at_most)
 
         left = [part for part in range(PARTS) if bounds[part] < bounds[part + 1]]
         for _ in range(ROUNDS):

@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import PARTS, RowTable, in_parts
+from manyhands.parallel.rows import NEWEST, PARTS, RowTable, in_parts
 from manyhands.parallel.served_handing import HandedOver
 from manyhands.parallel.served_memory import Memory
 from manyhands.parallel.served_messages import Handed, Lookup, Number, RowGradients, Rows
@@ -108,15 +108,16 @@ class Tables:
         ids = ids_from(asked.ids)
         order, bounds = in_order(ids)
         ids, rows = ids[order], torch.empty(len(ids), spec.dim)
+        at_most = NEWEST if asked.at_most is None else max(asked.at_most, 0)
         for part, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop:
                 table = self._tables.get((asked.table, part))
                 if table is None:
                     return None
-                rows[start:stop] = table.lookup(ids[start:stop])
+                rows[start:stop] = table.lookup(ids[start:stop], at_most)
         found = torch.empty_like(rows)
         found[order] = rows
-        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found), version=version)
+        return Rows(number=asked.number, ticket=asked.ticket, rows=to_bytes(found), version=min(version, at_most))
 
     def keep(self, piece: RowGradients) -> None:
         """A part of a lease's gradients; nonsense is dropped."""

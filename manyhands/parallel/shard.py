@@ -31,6 +31,8 @@ class Contribution(NamedTuple):
     absent: tuple[int, ...]
     """Parameters without a gradient in it."""
     changes: bytes
+    tables: tuple[str, ...] = ()
+    """Tables of rows that it has gradients for, this server's or others'."""
 
     @property
     def item(self) -> Item:

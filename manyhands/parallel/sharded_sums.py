@@ -103,6 +103,10 @@ class ShardedSum:
         for param, sharded in zip(self.params, self.sharded, strict=True):
             param.grad, sharded.grad = _local(sharded.grad), None
         self.bytes_sent = sum(group.bytes_sent for group in self.groups)
+        self._tell_used()
+
+    def _tell_used(self) -> None:
+        """Who had a gradient where, and what ranks tell each other besides; who had none anywhere keeps None."""
         mask = bytes(place in self.used for place in range(len(self.params)))
         told = self._axis.all_gather_bytes(f"losses of {self._name}", mask + self._message)
         self._messages = [one[len(mask) :].ljust(self._room, b"\0") for one in told]

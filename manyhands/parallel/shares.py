@@ -53,6 +53,14 @@ class Share(msgspec.Struct, frozen=True):
         for target, source in self._blocks():
             tensor[target].copy_(part[source])
 
+    def within(self, outer: Share) -> Share:
+        """The same share of the whole that `outer` is a share of, for one that was cut out of what `outer` is."""
+        assert self.shape == outer.local_shape, "cut out of something else"
+        cuts = dict(outer.cuts)
+        for dim, ranges in self.cuts:
+            cuts[dim] = tuple(_looked_up(ranges, cuts.get(dim, ((0, outer.shape[dim]),)))) or ((0, 0),)
+        return Share(outer.shape, tuple(sorted(cuts.items())))
+
     def _blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Each rectangle of the share: where it is in the whole, and in the part."""
         per_dim = [[(slice(None), slice(None))] for _ in self.shape]
@@ -70,6 +78,17 @@ def even_ranges(size: int, parts: int) -> list[Range]:
     """As `torch.chunk` cuts it, but for empty parts at the end, which are there: all but the last of one size."""
     step = -(-size // parts)
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
+
+
+def _looked_up(ranges: Sequence[Range], outer: Sequence[Range]) -> Iterator[Range]:
+    """Where these ranges of what lies in `outer`, one after the other, are in the whole."""
+    for start, stop in ranges:
+        begin = 0
+        for first, last in outer:
+            low, high = max(start - begin, 0), min(stop - begin, last - first)
+            if low < high:
+                yield first + low, first + high
+            begin += last - first
 
 
 def _placed(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:

@@ -8,22 +8,23 @@ is the engine's business; here is what mates have to tell each other. Start read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.parallel.exchange import Heard, Report
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.own_reduction import Reduction
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.shares import Share
 
-__all__ = ["Divided", "Passes", "Spread", "Tie"]
+__all__ = ["Divided", "Division", "Passes", "Spread", "Tie"]
 
 
 class Passes(Protocol):
@@ -61,28 +62,59 @@ class Divided:
     """Parameters, by id, whose gradients this rank adds to the global norm: every value counts once among mates."""
     ties: Sequence[Tie] = ()
     passes: Passes | None = None
+    costs: tuple[float, ...] = ()
+    """Of the model's blocks, by which it was cut into stages."""
+
+    def again(self, model: nn.Module, shares: Mapping[int, Share]) -> Divided:
+        """Once more: of what is here of the user's model, these parts by parameter's id."""
+        every_name = model.named_parameters(remove_duplicate=False)
+        named, outer = [(name, shares[id(one)]) for name, one in every_name if id(one) in shares], self.shares
+        parts = {name: share.within(outer[name]) if name in outer else share for name, share in named}
+        return replace(self, shares={**outer, **parts})
+
+
+class Division(msgspec.Struct, frozen=True):
+    """What a rank has to know that joins others, who have divided the model already."""
+
+    costs: list[float]
+    knowing: int
+    """Which of the mates computes the loss."""
 
 
 class Spread:
-    """`world` are all ranks, `mates` those of this replica, both in the order of their ranks."""
+    """`world` gives all ranks, `mates` those of this replica, in the order of their places."""
 
     def __init__(
         self,
-        world: Axis,
-        mates: Axis,
-        divide_: Callable[[nn.Module], Divided],
+        world: Callable[[], Axis],
+        mates: Callable[[], Axis],
+        divide_: Callable[[nn.Module, Sequence[float] | None], Divided],
         reduction: Reduction | None = None,
     ) -> None:
         """`reduction` is the user's own way to put slices' gradients together."""
-        self._world, self.mates, self._divide, self.reduction = world, mates, divide_, reduction
+        self._world, self._find_mates, self._divide, self.reduction = world, mates, divide_, reduction
+        self.mates: Axis
         self.divided: Divided
         self._knowing = 0
 
-    def divide_(self, model: nn.Module, optimizer: Optimizer) -> Divided:
-        """Have every rank begin with rank 0's weights, and keep its part of them; the optimizer keeps the same part."""
-        self._world.broadcast_([*model.parameters(), *model.buffers()], "weights of rank 0")
+    @property
+    def is_divided(self) -> bool:
+        return hasattr(self, "divided")
+
+    @property
+    def division(self) -> Division:
+        return Division(list(self.divided.costs), self._knowing)
+
+    def divide_(self, model: nn.Module, optimizer: Optimizer, known: Division | None = None) -> Divided:
+        """Have every rank begin with rank 0's weights, and keep its part of them; the optimizer keeps the same part.
+
+        With `known` the others have done so before, and only this rank has its part yet to take.
+        """
+        self.mates = self._find_mates()
+        if known is None:
+            self._world().broadcast_([*model.parameters(), *model.buffers()], "weights of rank 0")
         names = {id(param): name for name, param in model.named_parameters()}
-        self.divided = self._divide(model)
+        self.divided = self._divide(model, known.costs if known is not None else None)
         here = {id(param) for param in self.divided.local.parameters()}
         for one in optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]:
             if self.divided.shares:
@@ -90,6 +122,9 @@ class Spread:
             for group in one.param_groups:
                 group["params"] = [param for param in group["params"] if id(param) in here]
             self._cut_states(one, {param: names[id(param)] for param in one.state if id(param) in here})
+        if known is not None:
+            self._knowing = known.knowing
+            return self.divided
         knows = self.divided.passes is None or self.divided.passes.is_last
         self._knowing = self.mates.all_gather_bytes("who computes the loss", b"1" if knows else b"0").index(b"1")
         return self.divided
@@ -114,13 +149,12 @@ class Spread:
             line.all_gather_start(everyone.view(-1), mine.view(-1), "gradients of tied weights").wait()
             param.grad = everyone.sum(0)
 
-    def norm(self, params: Sequence[nn.Parameter]) -> float:
-        """Of the whole gradient, the same on all mates."""
+    def norm(self, params: Sequence[nn.Parameter], parts: Axis | None = None) -> float:
+        """Of the whole gradient, the same on all mates; ranks along `parts` have a part of each of these."""
         grads = [param.grad for param in params if param.grad is not None and id(param) in self.divided.counted]
         mine = squares_of(list(blocks_of(grads))).sum().view(1)
-        everyone = mine.new_empty(self.mates.size)
-        self.mates.all_gather_start(everyone, mine, "norm of the gradient").wait()
-        return norm_of(everyone)
+        everyone = _gathered(mine, self.mates)
+        return norm_of(everyone if parts is None else _gathered(everyone, parts))
 
     def agree(self, heard: Heard) -> Heard:
         """What anyone wants, over all mates; what slices say is the same on each already."""
@@ -140,10 +174,16 @@ class Spread:
         return [Report(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)]
 
 
+def _gathered(mine: Tensor, axis: Axis) -> Tensor:
+    everyone = mine.new_empty(axis.size * len(mine))
+    axis.all_gather_start(everyone, mine, "norm of the gradient").wait()
+    return everyone
+
+
 def _check_divisible(optimizer: Optimizer) -> None:
     """Refuse what updates a matrix by looking at all of it."""
     if isinstance(optimizer, Adafactor | Muon):
-        raise TrainingFailed(
+        raise SpecError(
             f"{type(optimizer).__name__} looks at whole matrices, and each worker has a part of them.",
             fix=["torch.optim.AdamW", "mh.Pipeline, whose workers have whole layers"],
         )

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.comm.axis import Axis
-from manyhands.comm.values import Values
+from manyhands.comm.values import Messages
 from manyhands.parallel.cutting import Inputs, Part
-from manyhands.parallel.halves import Entrance, InputsFirst, backward
+from manyhands.parallel.halves import Entrance, InputsFirst, Roots, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
 from manyhands.parallel.stand_in import StandIn, call_up_to_model, call_with_model
 from manyhands.parallel.timeline import Span, needs
@@ -81,7 +80,7 @@ class StageRunner:
 
     def __init__(
         self,
-        axis: Axis,
+        messages: Messages,
         model: nn.Module,
         parts: Sequence[Part],
         loss: Callable[..., Any],
@@ -95,19 +94,21 @@ class StageRunner:
 
         With `recompute` a stage keeps what it was given, and computes its activations again in backward.
         """
-        self._axis, self._whole, self._parts, self._loss, self._hooks = axis, model, list(parts), loss, hooks
+        self._messages, self._whole, self._parts, self._loss, self._hooks = messages, model, list(parts), loss, hooks
         self._name, self._chunks, self._recompute = schedule, chunks, recompute
-        self._values = Values(axis)
         self._schedules: dict[int, Schedule] = {}
         self._params = list({id(p): p for stage in self.stages for p in self._parts[stage].params.values()}.values())
         self.spans: list[Span] = []
-        """The last step's operations on this rank, in seconds from its begin; waiting for others is between them."""
+        """The last step's operations on this rank, in seconds from its begin; waiting for others is between them.
+
+        Handing on what was computed, and adding up gradients, are part of an operation.
+        """
         self.most_alive = 0
         """How many forwards' activations were kept at once, at most, in the last step."""
 
     def schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
-            made = make_schedule(self._name, self._axis.size, microbatches, self._chunks)
+            made = make_schedule(self._name, self._messages.size, microbatches, self._chunks)
             assert made.stages == len(self._parts), f"{made.stages} stages, but {len(self._parts)} parts"
             self._schedules[microbatches] = made
         return self._schedules[microbatches]
@@ -115,7 +116,7 @@ class StageRunner:
     @property
     def stages(self) -> list[int]:
         """This rank's."""
-        return self.schedule(1).stages_of(self._axis.rank)
+        return self.schedule(1).stages_of(self._messages.rank)
 
     @property
     def microbatches(self) -> int:
@@ -129,7 +130,7 @@ class StageRunner:
 
     @property
     def bytes_sent(self) -> int:
-        return self._values.bytes_sent
+        return self._messages.bytes_sent
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -144,12 +145,12 @@ class StageRunner:
         self._left = [len(self.stages)] * len(pieces)
         self._places = {stage: {b.data_ptr() for b in self._buffers(stage)} for stage in self.stages}
         self.spans, self.most_alive, self._began = [], 0, perf_counter()
-        row = self._plan.rows[self._axis.rank]
-        for op, following in zip(row, [*row[1:], None], strict=True):
-            if following is not None:
-                self._expect(following)
-            {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
-        self._values.flush()
+        row = self._plan.rows[self._messages.rank]
+        with self._messages.all_or_nothing():
+            for op, following in zip(row, [*row[1:], None], strict=True):
+                if following is not None:
+                    self._expect(following)
+                {"F": self._forward, "B": self._backward, "W": self._weights}[op.kind](op)
 
     def _forward(self, op: Op) -> None:
         piece, last = self._pieces[op.microbatch], op.stage == self._plan.stages - 1
@@ -163,8 +164,8 @@ class StageRunner:
                 leaving = None if last else _leaving(result)
             outputs = [self._hooks.weigh(piece, result)] if last else _flowing(result)
             one.roots = [get_gradient_edge(tensor) for tensor in outputs]
-        if leaving is not None:
-            self._send(op, op.stage + 1, leaving)
+            if leaving is not None:
+                self._send(op, op.stage + 1, leaving)
 
     def _run(self, stage: int, inputs: Inputs, entered: _Entered) -> Any:
         """The stage's part, where the loss calls the model."""
@@ -182,25 +183,30 @@ class StageRunner:
         grads = [None] if last else self._receive(op, op.stage + 1)
         roots = [(edge, grad) for edge, grad in zip(one.roots, grads, strict=True) if last or grad is not None]
         one.roots = []
-        with self._timed(op), self._unchanged_buffers(op.stage):
+        with self._timed(op):
+            self._first_half(op, one, roots)
+            if op.stage:
+                self._send(op, op.stage - 1, [entrance.grad for entrance in one.entrances])
+            one.entrances = []
+            if not self._plan.splits_backward:
+                self._finish(op)
+            elif self._recompute:
+                self._put_aside(op.microbatch)
+
+    def _first_half(self, op: Op, one: _Pass, roots: Roots) -> None:
+        """Backward of a stage; of the inputs' gradients alone, where the schedule has weights' apart."""
+        with self._unchanged_buffers(op.stage):
             if self._plan.splits_backward and not self._recompute:
                 one.second_half = InputsFirst(roots, one.entrances)
             else:
                 backward(roots)
-        if op.stage:
-            self._send(op, op.stage - 1, [entrance.grad for entrance in one.entrances])
-        one.entrances = []
-        if not self._plan.splits_backward:
-            self._finish(op)
-        elif self._recompute:
-            self._put_aside(op.microbatch)
 
     def _weights(self, op: Op) -> None:
         second = self._passes[op.stage, op.microbatch].second_half
-        if second is not None:
-            with self._timed(op):
+        with self._timed(op) if second is not None else nullcontext():
+            if second is not None:
                 second.finish()
-        self._finish(op)
+            self._finish(op)
 
     def _finish(self, op: Op) -> None:
         """A stage has all of a slice's gradients; once all of this rank's have, the slice is done."""
@@ -243,25 +249,25 @@ class StageRunner:
         """Be ready for what this operation will need from another rank."""
         for needed in needs(op, self._plan):
             source = self._plan.ranks_of_stages[needed.stage]
-            if source != self._axis.rank:
+            if source != self._messages.rank:
                 tag = self._tag(op.kind, needed.stage, op.microbatch)
-                self._values.expect(source, tag, f"{op} of {self._step}, from stage {needed.stage}")
+                self._messages.expect(source, tag, f"{op} of {self._step}, from stage {needed.stage}")
 
     def _receive(self, op: Op, stage: int) -> Any:
         """What that stage sent to this one; from this rank itself, if both are here."""
         tag = self._tag(op.kind, stage, op.microbatch)
         source = self._plan.ranks_of_stages[stage]
-        if source == self._axis.rank:
+        if source == self._messages.rank:
             return self._here.pop(tag)
-        return self._values.receive(source, tag, f"{op} of {self._step}, from stage {stage}")
+        return self._messages.receive(source, tag, f"{op} of {self._step}, from stage {stage}")
 
     def _send(self, op: Op, stage: int, value: Any) -> None:
         tag = self._tag(op.kind, op.stage, op.microbatch)
         to = self._plan.ranks_of_stages[stage]
-        if to == self._axis.rank:
+        if to == self._messages.rank:
             self._here[tag] = value
         else:
-            self._values.send(value, to, tag, f"{op} of {self._step}, to stage {stage}")
+            self._messages.send(value, to, tag, f"{op} of {self._step}, to stage {stage}")
 
     def _tag(self, kind: str, stage: int, microbatch: int) -> int:
         """Of what a stage sends on, or back; 0 is for evaluation."""
@@ -279,7 +285,7 @@ class StageRunner:
         plan = self.schedule(1)
         self._plan, self._step, self._here, self._places = plan, "evaluation", {}, {}
         output: Any = None
-        with torch.no_grad():
+        with torch.no_grad(), self._messages.all_or_nothing():
             for stage in self.stages:
                 op = Op("F", stage, 0)
                 entered = _Entered(Arrived(*self._receive(op, stage - 1)) if stage else None)
@@ -287,20 +293,19 @@ class StageRunner:
                 if stage < plan.stages - 1:
                     self._send(op, stage + 1, _leaving(output))
             output = self._share(inputs, output)
-        self._values.flush()
         return output
 
     def _share(self, inputs: Inputs, output: Any) -> Any:
         """The last stage's rank sends the output to all others."""
         owner, last = self._plan.ranks_of_stages[-1], self._parts[-1]
-        if self._axis.rank != owner:
-            sent, state = self._values.receive(owner, 0, "output in evaluation")
+        if self._messages.rank != owner:
+            sent, state = self._messages.receive(owner, 0, "output in evaluation")
             torch.default_generator.set_state(state)
             return last.from_sent(inputs, sent)
         told = [last.to_send(output), torch.default_generator.get_state()]
-        for rank in range(self._axis.size):
+        for rank in range(self._messages.size):
             if rank != owner:
-                self._values.send(told, rank, 0, "output in evaluation")
+                self._messages.send(told, rank, 0, "output in evaluation")
         return output
 
 

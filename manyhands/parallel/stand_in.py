@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
 
 __all__ = ["StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
@@ -42,7 +42,7 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         line = _line(sys._getframe(1))
         if self._once and self.first_call:
-            raise TrainingFailed(
+            raise SpecError(
                 f"The loss calls the model a second time; a pipeline runs it once per slice. First: {self.first_call}.",
                 where=line,
                 fix=["one call of the model, on all inputs together", "mh.Mirrored or mh.Sharded"],
@@ -50,7 +50,7 @@ class StandIn:
         self.first_call = line
         inputs = Inputs(args, kwargs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(inputs)):
-            raise TrainingFailed(
+            raise SpecError(
                 "The model's input requires a gradient; in a pipeline inputs come from the batch, and take none.",
                 where=line,
                 fix=["a module inside the model in place of what is computed before it", "mh.Mirrored or mh.Sharded"],
@@ -64,7 +64,7 @@ class StandIn:
         self._refuse(name, sys._getframe(1))
 
     def _refuse(self, name: str, frame: FrameType) -> NoReturn:
-        raise TrainingFailed(
+        raise SpecError(
             f"The loss uses model.{name}, but in a pipeline each worker has a part of the model only.",
             where=_line(frame),
             fix=["model(...) alone, with what the loss needs among its outputs", "mh.Mirrored or mh.Sharded"],
@@ -101,7 +101,7 @@ def learn_inputs(loss: Callable[..., Any], model: nn.Module, batch: Any) -> Inpu
 
 def _refuse_without_call(loss: Callable[..., Any]) -> NoReturn:
     code = getattr(loss, "__code__", None)
-    raise TrainingFailed(
+    raise SpecError(
         "The loss does not call the model; a pipeline needs to see one call of it, such as model(x).",
         where=f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(loss, "__name__", type(loss).__name__),
         fix=["def loss(model, batch): return cross_entropy(model(batch[0]), batch[1])"],

@@ -7,8 +7,10 @@ cut out of the mask of all heads. Start reading at `HeadsAttention.forward`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from itertools import islice, zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.parallel.tensor_layers import Divided, Place, asked
 from manyhands.parallel.tensor_masks import dropout_part
-from manyhands.parallel.tensor_ops import Ranges, Split, enter, slices_in_order
-from manyhands.parallel.tensor_parts import Parted, parted, whole_of
+from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, slices_in_order
+from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
 
 __all__ = ["HeadsAttention", "HeadsRegion"]
 
@@ -49,28 +51,40 @@ class HeadsAttention(Divided):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch's own
         batched, rows_first = query.dim() == 3, self.batch_first or query.dim() == 2
-        if not batched:
-            query, key, value = query[None], key[None], value[None]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        q, k, v = (self._heads(x if rows_first else x.transpose(0, 1), i) for i, x in enumerate((query, key, value)))
-        mask = self._mask(attn_mask, key_padding_mask, q)
-        attended, weights = self._attend(q, k, v, mask, need_weights)
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        q, k, v = self._projected(query, key, value)
+        # As torch has it: who says that the mask is the causal one has it left out.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
+        attended, weights = self._attend(q, k, v, mask, need_weights, causal)
         # In memory the sequence comes first, as torch has it: dropout after it draws its mask in the order of memory.
         y = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if rows_first else y
         seen = self._shown(weights, average_attn_weights) if need_weights else None
         return (y, seen) if batched else (y[0], None if seen is None else seen[0])
 
-    def _heads(self, x: Tensor, which: int) -> Tensor:
-        """Rows x this rank's heads x length x head's size, of queries (0), keys (1) or values (2)."""
-        assert isinstance(self, nn.MultiheadAttention)
-        weights = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values: rows x this rank's heads x length x head's size."""
         packed, bias = self.own("in_proj_weight"), self.own("in_proj_bias")
-        weight = packed.chunk(3)[which] if packed is not None else weights[which]
+        if packed is not None and query is key and key is value:
+            return [self._heads(part) for part in self._project(query, packed, bias).chunk(3, -1)]
+        apart = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        weights = packed.chunk(3) if packed is not None else apart
+        biases = bias.chunk(3) if bias is not None else (None,) * 3
+        return [
+            self._heads(self._project(x, weight, own))
+            for x, weight, own in zip((query, key, value), weights, biases, strict=True)
+        ]
+
+    def _project(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None
-        x = enter(x, self.place.axis, self.place.name)
-        projected = functional.linear(x, weight, None if bias is None else bias.chunk(3)[which])
-        return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return functional.linear(enter(x, self.place.axis, self.place.name), weight, bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        assert isinstance(self, nn.MultiheadAttention)
+        x = x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """What is added to the scores: the same for all heads, or this rank's heads' own."""
@@ -85,12 +99,12 @@ class HeadsAttention(Divided):
         return rows
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(self, nn.MultiheadAttention)
         p = self.dropout if self.training else 0.0
         if not need_weights:
-            return _attention(self._weights_split(), q, k, v, mask, dropout_p=p), None
+            return _attention(self._weights_split(), q, k, v, mask, p, causal), None
         weights = _attention_weights(self._weights_split(), q, k, mask, p)
         return weights @ v, weights
 
@@ -146,6 +160,9 @@ def _attention_weights(
     return dropout_part(weights, p, split).to(query.dtype) if p > 0.0 else weights
 
 
+_OF_HEADS = ("alibi", "attention_mask", "mask", "position_bias")
+
+
 class HeadsRegion:
     """Another library's attention, which now sees this rank's heads only."""
 
@@ -156,12 +173,25 @@ class HeadsRegion:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = super().forward  # type: ignore[misc]
-        args, kwargs = tuple(map(whole_of, args)), {key: whole_of(value) for key, value in kwargs.items()}
+        names = inspect.signature(run).parameters
+        args = tuple(self._taken(name, value) for name, value in zip_longest(islice(names, len(args)), args))
+        kwargs = {name: self._taken(name, value) for name, value in kwargs.items()}
         if not self.training:  # type: ignore[attr-defined]
             return self._handed_on(run(*args, **kwargs))
         with _DropoutByHeads(self._weights_split()):
             result = run(*args, **kwargs)
         return self._handed_on(result)
+
+    def _taken(self, name: str | None, value: Any) -> Any:
+        """What comes in is whole, but for what is of heads: masks and biases of scores, if each head has its own."""
+        split = self._weights_split()
+        if name not in _OF_HEADS or not isinstance(value, Tensor):
+            return whole_of(value)
+        if value.dim() == 4 and value.size(1) == split.size:
+            return part_of(value, split)
+        if name == "alibi" and value.dim() == 3:  # rows and heads in one dim
+            return cut(whole_of(value).view(-1, split.size, *value.shape[1:]), split).flatten(0, 1)
+        return whole_of(value)
 
     def _handed_on(self, result: Any) -> Any:
         """Plain parts stay inside: attended values and attention weights go on as what they are."""

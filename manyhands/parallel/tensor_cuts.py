@@ -12,12 +12,25 @@ from torch import nn
 from manyhands.parallel.shares import Share
 from manyhands.parallel.tensor_ops import Ranges, slices_in_order
 
-__all__ = ["CONVS", "NORMS", "Cut", "cuts_of", "factors", "is_matrix", "share_of", "sizes_of"]
+__all__ = [
+    "CONVS",
+    "NORMS",
+    "TRANSPOSED",
+    "Cut",
+    "cuts_of",
+    "factors",
+    "is_matrix",
+    "is_opaque",
+    "out_and_in",
+    "share_of",
+    "sizes_of",
+]
 
 Cut = tuple[int, Ranges]
 """A dim, and every rank's ranges of it."""
 
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -30,15 +43,34 @@ NORMS = (
 _MATRICES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
+# Of Hugging Face's: Linear layers in all but name, and what works element by element in a way that hides it.
+_LIKE_LINEAR = {"Conv1D": "transformers.pytorch_utils", "FalconLinear": "transformers.models.falcon.modeling_falcon"}
+_OPAQUE = {"BloomGelu": "transformers.models.bloom.modeling_bloom"}
+
+
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D, a Linear whose weight is inputs x outputs."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    """Whether its weight is inputs x outputs: Hugging Face's Conv1D, which is a Linear, and transposed convolutions."""
+    return type(module).__name__ == "Conv1D" or isinstance(module, TRANSPOSED)
+
+
+def out_and_in(module: nn.Module) -> tuple[int, int]:
+    """The dims of its weight that are outputs and inputs."""
+    return (1, 0) if is_transposed(module) else (0, 1)
 
 
 def is_matrix(module: nn.Module) -> bool:
     """A Linear or the like, with nothing added: `weight` and maybe `bias` are its own parameters."""
-    plain = type(module) in _MATRICES or is_transposed(module)
+    plain = type(module) in _MATRICES or _is_listed(module, _LIKE_LINEAR)
     return plain and module._parameters.get("weight") is not None
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether it works element by element, in a function of its own, which would get the whole."""
+    return _is_listed(module, _OPAQUE)
+
+
+def _is_listed(module: nn.Module, known: dict[str, str]) -> bool:
+    return known.get(type(module).__name__) == type(module).__module__
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
@@ -65,6 +97,8 @@ def cuts_of(module: nn.Module, kind: str, degree: int, packed: int = 1) -> dict[
         return _of_norm(module, degree) if kind == "channels" else {}
     if kind == "vocabulary" and isinstance(module, nn.Embedding):
         return {"weight": ((0, slices_in_order(module.num_embeddings, degree)),)}
+    if kind == "heads" and isinstance(module, nn.Embedding):
+        return {"weight": ((1, slices_in_order(module.embedding_dim, degree)),)}
     if isinstance(module, CONVS) or is_matrix(module):
         return _of_weight(module, kind, degree, packed)
     return {}
@@ -72,7 +106,7 @@ def cuts_of(module: nn.Module, kind: str, degree: int, packed: int = 1) -> dict[
 
 def _of_weight(module: nn.Module, kind: str, degree: int, packed: int) -> dict[str, tuple[Cut, ...]]:
     inputs, outputs = sizes_of(module)
-    out_dim, in_dim = (1, 0) if is_transposed(module) else (0, 1)
+    out_dim, in_dim = out_and_in(module)
     if kind in ("columns", "channels", "vocabulary", "heads"):
         ranges = _interleaved(outputs, degree, packed)
         bias: dict[str, tuple[Cut, ...]] = {"bias": ((0, ranges),)} if module.bias is not None else {}

@@ -7,19 +7,22 @@ outside gets a `Parted`, which is the whole to all purposes. Start reading at `C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.tensor_cuts import Cut
-from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_
-from manyhands.parallel.tensor_parts import part_of, parted, whole_of
+from manyhands.parallel.tensor_cuts import TRANSPOSED, Cut, out_and_in
+from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_, leave_in_parts, slices_in_order
+from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
 
 __all__ = [
+    "ByElement",
     "ChannelConv",
     "ChannelNorm",
     "Columns",
@@ -28,20 +31,32 @@ __all__ = [
     "Divided",
     "GridMatrix",
     "HeadNorm",
+    "HeadTable",
     "Place",
     "Rows",
     "Vocabulary",
     "asked",
+    "at_home",
     "divide_",
+    "return_wholes_",
 ]
 
 
 class Place:
     """What a divided layer knows of itself: its name, its ranks, how each of its tensors is cut."""
 
-    def __init__(self, name: str, axis: Axis, cuts: Mapping[str, tuple[Cut, ...]], *, bare: bool = False) -> None:
-        self.name, self.axis, self.cuts, self.bare = name, axis, cuts, bare
-        """`bare`: inside an attention by heads, where tensors are plain parts."""
+    def __init__(
+        self,
+        name: str,
+        axis: Axis,
+        cuts: Mapping[str, tuple[Cut, ...]],
+        *,
+        bare: bool = False,
+        sequence: int | None = None,
+    ) -> None:
+        self.name, self.axis, self.cuts, self.bare, self.sequence = name, axis, cuts, bare, sequence
+        """`bare`: inside an attention by heads, where tensors are plain parts. `sequence`: the dim along which sums
+        are left in parts."""
         self.at_home = False
         """Whether the layer's own forward asks for its weight."""
 
@@ -54,6 +69,14 @@ class Place:
 
     def split(self, dim: int, ranges: Ranges) -> Split:
         return Split(self.axis, dim, ranges, self.name)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum over the ranks; a part of it for each, if sums are left so and what is summed has such a dim."""
+        if self.sequence is None or y.dim() < 3 or y.size(self.sequence) % self.axis.size:
+            return leave_(y, self.axis, self.name)
+        dim = self.sequence % y.dim()
+        split = self.split(dim, slices_in_order(y.size(dim), self.axis.size))._replace(sequence=True)
+        return parted(leave_in_parts(y, split), split)
 
     def outside(self, tensor: str, value: Tensor) -> Tensor:
         """What a stranger gets who asks for the layer's `weight`."""
@@ -112,6 +135,30 @@ def divide_(module: nn.Module, kind: type[Any], place: Place) -> None:
     module.__class__ = _class_of(kind, type(module))  # type: ignore[arg-type]
 
 
+@contextmanager
+def at_home(model: nn.Module) -> Iterator[None]:
+    """Inside, whoever asks a layer for its tensors gets what lies here, as the layer's own forward does."""
+    places = [module.place for module in model.modules() if isinstance(module, Divided)]
+    for place in places:
+        place.at_home = True
+    try:
+        yield
+    finally:
+        for place in places:
+            place.at_home = False
+
+
+def return_wholes_(module: nn.Module) -> None:
+    """For a module whose output others hang hooks on: what its layers hand to each other stays in parts."""
+    module.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _whole_apart, output))
+
+
+def _whole_apart(tensor: Tensor) -> Tensor:
+    """No view, either: to write to one is to lose its hooks."""
+    whole: Tensor = whole_of(tensor)
+    return whole.clone() if whole._is_view() else whole
+
+
 class _Matrix(Divided):
     """Of `nn.Linear`, and of Hugging Face's Conv1D, whose weight is the transpose of a Linear's."""
 
@@ -148,7 +195,7 @@ class Rows(_Matrix):
         if not place.bare:
             inputs = place.ranges("weight", 1 if isinstance(self, nn.Linear) else 0)
             x = part_of(x, place.split(x.dim() - 1, inputs))
-        return _with_bias(leave_(functional.linear(x, self.matrix()), place.axis, place.name), self.own("bias"))
+        return _with_bias(place.summed(functional.linear(x, self.matrix())), self.own("bias"))
 
 
 def _with_bias(y: Tensor, bias: Tensor | None, num_dims_after: int = 0) -> Tensor:
@@ -178,7 +225,7 @@ class Vocabulary(Divided):
         padding = self.padding_idx
         mine = padding - start if padding is not None and start <= padding < stop else None
         rows = functional.embedding((ids - start).masked_fill(elsewhere, 0), weight, mine)
-        return leave_(rows.masked_fill(elsewhere[..., None], 0.0), place.axis, place.name)
+        return place.summed(rows.masked_fill(elsewhere[..., None], 0.0))
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
@@ -187,29 +234,59 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
 
 
 class _Conv(Divided):
+    """Transposed ones take the size of their output, too, if somebody asks for one."""
+
     def _channel_dim(self, x: Tensor) -> int:
         return x.dim() - len(self.kernel_size) - 1  # type: ignore[attr-defined]
 
-    def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _convolve(self, x: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
+        if isinstance(self, TRANSPOSED):
+            return _transposed(self, x, self.own("weight"), bias, output_size)
         return self._conv_forward(x, self.own("weight"), bias)  # type: ignore[attr-defined,no-any-return]
+
+    def _channels(self, which: int) -> Ranges:
+        """Of outputs (0) or inputs (1)."""
+        return self.place.ranges("weight", out_and_in(self)[which])  # type: ignore[arg-type]
+
+
+def _transposed(
+    layer: nn.modules.conv._ConvTransposeNd,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_size: list[int] | None,
+) -> Tensor:
+    dims = len(layer.kernel_size)
+    padding = layer._output_padding(
+        x,
+        output_size,
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding,  # type: ignore[arg-type]
+        layer.kernel_size,  # type: ignore[arg-type]
+        dims,
+        layer.dilation,  # type: ignore[arg-type]
+    )
+    convolve = getattr(functional, f"conv_transpose{dims}d")
+    result: Tensor = convolve(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+    return result
 
 
 class ConvColumns(_Conv):
     """Each rank computes some of the output channels."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         place = self.place
-        y = self._convolve(enter(whole_of(x), place.axis, place.name), self.own("bias"))
-        return parted(y, place.split(self._channel_dim(y), place.ranges("weight")))
+        y = self._convolve(enter(whole_of(x), place.axis, place.name), self.own("bias"), output_size)
+        return parted(y, place.split(self._channel_dim(y), self._channels(0)))
 
 
 class ConvRows(_Conv):
     """Each rank takes some of the input channels, and computes a summand of all output channels."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         place = self.place
-        part = part_of(x, place.split(self._channel_dim(x), place.ranges("weight", 1)))
-        y = leave_(self._convolve(part, None), place.axis, place.name)
+        part = part_of(x, place.split(self._channel_dim(x), self._channels(1)))
+        y = leave_(self._convolve(part, None, output_size), place.axis, place.name)
         return _with_bias(y, self.own("bias"), len(self.kernel_size))  # type: ignore[attr-defined]
 
 
@@ -229,10 +306,35 @@ class HeadNorm(Divided):
     """A norm of single heads: whole, and used by each rank for its own heads, so its gradients are sums."""
 
     @property
-    def weight(self) -> Tensor:
-        value = self.own("weight")
-        assert value is not None
-        return enter(value, self.place.axis, self.place.name)
+    def weight(self) -> Tensor | None:
+        return self._summed("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        if "bias" not in self._parameters:  # type: ignore[attr-defined]
+            raise AttributeError(f"{type(self).__name__} has no bias")
+        return self._summed("bias")
+
+    def _summed(self, name: str) -> Tensor | None:
+        value = self.own(name)
+        return None if value is None else enter(value, self.place.axis, self.place.name)
+
+
+class HeadTable(Divided):
+    """An embedding with a column for each head, of which each rank looks up its own heads'."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.own("weight")
+        assert weight is not None and isinstance(self, nn.Embedding)
+        return functional.embedding(ids, weight, self.padding_idx)
+
+
+class ByElement(Divided):
+    """Something element by element, done to the part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Callable[[Tensor], Tensor] = super().forward  # type: ignore[misc]
+        return parted(run(x.part), x.division) if isinstance(x, Parted) else run(x)
 
 
 class ChannelNorm(Divided):

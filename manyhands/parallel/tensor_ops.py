@@ -8,6 +8,9 @@ along one dim. Four moves lead from one to the other, each with the gradient tha
     gather   parts -> whole     backward cuts
     cut      whole -> part      backward gathers
 
+A sum that each rank needs a part of only is made so: `leave_in_parts`, whose backward gathers; and a whole that was
+gathered hands the ranks' gradients back in parts where it is entered.
+
 Parts may overlap: then `gather` adds what lies on the same place, in rank order. All ranks make the same calls in the
 same order, in backward, too. Start reading at `Split`.
 """
@@ -24,7 +27,18 @@ from torch.nn import functional
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Range
 
-__all__ = ["Ranges", "Split", "all_parts", "cut", "enter", "gather", "leave_", "slices_in_order", "sum_"]
+__all__ = [
+    "Ranges",
+    "Split",
+    "all_parts",
+    "cut",
+    "enter",
+    "gather",
+    "leave_",
+    "leave_in_parts",
+    "slices_in_order",
+    "sum_",
+]
 
 Ranges = tuple[tuple[Range, ...], ...]
 """Of one dim, for each rank: the ranges that it has, one after the other."""
@@ -43,6 +57,8 @@ class Split(NamedTuple):
     ranges: Ranges
     name: str
     """Of whoever talks, for errors."""
+    sequence: bool = False
+    """Whether each rank has some of the rows of what would otherwise be whole: evenly, one range each."""
 
     @property
     def mine(self) -> tuple[Range, ...]:
@@ -76,9 +92,17 @@ def enter(tensor: Tensor, axis: Axis, name: str) -> Tensor:
     before = getattr(tensor, "_entered", None)
     if before is not None and before[0] is axis and before[1] == tensor._version:
         return cast(Tensor, before[2])
-    entered: Tensor = _Enter.apply(tensor, axis, name)  # type: ignore[no-untyped-call]
+    entered = _entered(tensor, axis, name)
     tensor._entered = (axis, tensor._version, entered)  # type: ignore[attr-defined]
     return entered
+
+
+def _entered(tensor: Tensor, axis: Axis, name: str) -> Tensor:
+    source = getattr(tensor, "_gathered_from", None)
+    if source is None or source[2] != tensor._version or source[1].axis is not axis:
+        return cast(Tensor, _Enter.apply(tensor, axis, name))  # type: ignore[no-untyped-call]
+    part, split, _ = source
+    return cast(Tensor, _EnterInParts.apply(part, tensor.detach(), split._replace(name=name)))  # type: ignore[no-untyped-call]
 
 
 def leave_(tensor: Tensor, axis: Axis, name: str) -> Tensor:
@@ -86,9 +110,17 @@ def leave_(tensor: Tensor, axis: Axis, name: str) -> Tensor:
     return cast(Tensor, _Leave.apply(tensor, axis, name)) if axis.size > 1 else tensor  # type: ignore[no-untyped-call]
 
 
+def leave_in_parts(tensor: Tensor, split: Split) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    return cast(Tensor, _LeaveInParts.apply(tensor, split))  # type: ignore[no-untyped-call]
+
+
 def gather(part: Tensor, split: Split) -> Tensor:
     """The whole of all ranks' parts."""
-    return cast(Tensor, _Gather.apply(part, split))  # type: ignore[no-untyped-call]
+    whole = cast(Tensor, _Gather.apply(part, split))  # type: ignore[no-untyped-call]
+    if split.sequence and torch.is_grad_enabled():
+        whole._gathered_from = (part, split, whole._version)  # type: ignore[attr-defined]
+    return whole
 
 
 def cut(whole: Tensor, split: Split) -> Tensor:
@@ -103,6 +135,16 @@ def sum_(tensor: Tensor, axis: Axis, name: str) -> Tensor:
     axis.sum_start(flat, name).wait()
     summed = flat.view_as(wide) if flat.data_ptr() != wide.data_ptr() else wide
     return summed if summed is tensor else tensor.copy_(summed)
+
+
+def _sum_part(tensor: Tensor, split: Split) -> Tensor:
+    """Of the sum over the ranks, this rank's part; of half precision as `sum_` has it."""
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    by_rank = wide.unflatten(split.dim, (split.axis.size, -1)).movedim(split.dim, 0)  # type: ignore[no-untyped-call]
+    spent = by_rank.clone(memory_format=torch.contiguous_format)
+    part = torch.empty_like(spent[0])
+    split.axis.reduce_scatter(part, spent, split.name)
+    return part.to(tensor.dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -171,6 +213,30 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
+
+
+class _EnterInParts(torch.autograd.Function):
+    """A whole that was gathered from `part`; backward sums, and each rank gets its part of that."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_part(gradient, ctx.split._replace(name=f"{ctx.split.name}, backward")), None, None
+
+
+class _LeaveInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return _sum_part(tensor, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _assemble(gradient, ctx.split._replace(name=f"{ctx.split.name}, backward")), None
 
 
 class _Gather(torch.autograd.Function):

@@ -150,7 +150,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Each part with the same part of the others; wholes must have one value for all along the divided dim."""
     found = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     first = next(value for value in found if isinstance(value, Parted))
-    if not all(_goes_with(value, first) for value in found):
+    if not all(_goes_with(value, first) or _has_all_rows(value, first) for value in found):
         return NotImplemented
     if _writes(func) and not isinstance(args[0], Parted):
         return NotImplemented
@@ -158,7 +158,11 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     def local(value: Any) -> Any:
         if isinstance(value, Parted):
             return value.part
-        return enter(value, first.division.axis, first.division.name) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if _has_all_rows(value, first):
+            return cut(value, first.division._replace(dim=_place(value, first)))
+        return enter(value, first.division.axis, first.division.name)
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if args and isinstance(args[0], Parted) and result is args[0].part:
@@ -169,8 +173,53 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _goes_with(other: Tensor, first: Parted) -> bool:
     if isinstance(other, Parted):
         return other.dim() == first.dim() and other.division[1:3] == first.division[1:3]
-    place = first.division.dim - first.dim() + other.dim()
+    place = _place(other, first)
     return other.dim() <= first.dim() and (place < 0 or other.size(place) == 1)
+
+
+def _place(other: Tensor, first: Parted) -> int:
+    """Which of its dims meets the divided one."""
+    return first.division.dim - first.dim() + other.dim()
+
+
+def _has_all_rows(other: Tensor, first: Parted) -> bool:
+    """Whether it is whole where each rank needs its rows only."""
+    if isinstance(other, Parted) or not first.division.sequence or other.dim() > first.dim():
+        return False
+    place = _place(other, first)
+    return place >= 0 and other.size(place) == first.division.size > 1
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of single rows, whose weights every rank uses for its own rows."""
+    x, shape = args[:2]
+    if not isinstance(x, Parted) or x.division.dim >= x.dim() - len(shape):
+        return NotImplemented
+
+    def local(value: Any) -> Any:
+        return enter(value, x.division.axis, x.division.name) if isinstance(value, Tensor) else value
+
+    given = {key: local(value) for key, value in kwargs.items()}
+    return parted(func(x.part, shape, *map(local, args[2:]), **given), x.division)
+
+
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along the last dim, which stays, as norms of people's own do it."""
+    x = args[0]
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    last = isinstance(x, Parted) and dims in (-1, (-1,), [-1]) and x.division.dim < x.dim() - 1
+    if not last or not kwargs.get("keepdim", len(args) > 2 and args[2]):
+        return NotImplemented
+    return parted(func(x.part, *args[1:], **kwargs), x.division)
+
+
+def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 3 or not isinstance(args[0], Parted):
+        return NotImplemented
+    x, first, second = args
+    one, other = first % x.dim(), second % x.dim()
+    dim = {one: other, other: one}.get(x.division.dim, x.division.dim)
+    return _view(x.part.transpose(one, other), x.division._replace(dim=dim))
 
 
 def _by_channel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,6 +337,7 @@ _PROPERTIES = (
     "is_cuda",
     "grad_fn",
     "itemsize",
+    "is_nested",
 )
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
@@ -315,6 +365,9 @@ _HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(_functions("dropout1d", "dropout2d", "dropout3d"), _feature_dropout),
     **dict.fromkeys(_functions("view", "reshape"), _reshape),
     **dict.fromkeys(_functions("flatten"), _flatten),
+    **dict.fromkeys(_functions("transpose"), _transpose),
+    **dict.fromkeys(_functions("mean"), _mean),
+    **dict.fromkeys([functional.layer_norm, functional.rms_norm], _norm),
     **dict.fromkeys([Tensor.__getitem__], _index),
     **dict.fromkeys([functional.cross_entropy], _cross_entropy),
 }

@@ -13,10 +13,11 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, Cut, cuts_of, factors, is_matrix, share_of, sizes_of
-from manyhands.parallel.tensor_rules import KINDS, Choice, attention_of, by_heads, fits_kind, propose
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, Cut, cuts_of, factors, is_matrix, is_opaque, share_of, sizes_of
+from manyhands.parallel.tensor_heads import attention_of
+from manyhands.parallel.tensor_rules import KINDS, Choice, by_heads, fits_kind, propose
 
-__all__ = ["LayerSplit", "TensorPlan", "plan_tensor"]
+__all__ = ["LayerSplit", "TensorPlan", "leaves_parts", "plan_tensor"]
 
 
 class LayerSplit(msgspec.Struct, frozen=True):
@@ -44,6 +45,8 @@ class LayerSplit(msgspec.Struct, frozen=True):
 class TensorPlan(msgspec.Struct, frozen=True):
     degree: int
     layers: tuple[LayerSplit, ...]
+    sequence: bool = False
+    """Whether sums between divided layers are left in parts, along the sequence."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +75,9 @@ class TensorPlan(msgspec.Struct, frozen=True):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def plan_tensor(model: nn.Module, degree: int, patterns: Mapping[str, str] | None = None) -> TensorPlan:
+def plan_tensor(
+    model: nn.Module, degree: int, patterns: Mapping[str, str] | None = None, *, sequence: bool = False
+) -> TensorPlan:
     """How to divide the model's layers over so many ranks.
 
     `patterns` name layers (`*.mlp.up`) and kinds, and come before every rule; of several that match, the first counts.
@@ -83,7 +88,24 @@ def plan_tensor(model: nn.Module, degree: int, patterns: Mapping[str, str] | Non
     chosen = propose(model, degree, _given(names, patterns or {}))
     stays = _settle_ties(names, chosen)
     _check_degree(names, chosen, degree)
-    return TensorPlan(degree, tuple(_layers(names, chosen, stays, degree)))
+    if sequence:
+        _tell_of_sequences(names, chosen)
+    return TensorPlan(degree, tuple(_layers(names, chosen, stays, degree)), sequence)
+
+
+def _tell_of_sequences(names: Mapping[str, nn.Module], chosen: dict[str, Choice]) -> None:
+    """Say whose sums are left in parts of the sequence, and which norms take those."""
+    for name, choice in chosen.items():
+        if leaves_parts(names[name], choice.kind):
+            chosen[name] = choice._replace(why=f"{choice.why}; its sum by sequence")
+    for name, module in names.items():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            chosen.setdefault(name, Choice("whole", "of parts by sequence, where it gets them"))
+
+
+def leaves_parts(module: nn.Module, kind: str) -> bool:
+    """Whether what it returns is a sum that can be left in parts of the sequence."""
+    return (kind == "rows" and is_matrix(module)) or (kind == "vocabulary" and isinstance(module, nn.Embedding))
 
 
 def _given(names: Mapping[str, nn.Module], patterns: Mapping[str, str]) -> dict[str, Choice]:
@@ -175,7 +197,7 @@ def _needs(name: str, module: nn.Module, choice: Choice, degree: int) -> Iterato
     elif choice.kind == "heads" and (found := attention_of(module)) is not None:
         yield name, "heads", found.num_heads, degree
         yield name, "heads for keys and values", found.num_key_heads, degree
-    elif choice.inside or choice.kind == "whole":
+    elif choice.inside or choice.kind == "whole" or is_opaque(module):
         return
     elif choice.kind == "vocabulary":
         size = module.num_embeddings if isinstance(module, nn.Embedding) else sizes_of(module)[1]

@@ -8,13 +8,14 @@ themselves (`tensor_parts`), and only costs more. What has no rule stays whole. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, sizes_of
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, TRANSPOSED, is_matrix, is_opaque, sizes_of
+from manyhands.parallel.tensor_heads import Attention, attention_of
 
-__all__ = ["KINDS", "Choice", "Group", "attention_of", "by_heads", "fits_kind", "propose"]
+__all__ = ["KINDS", "Choice", "Group", "by_heads", "fits_kind", "propose"]
 
 KINDS = {
     "columns": "each worker computes some of the outputs (of a convolution: channels)",
@@ -40,14 +41,6 @@ _BY_CHANNEL = (
     nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.Flatten,
 )  # fmt: skip
 
-_PROJECTIONS = (
-    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")),
-    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
-    (("query", "key", "value"), ()),
-    (("c_attn",), ("c_proj",)),
-)
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
-
 
 class Choice(NamedTuple):
     kind: str
@@ -56,18 +49,6 @@ class Choice(NamedTuple):
     """The attention by heads that a projection belongs to: there, tensors are plain parts."""
     packed: int = 1
     """How many matrices lie in one weight: 3 for queries, keys and values."""
-
-
-class Attention(NamedTuple):
-    """An attention of another library, by the names of its projections."""
-
-    into: tuple[str, ...]
-    out: str | None
-    num_heads: int
-    num_key_heads: int
-    packed: int
-    norms: tuple[str, ...] = ()
-    """Of single heads: the same few parameters for all of them."""
 
 
 def propose(model: nn.Module, degree: int, given: Mapping[str, Choice]) -> dict[str, Choice]:
@@ -116,6 +97,8 @@ def _of_library(name: str, found: Attention, names: Mapping[str, nn.Module]) -> 
         group[_join(name, projection)] = Choice("heads", f"heads of {name}", inside=name, packed=found.packed)
     for norm in found.norms:
         group[_join(name, norm)] = Choice("heads", "of each head; gradients are summed", inside=name)
+    if found.table is not None:
+        group[_join(name, found.table)] = Choice("heads", f"a value for each of the heads of {name}", inside=name)
     if found.out is not None:
         group[_join(name, found.out)] = Choice("rows", f"heads of {name}", inside=name)
         return group
@@ -124,50 +107,6 @@ def _of_library(name: str, found: Attention, names: Mapping[str, nn.Module]) -> 
     if after in names and is_matrix(names[after]):
         group[after] = Choice("rows", f"heads of {name}")
     return group
-
-
-def attention_of(module: nn.Module) -> Attention | None:
-    """If it is an attention of Hugging Face's whose projections, and no other parameters, are known by name."""
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    children = dict(module.named_children())
-    for into, outs in _PROJECTIONS:
-        out = next((name for name in outs if name in children), None)
-        members = [*into, *([out] if out else [])]
-        if (outs and not out) or not all(name in children and is_matrix(children[name]) for name in members):
-            continue
-        num_heads = _num_heads(module)
-        found = _counted(into, out, [sizes_of(children[name]) for name in into], num_heads) if num_heads else None
-        if found is not None:
-            return _with_norms(found, module, members)
-    return None
-
-
-def _with_norms(found: Attention, module: nn.Module, members: Sequence[str]) -> Attention | None:
-    """Nothing, if there are parameters that are neither projections nor norms of single heads."""
-    first = module.get_submodule(found.into[0])
-    head_size = sizes_of(first)[1] // found.packed // found.num_heads
-    rest = [(name, p) for name, p in module.named_parameters() if name.rpartition(".")[0] not in members]
-    if any(name not in ("q_norm.weight", "k_norm.weight") or tuple(p.shape) != (head_size,) for name, p in rest):
-        return None
-    return found._replace(norms=tuple(name.rpartition(".")[0] for name, _ in rest))
-
-
-def _counted(
-    into: tuple[str, ...], out: str | None, sizes: Sequence[tuple[int, int]], num_heads: int
-) -> Attention | None:
-    packed = 3 if len(into) == 1 else 1
-    if packed == 3 and sizes[0][1] != 3 * sizes[0][0]:
-        return None  # keys and values of another sequence
-    head_size = sizes[0][1] // packed // num_heads
-    num_key_heads = num_heads if packed == 3 else sizes[1][1] // head_size
-    return Attention(into, out, num_heads, num_key_heads, packed)
-
-
-def _num_heads(module: nn.Module) -> int:
-    config: Any = getattr(module, "config", None)
-    counts = [getattr(module, name, None) for name in _HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
-    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def _apart_pairs(names: Mapping[str, nn.Module]) -> Iterator[Group]:
@@ -218,7 +157,7 @@ def _pairs(links: Sequence[tuple[str, nn.Module]], degree: int, certain: bool) -
                 opened.append((name, module))  # a gate beside it
             else:
                 opened, between = [(name, module)], []
-        elif opened and _by_channel(module, opened[-1][1], degree):
+        elif opened and (_by_channel(module, opened[-1][1], degree) or is_opaque(module)):
             between.append(name)
         elif not (type(module) in _ELEMENTWISE or type(module) in _BY_CHANNEL or _is_activation(module)):
             opened, between = [], []
@@ -258,7 +197,7 @@ def _by_channel(module: nn.Module, before: nn.Module, degree: int) -> bool:
     outputs = sizes_of(before)[1]
     if type(module) is nn.GroupNorm:
         return module.num_channels == outputs and module.num_groups % degree == 0
-    if isinstance(module, CONVS) and type(module) in CONVS:
+    if isinstance(module, CONVS) and type(module) in CONVS and type(module) not in TRANSPOSED:
         return module.groups > 1 and module.groups % degree == 0 and sizes_of(module) == (outputs, outputs)
     return type(module) in NORMS and bool(module.num_features == outputs)
 
@@ -287,7 +226,15 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     last = ask() if callable(ask) else model
     while type(last) is nn.Sequential and len(last):
         last = last[-1]
+    if last is model and (children := list(model.children())):
+        # Of a module with code of its own, the last that is defined, if it makes more of what it gets, as logits are.
+        last = children[-1] if is_matrix(children[-1]) and _is_wider(children[-1]) else None
     return last if isinstance(last, nn.Module) and is_matrix(last) else None
+
+
+def _is_wider(module: nn.Module) -> bool:
+    inputs, outputs = sizes_of(module)
+    return outputs > inputs
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -309,7 +256,9 @@ def fits_kind(module: nn.Module, kind: str) -> bool:
     if kind == "heads":
         return bool(by_heads("", {"": module}))
     if kind == "channels":
-        return type(module) in NORMS or type(module) in CONVS
+        return (
+            type(module) in NORMS or _is_weighted(module) or (type(module) in CONVS and type(module) not in TRANSPOSED)
+        )
     return True
 
 

@@ -5,13 +5,17 @@ Start reading at `split_model_`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Share
 from manyhands.parallel.tensor_attention import HeadsAttention, HeadsRegion
-from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, share_of, sizes_of
+from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, is_opaque, share_of, sizes_of
+from manyhands.parallel.tensor_heads import attention_of
 from manyhands.parallel.tensor_layers import (
+    ByElement,
     ChannelConv,
     ChannelNorm,
     Columns,
@@ -20,14 +24,14 @@ from manyhands.parallel.tensor_layers import (
     Divided,
     GridMatrix,
     HeadNorm,
+    HeadTable,
     Place,
     Rows,
     Vocabulary,
     divide_,
 )
 from manyhands.parallel.tensor_ops import slices_in_order
-from manyhands.parallel.tensor_plan import LayerSplit, TensorPlan
-from manyhands.parallel.tensor_rules import attention_of
+from manyhands.parallel.tensor_plan import LayerSplit, TensorPlan, leaves_parts
 
 __all__ = ["split_model_"]
 
@@ -39,7 +43,9 @@ _MATRICES: dict[str, type[Divided]] = {
     "grid": GridMatrix,
 }
 # What another library's attention counts, and its own code goes by.
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "all_head_size", "split_size")
+_COUNTS = (
+    "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "all_head_size", "split_size",
+)  # fmt: skip
 
 
 def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Share]:
@@ -54,12 +60,27 @@ def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Sh
     modules, shares = dict(model.named_modules()), dict[int, Share]()
     layers = [(layer, modules[layer.name]) for layer in plan.layers if layer.kind != "whole"]
     places = [
-        Place(layer.name, axis, layer.cuts(module, axis.size), bare=bool(layer.inside)) for layer, module in layers
+        Place(
+            layer.name,
+            axis,
+            layer.cuts(module, axis.size),
+            bare=bool(layer.inside),
+            sequence=_sequence_dim(layer, modules) if plan.sequence else None,
+        )
+        for layer, module in layers
     ]
     for (layer, module), place in zip(layers, places, strict=True):  # all cuts are known before the first is made
         _divide_layer_(module, layer, place, shares)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: shares[id(tensor)] for name, tensor in named if id(tensor) in shares}
+
+
+def _sequence_dim(layer: LayerSplit, modules: Mapping[str, nn.Module]) -> int | None:
+    """The dim that is the sequence in what a layer returns."""
+    if not leaves_parts(modules[layer.name], layer.kind):
+        return None
+    # Its output projection gets the sequence first; everywhere else it is next to the features.
+    return 0 if layer.inside and isinstance(modules[layer.inside], nn.MultiheadAttention) else -2
 
 
 def _divide_layer_(module: nn.Module, layer: LayerSplit, place: Place, shares: dict[int, Share]) -> None:
@@ -85,7 +106,9 @@ def _kind_of(module: nn.Module, kind: str) -> type[Divided]:
     if isinstance(module, nn.MultiheadAttention):
         return HeadsAttention
     if isinstance(module, nn.Embedding):
-        return Vocabulary
+        return Vocabulary if kind == "vocabulary" else HeadTable
+    if is_opaque(module):
+        return ByElement
     if isinstance(module, NORMS):
         return ChannelNorm
     if isinstance(module, CONVS):

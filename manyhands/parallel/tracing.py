@@ -10,9 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +29,7 @@ from torch.nn.modules import transformer
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
+from manyhands.parallel.trees import tree_flatten
 
 __all__ = ["Call", "Trace", "bare_copy", "block_operation", "leaves_of", "trace"]
 
@@ -80,7 +86,7 @@ class Call:
 
     def run_fake(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         inputs = self.fill(tensors, sizes)
-        self.result, self.result_spec = pytree.tree_flatten(self.forward(*inputs.args, **inputs.kwargs))
+        self.result, self.result_spec = tree_flatten(self.forward(*inputs.args, **inputs.kwargs))
         return [torch.empty_like(leaf) for leaf in self.result if isinstance(leaf, Tensor)]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
@@ -144,7 +150,7 @@ class Trace:
 
 def leaves_of(inputs: Inputs) -> tuple[list[Tensor], list[Any]]:
     """Tensors, and what else there is with marks where the tensors were."""
-    leaves, spec = pytree.tree_flatten(inputs)
+    leaves, spec = tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, [str(spec), *(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)]
 
@@ -159,7 +165,7 @@ def bare_copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        raise _cannot(model, error) from error
+        raise _cannot(model, error) from None
 
 
 def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
@@ -170,7 +176,7 @@ def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
     # A size of 1 means something else than other sizes; torch keeps it fixed, and would warn.
     shapes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors)
     calls: list[Call] = []
-    with _whole(bare, units, calls), _no_look_at_masks():
+    with _whole(bare, units, calls), _no_look_at_masks(), _quiet():
         try:
             # Copies, as one tensor that is given twice would be traced as one input.
             examples = tuple(tensor.detach().clone() for tensor in tensors)
@@ -178,7 +184,7 @@ def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
         except SpecError:
             raise
         except Exception as error:
-            raise _cannot(bare, error) from error
+            raise _cannot(bare, error) from None  # all that torch says fills pages
     attributes: dict[str, str | Tensor] = {}
     given: list[str] = []
     specs = program.graph_signature.input_specs
@@ -213,7 +219,7 @@ class _Shell(nn.Module):
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
         result = self.model(*args, **kwargs, **_without_cache(self.model, kwargs))
-        leaves, self.output_spec = pytree.tree_flatten(result)
+        leaves, self.output_spec = tree_flatten(result)
         self.output = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         _check_plain("The model returns", self.output)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -248,7 +254,7 @@ class _whole:  # noqa: N801 - reads as what it does
 
     def _noting(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, spec = tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
             arguments = [_marked(leaf) for leaf in leaves]
@@ -275,6 +281,19 @@ def _no_look_at_masks() -> Iterator[None]:
         transformer._detect_is_causal_mask = before
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch would tell at length what stands in its way, which our error says, and warn of what blocks keep."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _marked(leaf: Any) -> Any:
     return _TENSOR if isinstance(leaf, Tensor) else _SIZE if isinstance(leaf, torch.SymInt) else leaf
 
@@ -284,7 +303,10 @@ def _check_plain(what: str, leaves: Sequence[Any]) -> None:
         if not isinstance(leaf, PLAIN):
             raise SpecError(
                 f"{what} a {type(leaf).__name__}, which cannot pass from stage to stage.",
-                fix=["tensors, numbers and None, in tuples, lists and dicts", "a pipeline over a nn.Sequential"],
+                fix=[
+                    "tensors, numbers and None, in tuples, lists, dicts and dataclasses",
+                    "a pipeline over a nn.Sequential",
+                ],
             )
 
 
@@ -292,5 +314,17 @@ def _cannot(model: nn.Module, error: Exception) -> SpecError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return SpecError(
         f"{type(model).__name__} cannot be cut into stages: {type(error).__name__}: {lines[0] if lines else ''}",
+        where=_line_of_the_model(error),
         fix=["a nn.Sequential, which is cut without being traced", "mh.Tensor or mh.Sharded, which cut no model"],
     )
+
+
+def _line_of_the_model(error: Exception) -> str | None:
+    """The innermost line of the user's that it came from."""
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.line and not frame.filename.startswith(others)
+    ]
+    return f"{frames[-1].filename} line {frames[-1].lineno}: {frames[-1].line}" if frames else None

@@ -64,6 +64,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     terms: Terms
     low: int
     seen: list[int]
+    unsynced: bool = False
+    """It is in some host's memory, and what it rests on may have been lost with another's."""
 
     def counts(self, step: int) -> bool:
         return step <= self.low or step in self.seen
@@ -182,13 +184,16 @@ def surviving(segments: Sequence[tuple[Begin, Sequence[int]]], version: int) -> 
     """Which updates of a log count, in their order, as (segment, place in it); `segments` have the steps of theirs.
 
     `version` is that of the state they are to be applied to, which has all steps to it; some of these may be among what
-    is returned. `Broken` if a segment rests on updates that are neither there nor in that state.
+    is returned. `Broken` if a segment rests on updates that are neither there nor in that state; if these were never
+    promised to be on disk, it is left out.
     """
     kept: dict[int, tuple[int, int]] = {}
     for number, (begin, steps) in enumerate(segments):
-        for step in (*range(version + 1, begin.low + 1), *begin.seen):
-            if step > version and step not in kept:
-                raise Broken(f"step {step} is missing, and the state that it continues is that after step {version}")
+        missing = [step for step in (*range(version + 1, begin.low + 1), *begin.seen) if version < step not in kept]
+        if missing and begin.unsynced:
+            continue
+        if missing:
+            raise Broken(f"step {missing[0]} is missing, and the state that it continues is that after step {version}")
         kept = {step: place for step, place in kept.items() if begin.counts(step)}
         kept |= {step: (number, place) for place, step in enumerate(steps)}
     return list(kept.values())

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
-from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.deadlock import hang_when_told
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
@@ -158,7 +158,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _raised(error: BaseException) -> Raised:
     first_step, step, phase = _position()
-    text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+    text = "".join(_told(error).format())
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
         error=type(error).__name__,
@@ -170,6 +170,16 @@ def _raised(error: BaseException) -> Raised:
         first_step=first_step,
         phase=phase,
     )
+
+
+def _told(error: BaseException) -> traceback.TracebackException:
+    """How it came about; of what the user can act on, only the lines of the user's own code."""
+    told = traceback.TracebackException(type(error), error, _own_frames(error))
+    if isinstance(error, UsageError | EnvironmentProblem):
+        package = str(Path(__file__).parents[1]) + os.sep
+        theirs = [frame for frame in told.stack if not frame.filename.startswith(package)]
+        told.stack = traceback.StackSummary.from_list(theirs or list(told.stack))
+    return told
 
 
 def _position() -> tuple[int | None, int | None, str]:

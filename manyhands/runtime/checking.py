@@ -18,7 +18,8 @@ from manyhands.errors import Diverged, ManyhandsError, PeerLost, TrainingFailed
 from manyhands.events import CopiesDiverged, WrongGradientFound
 from manyhands.parallel.divergence import CopiesDiffer, Hashes, Verdict, WrongGradient, odd_parts
 from manyhands.parallel.shares import Share
-from manyhands.runtime.regroup import Regrouping, take_shared
+from manyhands.runtime.given_state import take_shared
+from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
-from manyhands.parallel.cutting import Inputs, Part, shared_between
+from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
 from manyhands.parallel.pipelined import blocks_of, cut, measure
 from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
 from manyhands.parallel.spread import Divided, Spread, Tie
 from manyhands.parallel.stage import StageRunner
-from manyhands.parallel.stand_in import learn_inputs
+from manyhands.parallel.stand_in import call_with_model, learn_inputs
 from manyhands.parallel.tensor_plan import plan_tensor
 from manyhands.parallel.tensor_split import split_model_
 from manyhands.runtime.worker import Worker
@@ -37,26 +40,46 @@ class Sample(NamedTuple):
     batch: Any
     call: Callable[[Any, Any], Any]
 
+    def measure(self, model: nn.Module, blocks: Blocks, inputs: Inputs) -> list[float]:
+        """Seconds of each block, of the last with what is computed of the model's output."""
+        return measure(
+            blocks, inputs, loss=lambda output: call_with_model(self.call, model, self.batch, lambda _: output)
+        )
+
 
 def spread_of(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> Spread:
-    mates = worker.line("pipeline", "tensor")
-    reduction = getattr(worker.strategy, "reducer", None)
-    return Spread(worker.axis, mates, lambda model: _divide(worker, model, loss, sample), reduction)
+    def mates() -> Axis:
+        return worker.lasting(lambda: worker.line("pipeline", "tensor"))
+
+    def divide(model: nn.Module, costs: Sequence[float] | None) -> Divided:
+        return _divide(worker, model, loss, sample, costs)
+
+    return Spread(lambda: worker.axis, mates, divide, getattr(worker.strategy, "reducer", None))
 
 
-def _divide(worker: Worker, model: nn.Module, loss: LossFn, sample: Callable[[], Sample | None]) -> Divided:
+def _divide(
+    worker: Worker,
+    model: nn.Module,
+    loss: LossFn,
+    sample: Callable[[], Sample | None],
+    costs: Sequence[float] | None,
+) -> Divided:
+    """`costs` are those of the model's blocks as others know them; None: they are measured, by all workers."""
     grid, choice = worker.grid, worker.strategy
     assert isinstance(choice, DIVIDED)
-    parts = _cut(worker, model, sample()) if grid.pipeline > 1 else []
+    parts: list[Part] = []
+    if grid.pipeline > 1:
+        parts, costs = _cut(worker, model, sample(), costs)
     if choice.recompute is not None:
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
-        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None))
-        shares = split_model_(model, plan, worker.line("tensor"))
+        sequence = getattr(choice, "sequence", False)
+        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None), sequence=sequence)
+        shares = split_model_(model, plan, worker.lasting(lambda: worker.line("tensor")))
     if parts:
-        return _staged(worker, model, loss, parts, shares)
-    counts = grid.place(worker.rank).tensor == 0
+        return replace(_staged(worker, model, loss, parts, shares), costs=tuple(costs or ()))
+    counts = worker.spot.tensor == 0
     counted = frozenset(id(param) for name, param in model.named_parameters() if counts or name in shares)
     return Divided(local=model, stand_in=model, shares=shares, counted=counted)
 
@@ -64,8 +87,10 @@ def _divide(worker: Worker, model: nn.Module, loss: LossFn, sample: Callable[[],
 # ---- stages ------------------------------------------------------------------------------------------------------
 
 
-def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
-    """All stages of the model, in their order, the same on every worker."""
+def _cut(
+    worker: Worker, model: nn.Module, sample: Sample | None, known: Sequence[float] | None
+) -> tuple[list[Part], Sequence[float]]:
+    """All stages of the model, in their order, the same on every worker; and what its blocks cost."""
     choice = worker.strategy
     assert isinstance(choice, Pipeline | Mesh)
     stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
@@ -78,19 +103,21 @@ def _cut(worker: Worker, model: nn.Module, sample: Sample | None) -> list[Part]:
     inputs = learn_inputs(sample.call, model, sample.batch)
     blocks = blocks_of(model, inputs, stages, choice.cuts or ())
     if choice.cuts:
-        return list(cut(blocks, stages, at=choice.cuts))
-    costs = torch.zeros(len(blocks.names), dtype=torch.float64)
-    if worker.is_chief and len(costs) > stages:
-        costs[:] = torch.tensor(measure(blocks, inputs))
-    worker.wait_for_chief("costs of blocks")
-    worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
-    return list(cut(blocks, stages, costs=costs.tolist(), place=choice.place))
+        return list(cut(blocks, stages, at=choice.cuts)), ()
+    if known is None:
+        costs = torch.zeros(len(blocks.names), dtype=torch.float64)
+        if worker.is_chief and len(costs) > stages:
+            costs[:] = torch.tensor(sample.measure(model, blocks, inputs))
+        worker.wait_for_chief("costs of blocks")
+        worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
+        known = costs.tolist()
+    return list(cut(blocks, stages, costs=known, place=choice.place)), known
 
 
 def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:
     choice, grid = worker.strategy, worker.grid
     assert isinstance(choice, Pipeline | Mesh)
-    place = grid.place(worker.rank)
+    place = worker.spot
     schedule = make_schedule(choice.schedule, grid.pipeline, 1, choice.chunks)
     mine = schedule.stages_of(place.pipeline)
     row = _Row(worker, model, parts, loss)
@@ -109,9 +136,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     for param in model.parameters():
         if id(param) not in here:
             param.data = param.new_empty(0)
-    met = [
-        Tie(param, worker.among(_ranks(worker, ranks), "tied weights")) for param, ranks in ties if id(param) in here
-    ]
+    met = [Tie(param, worker.lasting(partial(_tied, worker, ranks))) for param, ranks in ties if id(param) in here]
     return Divided(
         local=local,
         stand_in=_Whole(model, local, row.runner.forward_only),
@@ -132,10 +157,11 @@ def _ties(worker: Worker, parts: Sequence[Part], rank_of: Sequence[int]) -> list
     return [(param, ranks) for param, ranks in found if len(ranks) > 1]
 
 
-def _ranks(worker: Worker, stages: Sequence[int]) -> list[int]:
-    """Of the workers at these places of this one's pipeline."""
-    place = worker.grid.place(worker.rank)
-    return [worker.grid.rank(place._replace(pipeline=stage)) for stage in stages]
+def _tied(worker: Worker, stages: Sequence[int]) -> Axis:
+    """The workers at these places of this one's pipeline."""
+    assert worker.formation is not None
+    places = [worker.spot._replace(pipeline=stage) for stage in stages]
+    return worker.among([worker.formation.places.index(place) for place in places], "tied weights")
 
 
 def _present(model: nn.Module, local: nn.Module, parts: Sequence[Part]) -> frozenset[str]:
@@ -187,10 +213,10 @@ class _Row:
     """This rank's row of the schedule; each step has slices of its own."""
 
     def __init__(self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn) -> None:
-        choice, line = worker.strategy, worker.line_over_sockets("pipeline")
+        choice, messages = worker.strategy, worker.messages("pipeline")
         assert isinstance(choice, Pipeline | Mesh)
-        self.runner = StageRunner(line, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
-        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == line.rank
+        self.runner = StageRunner(messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
+        self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == messages.rank
         self._slices: Any = None
 
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:

@@ -21,6 +21,7 @@ from manyhands.parallel.recompute import recompute
 from manyhands.parallel.rounds import Rounds
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_local import Local
+from manyhands.parallel.served_reach import Reach
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.shared_gradients import Sharing
@@ -34,9 +35,10 @@ from manyhands.runtime.worker import Worker
 from manyhands.strategies.averaged import Averaged, Averaging
 from manyhands.strategies.base import Engine
 from manyhands.strategies.choices import LocalSGD, ParameterServer, Sharded
+from manyhands.strategies.divided import Mesh, as_sharded
 from manyhands.strategies.one_copy import OneCopy
 from manyhands.strategies.replicated import Replicated
-from manyhands.strategies.served import Reach, Served
+from manyhands.strategies.served import Served
 from manyhands.strategies.stretched import Stretched, way_of
 
 __all__ = ["AnyEngine", "make_engine"]
@@ -58,6 +60,8 @@ def make_engine(
 
     `sample` gives some data, where there is any, for strategies that look at it before they divide the model.
     """
+    if isinstance(worker.strategy, Mesh) and worker.strategy.level is not None:
+        return _sharded_mesh(worker, worker.strategy, parts, model, pacing, sample)
     if worker.is_divided:
         return _replicated(worker, parts, model, pacing, joining, spread=spread_of(worker, parts.loss, sample))
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
@@ -88,7 +92,7 @@ def _replicated(
         audit_seed=spec.run.seed if spec.train.audit else None,
         exact=spec.train.exact,
         seed=spec.run.seed,
-        sharing=None if joining or worker.is_divided else sharing or worker.sharing,
+        sharing=None if joining else sharing or (worker.sharing if not worker.is_divided else None),
         network=lambda: worker.replicas if worker.is_divided else worker.network,
         tell=worker.warn,
         foreign=foreign_state(model),
@@ -110,9 +114,30 @@ def _stored_once(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing,
     return _replicated(worker, parts, model, pacing, joining, kind=OneCopy, sharing=sharing)
 
 
+def _sharded_mesh(
+    worker: Worker,
+    choice: Mesh,
+    parts: Parts,
+    model: nn.Module,
+    pacing: Pacing,
+    sample: Callable[[], Sample | None],
+) -> Replicated:
+    plain = as_sharded(choice, worker.grid)
+    if plain is not None:
+        return _sharded_as(plain, worker, parts, model, pacing, joining=False)
+    spread = spread_of(worker, parts.loss, sample)
+    keep_whole = choice.level != "parameters"
+    return _fully_sharded(worker, parts, model, pacing, keep_whole=keep_whole, offload=False, spread=spread)
+
+
 def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
-    choice = worker.strategy
-    assert isinstance(choice, Sharded)
+    assert isinstance(worker.strategy, Sharded)
+    return _sharded_as(worker.strategy, worker, parts, model, pacing, joining)
+
+
+def _sharded_as(
+    choice: Sharded, worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool
+) -> Replicated:
     offload = choice.offload is not None and worker.device.type != "cpu"
     if choice.offload is not None and not offload:
         worker.warn('offload="host" changes nothing here: the workers compute in the host\'s memory.')
@@ -128,25 +153,34 @@ def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joi
 
 
 def _fully_sharded(
-    worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, *, keep_whole: bool, offload: bool
+    worker: Worker,
+    parts: Parts,
+    model: nn.Module,
+    pacing: Pacing,
+    *,
+    keep_whole: bool,
+    offload: bool,
+    spread: Spread | None = None,
 ) -> Replicated:
     # Torch's part of it takes a second to import, and all other strategies do without.
     from manyhands.parallel.fully_sharded import Sharding
     from manyhands.strategies.fully_sharded import FullySharded
 
-    train = worker.resolved.spec.train
+    spec = worker.resolved.spec
     return FullySharded(
-        worker.axis,
+        worker.replicas,
         parts.loss,
-        Precision(train.precision, worker.device),
+        Precision(spec.train.precision, worker.device),
         lambda count: pacing.division.shares(count),
         Sharding(keep_whole, offload),
-        clip_norm=train.clip_norm,
-        seed=worker.resolved.spec.run.seed,
+        clip_norm=spec.train.clip_norm,
+        seed=spec.run.seed,
         device=worker.device,
         foreign=foreign_state(model),
-        network=lambda: worker.network,
+        network=lambda: worker.replicas if worker.is_divided else worker.network,
         tell=worker.warn,
+        bucket_bytes=spec.comm.bucket_bytes,
+        spread=spread,
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import DataError, TrainingFailed
+from manyhands.parallel.trees import tree_flatten
 from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
 
 __all__ = ["evaluate", "from_file", "gather_tensors", "predict", "to_file"]
@@ -61,7 +62,7 @@ def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any]
     structure = None
     with engine.evaluating():
         for piece in pieces:
-            leaves, structure = pytree.tree_flatten(call(engine.model, piece.batch))
+            leaves, structure = tree_flatten(call(engine.model, piece.batch))
             for number, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor) or leaf.shape[:1] != (piece.rows,):
                     raise TrainingFailed(

@@ -21,6 +21,7 @@ from manyhands.errors import MemoryChanged, PeerLost, SpecError, UsageError
 from manyhands.events import Logged
 from manyhands.parallel.divergence import CopiesDiffer
 from manyhands.runtime import evaluating, means
+from manyhands.runtime.entering import enter
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.leased_loop import LeasedLoop, refuse_apart
 from manyhands.runtime.models import Parts, optimizer_maker
@@ -28,9 +29,9 @@ from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
+from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.training import Training
 from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
-from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepStats
 from manyhands.strategies.served import Served
 
@@ -125,6 +126,13 @@ class Hands:
                 "not say what comes next.",
                 where="mh.join",
                 fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
+            )
+        if self._worker.is_divided and self._worker.is_elastic:
+            raise SpecError(
+                "A worker that takes the place of another in a divided model has to know the step, which in a loop of "
+                "your own you do.",
+                where="elastic",
+                fix=["mh.Trainer", "no elastic="],
             )
         if self._worker.strategy.takes_local_steps:
             raise SpecError(

@@ -100,6 +100,10 @@ def layouts_for(most_workers: int) -> list[Layout]:
         Layout("mesh 2 data x 2 tensor", "mesh", 4, {"data": 2, "tensor": 2}),
         Layout("mesh 2 data x 2 pipeline", "mesh", 4, {"data": 2, "pipeline": 2}),
         Layout("mesh 2 tensor x 2 pipeline", "mesh", 4, {"tensor": 2, "pipeline": 2}),
+        *(
+            Layout(f"sharded mesh 2 data x 2 {axis}", "mesh", 4, {"data": 2, axis: 2, "sharded": True})
+            for axis in ("tensor", "pipeline")
+        ),
     ]
     return [layout for layout in found if layout.workers <= most_workers]
 

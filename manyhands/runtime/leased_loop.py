@@ -77,8 +77,9 @@ class LeasedLoop(ServedFit):
         worker = self._worker
         if worker.world_size == 1:
             return False
-        text = f"Rank {worker.rank} has left its loop by `break`: what servers have leased to it, others get when its "
-        worker.tell(Warned(text=f"{text}process ends. hands.request_stop() ends the loop on every worker."))
+        self._engine.leave()
+        text = f"Rank {worker.rank} has left its loop by `break`: the others go on without it, to the next meeting. "
+        worker.tell(Warned(text=f"{text}hands.request_stop() ends the loop on every worker."))
         return True
 
     def _leases(self) -> Generator[PieceLike | None, Any, None]:

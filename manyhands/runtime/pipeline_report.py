@@ -27,7 +27,7 @@ class _Row(msgspec.Struct, array_like=True):
 
 def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
     """Bring the stages' times of the last step together, and tell of them. By all workers of the pipeline."""
-    timeline = _measured(worker.line_over_sockets("pipeline"), runner)
+    timeline = _measured(worker.line("pipeline"), runner)
     if not worker.is_chief or not timeline.makespan:
         return
     schedule = runner.schedule(runner.microbatches)

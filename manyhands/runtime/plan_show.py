@@ -17,7 +17,7 @@ from manyhands.errors import TrainingFailed
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.models import Parts
 from manyhands.runtime.planning import ModelPlan, base_bytes, plan_model
-from manyhands.runtime.worker import Planned
+from manyhands.runtime.strategy_names import Planned
 from manyhands.spec.load import PLAN_VARIABLE, environment
 from manyhands.spec.plan_order import PlanOrder
 

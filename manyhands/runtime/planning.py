@@ -20,8 +20,8 @@ from manyhands.data.order import slices_of
 from manyhands.parallel.blocks import blocks_of as gathered_blocks
 from manyhands.parallel.cutting import Inputs, Part, shared_between
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
-from manyhands.parallel.peaks import Counted, Peaks, divided, in_shards, one_copy, replica
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.peaks import Counted, Peaks, divided, gathered, in_shards, one_copy, replica
+from manyhands.parallel.pipelined import blocks_of, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
@@ -32,7 +32,7 @@ from manyhands.runtime import process
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.usage import held_bytes
 from manyhands.strategies.choices import Sharded
-from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, grid_of, microbatches
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, as_sharded, grid_of, microbatches
 
 __all__ = ["LayerPlan", "ModelPlan", "WorkerPlan", "base_bytes", "plan_model"]
 
@@ -112,14 +112,16 @@ def plan_model(
 
     `base` says what a worker has without a model; asked when all is counted, because counting loads some of torch.
     """
-    grid = grid_of(choice, workers)
-    split = plan_tensor(model, grid.tensor, getattr(choice, "rules", None)) if grid.tensor > 1 else None
+    grid, name = grid_of(choice, workers), choice.name
+    choice = as_sharded(choice, grid) or choice
+    rules, sequence = getattr(choice, "rules", None), getattr(choice, "sequence", False)
+    split = plan_tensor(model, grid.tensor, rules, sequence=sequence) if grid.tensor > 1 else None
     stages = _Stages(model, choice, grid, sample, slices) if grid.pipeline > 1 else None
-    layers = list(_layers(model, choice, workers, split, stages))
+    layers = list(_layers(model, choice, grid.data, split, stages))
     weigher = _Weigher(model, optimizer, choice, grid, layers, sample, stages, slices)
     has = base()
     return ModelPlan(
-        strategy=choice.name,
+        strategy=name,
         workers=workers,
         layers=layers,
         memory=[weigher.worker(rank, has) for rank in range(workers)],
@@ -136,7 +138,8 @@ class _Stages:
         inputs = learn_inputs(sample.call, model, sample.batch)
         count = grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
         blocks = blocks_of(model, inputs, count, choice.cuts or ())
-        costs = measure(blocks, inputs) if not choice.cuts and len(blocks.names) > count else None
+        measured = not choice.cuts and len(blocks.names) > count
+        costs = sample.measure(model, blocks, inputs) if measured else None
         self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs)
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
@@ -189,10 +192,10 @@ def _call(part: Part, inputs: Inputs, carried: Any) -> Any:
 
 
 def _layers(
-    model: nn.Module, choice: Any, workers: int, split: TensorPlan | None, stages: _Stages | None
+    model: nn.Module, choice: Any, replicas: int, split: TensorPlan | None, stages: _Stages | None
 ) -> list[LayerPlan]:
     by_tensor = {layer.name: layer for layer in split.layers} if split is not None else {}
-    blocks = set(gathered_blocks(model)) if _is_fully_sharded(choice) else set()
+    blocks = set(gathered_blocks(model)) if _is_fully_sharded(choice) and stages is None else set()
     found, seen = [], set[int]()
     for name, module in model.named_modules():
         own = [
@@ -204,8 +207,8 @@ def _layers(
         size, layer = num_bytes(own), by_tensor.get(name)
         kind, per_worker, why = (layer.kind, layer.bytes_per_rank, layer.why) if layer else ("whole", size, "")
         if _is_fully_sharded(choice):
-            kind, per_worker = "shard", -(-size // workers)
-            why = f"gathered with {name}" if name in blocks else ""
+            kind, per_worker = f"{kind}, shard" if layer and kind != "whole" else "shard", -(-per_worker // replicas)
+            why = f"gathered with {name}" if name in blocks else why
         stage = stages.of(name) if stages is not None else None
         found.append(
             LayerPlan(name or type(module).__name__, type(module).__name__, kind, stage, size, per_worker, why)
@@ -214,7 +217,10 @@ def _layers(
 
 
 def _is_fully_sharded(choice: Any) -> bool:
-    return isinstance(choice, Sharded) and choice.level == "parameters"
+    """Whether workers have parts of the weights between steps; in a mesh they do at every level."""
+    return (isinstance(choice, Sharded) and choice.level == "parameters") or (
+        isinstance(choice, Mesh) and choice.level is not None
+    )
 
 
 class _Weigher:
@@ -234,18 +240,18 @@ class _Weigher:
         self._choice, self._grid, self._layers, self._stages = choice, grid, layers, stages
         tensors = [*model.parameters(), *model.buffers()]
         self._whole, self._largest = num_bytes(tensors), max((num_bytes([one]) for one in tensors), default=0)
-        self._all_gradients = num_bytes(param for param in model.parameters() if param.requires_grad)
-        self._trained = self._all_gradients / max(1, self._whole)
+        self._trained = num_bytes(one for one in model.parameters() if one.requires_grad) / max(1, self._whole)
         found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
         self._per_weight = max(states_per_weight(one) for one in found)
-        self._block = _gathered_bytes(model) if _is_fully_sharded(choice) else 0
+        self._by_block = _is_fully_sharded(choice) and stages is None and choice.level == "parameters"
+        self._block = _gathered_bytes(model) // grid.tensor if self._by_block else 0
         self._kept = kept_for_backward(model, sample.call, sample.batch)
         self._count = slices or grid.data * microbatches(choice, grid)
 
     def worker(self, rank: int, base: int) -> WorkerPlan:
         place, own = self._grid.place(rank), self._counted(rank)
         peaks = self._peaks(own, place.pipeline)
-        counted = (own.weights, own.gradients * own.partials, own.states, own.activations)
+        counted = (*self._in_step(own), own.states, own.activations)
         total = base + max(peaks)
         return WorkerPlan(rank, place.pipeline, place.data, place.tensor, *counted, base, *peaks, total, peaks.largest)
 
@@ -266,17 +272,29 @@ class _Weigher:
             is_chief=rank == 0,
         )
 
+    def _in_step(self, own: Counted) -> tuple[int, int]:
+        """Weights and gradients at once: beside parts what is gathered, and sums of several slices in full."""
+        replicas = self._grid.data
+        if not _is_fully_sharded(self._choice):
+            return own.weights, own.partials * own.gradients
+        if self._by_block:
+            return own.weights + 2 * self._block, own.gradients * (1 + (own.partials - 1) * replicas)
+        return own.weights * (1 + replicas), own.partials * own.gradients * replicas
+
     def _mine(self, stage: int) -> list[LayerPlan]:
         return [one for one in self._layers if self._stages is None or self._stages.rank_of(one.stage) == stage]
 
     def _peaks(self, own: Counted, stage: int) -> Peaks:
+        gradients = own.gradients * self._grid.data
+        if self._by_block:
+            return in_shards(own, block=self._block, gradients=gradients)
+        if _is_fully_sharded(self._choice):
+            return gathered(own, weights=own.weights * self._grid.data, gradients=gradients)
         if isinstance(self._choice, DIVIDED):
             layers = (layer.bytes_per_worker for layer in self._mine(stage))
             tied = _Tied(0, 0) if self._stages is None else self._stages.tied(stage)
             largest = min(self._largest, max(tied.elsewhere, *layers, 0))
             return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data)
-        if self._block:
-            return in_shards(own, block=self._block, gradients=self._all_gradients)
         if self._choice.name in ONE_COPY and self._grid.data > 1:
             return one_copy(own, workers=self._grid.data)
         return replica(own)

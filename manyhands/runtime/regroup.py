@@ -10,29 +10,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
-import torch
-from torch import Tensor
 
-from manyhands.comm.axis import Axis
+from manyhands.comm.mesh import Formation, left_over, parts_without
 from manyhands.control.session import Session
-from manyhands.errors import PeerLost
-from manyhands.events import RoundRestarted
+from manyhands.errors import PartLost, PeerLost, PeerTimeout
+from manyhands.events import RoundRestarted, Warned
 from manyhands.parallel.holding import Mapped
+from manyhands.parallel.spread import Division
+from manyhands.runtime.given_state import take_shared
+from manyhands.runtime.handover import hand_over, words
 from manyhands.runtime.worker import Worker
 from manyhands.spec.seat import Group
-from manyhands.strategies.base import StepStats
+from manyhands.strategies.divided import Mesh
 
 if TYPE_CHECKING:
     from manyhands.runtime.training import Training
 
-__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide", "take_shared"]
+__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide"]
 
 # While there is no coordinator, changes wait, and so does a worker that has lost its group.
 NEXT_GROUP_S = 600.0
+# A process takes seconds to come; a host that was restarted, a minute.
+REPLACEMENT_S = 60.0
 # A call may take its hours; beyond that, something is wrong with the run.
 CALL_S = 24 * 3600.0
 
@@ -44,6 +47,10 @@ class Dismissed(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class _Incomplete(PeerLost):
+    """The group lacks workers that it takes to train."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -60,6 +67,8 @@ class Standing(msgspec.Struct, frozen=True):
     division: str = ""
     """The group that divided the step it is in the middle of; empty: it is in none."""
     mapped: Mapped | None = None
+    parts: Division | None = None
+    """How the model is divided, of one that has a part."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -77,23 +86,6 @@ class Arrival(NamedTuple):
     """Everybody has the result of what this worker is in the middle of."""
 
 
-class _Shape(msgspec.Struct):
-    name: str
-    dtype: str
-    shape: list[int]
-    stride: list[int]
-    at: tuple[str, int] | None = None
-    """Where it lies in shared memory; None: it is sent."""
-
-
-class _State(msgspec.Struct):
-    parts: dict[str, Any]
-    tensors: list[_Shape]
-    slices: int
-    stats: dict[str, Any]
-    """Of the last committed step."""
-
-
 def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, Arrival]:
     """Whose state the others get (None: nobody has one), whether anybody needs it, and what it means for `rank`."""
     mine = standings[rank]
@@ -104,8 +96,11 @@ def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, 
     source = next(i for i, one in enumerate(standings) if one.has_state and one.step == newest)
     behind = [not one.has_state or one.step < newest for one in standings]
     same = mine.division != "" and not any(behind) and all(one.division == mine.division for one in standings)
-    all_done = all(one.place > mine.place or (one.place == mine.place and one.done) for one in standings)
-    return source, any(behind), Arrival(received=behind[rank], same_step=same, all_done=all_done)
+    return source, any(behind), Arrival(behind[rank], same_step=same, all_done=_all_done(standings, mine))
+
+
+def _all_done(standings: Sequence[Standing], mine: Standing) -> bool:
+    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in standings)
 
 
 class Regrouping:
@@ -117,6 +112,9 @@ class Regrouping:
         self._has_state = False
         self._operation = 0
         self.division = ""
+        self._takes_newcomers = True
+        self._is_short = False
+        """Nobody of this worker's group can train before others have come."""
         self._listeners: list[Callable[[], None]] = []
 
     # ---- what callers use ----
@@ -170,24 +168,46 @@ class Regrouping:
                 self._worker.axis.barrier(f"end of {self._worker.place}")
                 return results[0]
             except PeerLost:
-                if self.go_over(done=bool(results)).all_done:
+                if self.go_over(done=bool(results), in_step=False).all_done:
                     return results[0]
                 results.clear()
 
-    def go_over(self, *, done: bool = False, after_loss: bool = True) -> Arrival:
-        """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it."""
+    def go_over(self, *, done: bool = False, after_loss: bool = True, in_step: bool = True) -> Arrival:
+        """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it.
+
+        Between steps, or in one, members of a divided model can have newcomers among them; with `in_step` False not.
+        """
+        self._takes_newcomers = in_step
         undone = self.training.go_back() if after_loss and self.training is not None else 0
         while True:
-            group = self._session.await_group(NEXT_GROUP_S, stranded=after_loss)
+            group = self._next_group(stranded=after_loss)
             if group.rank < 0:
                 raise Dismissed
             try:
                 arrival = self._arrive(group, done)
+            except _Incomplete:
+                after_loss = False  # nobody is to be found gone: others have to come
             except PeerLost:
                 after_loss = True  # another member was lost meanwhile: there will be a newer group
             else:
                 self._tell_restart(undone, after_loss)
                 return arrival
+
+    def _next_group(self, *, stranded: bool) -> Group:
+        """Those who cannot train with what is left wait for a replacement: for as long as the run does, or as they may.
+
+        Where fewer would do, they are as many as it takes in the next attempt.
+        """
+        seat = self._session.seat
+        if not self._is_short or seat.least_workers == seat.most_workers:
+            return self._session.await_group(NEXT_GROUP_S, stranded=stranded)
+        try:
+            return self._session.await_group(REPLACEMENT_S, stranded=stranded)
+        except PeerTimeout as nobody:
+            raise PartLost(
+                f"Nobody came within {REPLACEMENT_S:g} s in place of workers that were lost: what is left goes on from "
+                "the last checkpoint."
+            ) from nobody
 
     def _tell_restart(self, undone: int, after_loss: bool) -> None:
         """Also where nothing was undone here: a chief that was lost may have recorded a step more."""
@@ -195,14 +215,29 @@ class Regrouping:
         if after_loss and training is not None and training.engine.goes_back and self._has_state:
             self._worker.emit(RoundRestarted(time_s=time.time(), step=training.progress.step, steps=undone))
 
+    def find_place(self) -> None:
+        """Where an attempt begins with more workers than whole replicas take, those who are left over go."""
+        worker = self._worker
+        while worker.is_elastic and not worker.is_waiting and worker.formation is None:
+            if worker.session.seat.slot in left_over(worker.one_replica, worker.group.slots):
+                text = f"The worker in slot {worker.session.seat.slot} is left over, and goes: the others are enough."
+                worker.tell(Warned(text=text))
+                raise Dismissed
+            worker.enter(self._session.await_group(NEXT_GROUP_S))
+
     def wait_for_admission(self) -> bool:
         """A worker that was started into a running run waits here. False: the run has finished this call without it."""
+        if self._worker.is_divided and not isinstance(self._worker.strategy, Mesh):
+            self.wait_for_end_of_call()  # its parts are as many as the attempt began with
+            return False
         while self._worker.rank < 0:
             group = self._session.offer(self._worker.call, NEXT_GROUP_S)
             if group is None:
                 return False
             try:
                 self._arrive(group, done=False)
+            except _Incomplete:
+                self.go_over(after_loss=False)
             except PeerLost:
                 self.go_over()
         assert self._has_state, "admitted to a group of which nobody has a state"
@@ -231,9 +266,9 @@ class Regrouping:
     def _arrive(self, group: Group, done: bool) -> Arrival:
         worker, training = self._worker, self.training
         worker.enter(group)
-        mine = self._standing(done)
-        told = worker.axis.all_gather_bytes("standings", msgspec.msgpack.encode(mine))
-        standings = [msgspec.msgpack.decode(data, type=Standing) for data in told]
+        if worker.is_divided:
+            return self._arrive_in_parts(group, done)
+        standings = self._tell_standings(done)
         source, needed, arrival = decide(standings, group.rank)
         if any(one.has_state and one.mapped is None for one in standings):
             _ = worker.network  # connected by all at the same time: a newcomer asks for it later than the others
@@ -245,6 +280,50 @@ class Regrouping:
             listener()
         return arrival
 
+    def _arrive_in_parts(self, group: Group, done: bool) -> Arrival:
+        """The same where each has a part of the model, and gets the state of one that has the same part."""
+        worker, training, mine = self._worker, self.training, self._standing(done)
+        assert training is not None
+        formation = self._form(group)
+        standings = self._tell_standings(done)
+        division = next((one.parts for one in standings if one.parts is not None), None)
+        handover = hand_over(standings, formation)
+        if handover is None or division is None:
+            raise PartLost("No step of the run is known whole any more: it goes back to its last checkpoint.")
+        if not self._takes_newcomers and not all(one.has_state for one in standings):
+            raise _lost_outside_of_steps()
+        training.take_part(division)
+        line, takes = formation.line(group.rank, "data"), handover.takes[group.rank]
+        if any(handover.takes[rank] for rank in line):
+            source = line.index(handover.givers[group.rank])
+            take = take_shared(worker.replicas, training, source, with_hooks=not self._has_state, own=True)
+            if takes:
+                take()
+                training.keep()
+                self._operation, self.division, self._has_state = 0, "", True
+        for listener in (self._regrouped, *self._listeners):
+            listener()
+        received = takes and (not mine.has_state or mine.step < handover.step)
+        return Arrival(received, same_step=False, all_done=_all_done(standings, mine))
+
+    def _form(self, group: Group) -> Formation:
+        """Who stands where in this group; `_Incomplete` if it takes others before anybody can train."""
+        worker, replica = self._worker, self._worker.one_replica
+        if lost := parts_without(replica, group.slots):
+            told = "; ".join(words(part, replica) for part in lost)
+            raise PartLost(f"No living worker has {told}; the last checkpoint has all of the model")
+        self._is_short = worker.formation is None
+        if worker.formation is not None:
+            return worker.formation
+        if not self._takes_newcomers:
+            raise _lost_outside_of_steps()
+        worker.report(self.training.progress.step if self.training is not None else 0, "waiting for workers")
+        raise _Incomplete("Workers are missing.")
+
+    def _tell_standings(self, done: bool) -> list[Standing]:
+        told = self._worker.axis.all_gather_bytes("standings", msgspec.msgpack.encode(self._standing(done)))
+        return [msgspec.msgpack.decode(data, type=Standing) for data in told]
+
     def _standing(self, done: bool) -> Standing:
         training = self.training
         return Standing(
@@ -255,6 +334,7 @@ class Regrouping:
             has_state=self._has_state,
             division=self.division,
             mapped=training.engine.held.mapped if training is not None and self._has_state else None,
+            parts=training.division if training is not None and self._has_state else None,
         )
 
     def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
@@ -268,51 +348,8 @@ class Regrouping:
             self._operation, self.division, self._has_state = 0, "", True
 
 
-def take_shared(
-    axis: Axis, training: Training | None, source: int, *, with_hooks: bool = False, from_shared_memory: bool = True
-) -> Callable[[], None]:
-    """Have everybody see the state of rank `source`. What is returned makes this worker take it over.
-
-    With `from_shared_memory`, which ranks of one host have in common, tensors that lie there are not sent.
-    """
-    sends = axis.rank == source
-    tensors: dict[str, Tensor] = {}
-    data = b""
-    if sends:
-        assert training is not None
-        tensors, data = _packed(training, from_shared_memory)
-    state = msgspec.msgpack.decode(axis.all_gather_bytes("state", data)[source], type=_State)
-    if not sends:
-        tensors = {one.name: _empty(one) for one in state.tensors if one.at is None}
-    axis.broadcast_([tensors[one.name] for one in state.tensors if one.at is None], "state", source=source)
-
-    def take() -> None:
-        assert training is not None
-        for one in state.tensors:
-            if one.at is not None:
-                tensors[one.name] = training.engine.held.shared_tensor(one.at, one.shape, one.stride)
-        training.slices = state.slices
-        training.take(state.parts, tensors, with_hooks=with_hooks)
-        training.last_stats = StepStats(**state.stats)
-
-    return take
-
-
-def _packed(training: Training, from_shared_memory: bool) -> tuple[dict[str, Tensor], bytes]:
-    rows = training.engine.served_rows
-    with rows.telling_peers() if rows is not None else nullcontext():
-        tensors, parts = training.parts()
-    where = training.engine.held.where if from_shared_memory else lambda tensor: None
-    shapes = [_shape(name, one, where(one)) for name, one in tensors.items()]
-    last = training.last_stats
-    stats = {} if last is None else {name: getattr(last, name) for name in ("grad_norm", "skipped", "stop", "lr")}
-    known = {"loss": last.loss if last else 0.0, "rows": last.rows if last else 0, **stats}
-    return tensors, msgspec.msgpack.encode(_State(parts, shapes, training.slices, known))
-
-
-def _shape(name: str, one: Tensor, where: tuple[str, int] | None) -> _Shape:
-    return _Shape(name, str(one.dtype).removeprefix("torch."), list(one.shape), list(one.stride()), where)
-
-
-def _empty(one: _Shape) -> Tensor:
-    return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+def _lost_outside_of_steps() -> PartLost:
+    return PartLost(
+        "A worker was lost while all of them saved, evaluated or got ready, which no other can join: the run goes back "
+        "to its last checkpoint."
+    )

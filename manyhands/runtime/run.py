@@ -19,10 +19,8 @@ from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
-from manyhands.data.rows import RowSource
 from manyhands.data.source import InputContext, Source, as_source
-from manyhands.data.streams import StreamSource
-from manyhands.errors import CheckpointMismatch, DataError, PeerLost, SpecError
+from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
@@ -38,13 +36,16 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
+from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, mode_of
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
-from manyhands.runtime.worker import StrategyChoice, Worker
+from manyhands.runtime.worker import Worker
+from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import microbatches
 from manyhands.strategies.replicated import Replicated
+from manyhands.strategies.served import has_backups
 
 __all__ = ["Run"]
 
@@ -127,8 +128,10 @@ class Run:
                 slices=spec.train.slices or self._default_slices(),
                 precision=spec.train.precision,
                 script=sys.argv[0],
+                backup=has_backups(worker.strategy),
             )
         )
+        self.regrouping.find_place()
         self.calls = Calls(worker.run_dir / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
@@ -143,7 +146,7 @@ class Run:
             loaded = load_newest(self.worker) if resume else None
             training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
         except PeerLost:
-            if not self.worker.is_elastic:
+            if not self.worker.is_elastic or self.worker.is_divided:  # its model may be divided half-way
                 raise
             self._set_up_for_joining()
             if not self.regrouping.go_over().received:
@@ -192,7 +195,7 @@ class Run:
             set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
         if worker.is_elastic:
-            _check_elastic(optimizer, spec.comm.reducer)
+            check_elastic(optimizer, spec.comm.reducer)
         if spec.train.precision == "fp16" and worker.device.type == "cpu":
             operation, factor = fp16_slowdown()
             worker.warn(
@@ -211,15 +214,24 @@ class Run:
         except PeerLost:
             engine.abandon()
             raise
-        divided = engine.divided if isinstance(engine, Replicated) else None
+        has_part = worker.is_divided and joining  # which one, others tell
+        divided = engine.divided if isinstance(engine, Replicated) and not has_part else None
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
             log_placement(worker, whole.placement())
-        if engine.held.common is not None or divided is not None:
+        if divided is not None or (not has_part and engine.held.common is not None):
             process.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
         training = Training(
-            worker, model, optimizer, scheduler, engine, self._hooks, slices, pacing, whole if divided else None
+            worker,
+            model,
+            optimizer,
+            scheduler,
+            engine,
+            self._hooks,
+            slices,
+            pacing,
+            whole if divided or has_part else None,
         )
         training.meter.predicted = self._predicted
         return training
@@ -248,14 +260,9 @@ class Run:
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
             return choice.aggregate
-        if _mode(worker.strategy) == "async":
+        if mode_of(worker.strategy) == "async":
             return self.spec.train.accumulate
-        return self.spec.train.accumulate * self._most_replicas * microbatches(worker.strategy, worker.grid)
-
-    @property
-    def _most_replicas(self) -> int:
-        """How many workers, or groups of workers, may ever share a batch."""
-        return self.worker.num_replicas if self.worker.is_divided else self.worker.most_workers
+        return self.spec.train.accumulate * worker.most_replicas * microbatches(worker.strategy, worker.grid)
 
     def announce(self, call: str, total_steps: int | None) -> None:
         worker, slices = self.worker, self.ready().slices
@@ -273,9 +280,9 @@ class Run:
                 attempt=worker.session.seat.attempt,
                 total_steps=total_steps,
                 call=call,
-                machine=worker.machine(),
+                machine=machine_of(worker),
                 exact=self.spec.train.exact,
-                mode=_mode(worker.strategy),
+                mode=mode_of(worker.strategy),
                 depends_on_slices=randomness_in(self.parts.model),
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
@@ -310,7 +317,7 @@ class Run:
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
         if per_worker is not None:
-            return per_worker * self._most_replicas
+            return per_worker * self.worker.most_replicas
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
             raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
@@ -321,9 +328,9 @@ class Run:
             raise DataError("Either epochs or steps must be given.", fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
-            _check_balance(source)
+            check_balance(source)
         if self.worker.strategy.leases:
-            _check_leasable(source)
+            check_leasable(source)
         return Batches(
             source,
             batch_size=batch_size,
@@ -370,49 +377,3 @@ class Run:
             device=worker.device,
             exchange=worker if worker.num_replicas > 1 else None,
         )
-
-
-def _check_balance(source: Source) -> None:
-    if isinstance(source, ApartSource):
-        raise DataError(
-            "balance moves slices between workers, but this data is a function of the worker.",
-            fix=["data that is the same on every worker; manyhands shares out the rows", "balance=False"],
-        )
-    if isinstance(source, StreamSource) and source.num_workers:
-        raise DataError(
-            "balance moves slices between workers, but the process that reads a stream ahead knows one worker's only.",
-            fix=["num_workers=0", "data with a length", "balance=False"],
-        )
-
-
-def _check_leasable(source: Source) -> None:
-    """Under parameter servers any worker computes any slice, at any time."""
-    if not isinstance(source, RowSource) or source.shared:
-        raise DataError(
-            "Parameter servers hand out batches by number, but this data can only be read from its beginning, or "
-            "some workers lack some of it.",
-            fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
-        )
-
-
-def _check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
-    """A step that is lost half-way must leave everything as it was, and nobody may have what the others lack."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise SpecError(
-            "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
-            where="elastic",
-            fix=["another optimizer", "a run without elastic="],
-        )
-    if reducer == "int8":
-        raise SpecError(
-            'With reducer="int8" every worker keeps what it left out so far, which is lost with it.',
-            where="elastic",
-            fix=['reducer="exact" or "bf16"', "a run without elastic="],
-        )
-
-
-def _mode(strategy: StrategyChoice) -> str:
-    """What the mode of parameter servers comes to."""
-    if not isinstance(strategy, ParameterServer):
-        return "async" if strategy.leases else ""
-    return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -31,6 +31,10 @@ from manyhands.spec.run import CheckpointSection
 __all__ = ["Checkpoints", "Saver", "load_newest"]
 
 
+# One that fails is not tried again at once.
+LOGS_WAIT_S = 2.0
+
+
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     """When to save and what to keep. One is always committed before step 1 and when `fit` ends."""
 
@@ -95,6 +99,13 @@ class Saver:
             self._wanted = True
         else:
             self._save(wait=False)
+
+    def save_for_logs(self) -> None:
+        """For all that servers may lose: this is asked for until there is a checkpoint, and one that is being written
+        will do.
+        """
+        if self._writer is not None and not self._writer.busy and time.monotonic() - self._last_s >= LOGS_WAIT_S:
+            self._wanted = True
 
     def save_now(self, *, required: bool = False) -> None:
         """Save and wait. With `required`, a failed save is an error; else it is told and training goes on.

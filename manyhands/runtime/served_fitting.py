@@ -95,7 +95,7 @@ class ServedFit(Fit):
         self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
         if servers := self._engine.keeps_servers:
             self._worker.warn(
-                f'The run goes on with {servers} servers: with durability="wal" their number is that of the log. '
+                f"The run goes on with {servers} servers: where they write a log, their number is that of the log. "
                 "Stop the run, and start it again with another --servers."
             )
 
@@ -120,6 +120,8 @@ class ServedFit(Fit):
             reply = engine.ask(self._wish)
             for done in reply.done:
                 self._hear(done)
+            if reply.save:
+                self._steps.saver.save_for_logs()
             if reply.meet is not None:
                 self._why = reply.why
                 return

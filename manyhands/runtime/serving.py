@@ -23,8 +23,9 @@ from manyhands.control.session import RunFacts, Session
 from manyhands.control.spare import READY
 from manyhands.errors import ServerStateLost
 from manyhands.events import ServerWentOn, Warned
+from manyhands.parallel.log_places import Backups, FromBackup
 from manyhands.parallel.row_server import RowServer
-from manyhands.parallel.served_log import log_of, saved_step
+from manyhands.parallel.served_log import ServedLog, log_of, saved_step
 from manyhands.parallel.served_memory import Attendance, StateTorn
 from manyhands.parallel.served_messages import FromServer, FromWorker, Number
 from manyhands.parallel.served_server import PartServer
@@ -33,6 +34,7 @@ from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.variables import write_variables
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.served import has_backups
 from manyhands.strategies.stretched import way_of
 
 __all__ = ["serve"]
@@ -54,6 +56,7 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             precision=spec.train.precision,
             script=sys.argv[0],
             spare=choice.keeps_spare(session.seat.num_hosts),
+            backup=has_backups(choice),
         )
     )
     make_server = _prepare(worker, session, parts, scheduler)
@@ -96,7 +99,6 @@ def _prepare(
     outer = way.make_outer if way is not None else None  # the script's optimizer is each worker's own then
     optimizer = parts.make_optimizer(model) if outer is None else outer(model.parameters())
     schedule = scheduler(optimizer) if scheduler is not None and outer is None else None
-    keeps_log = isinstance(strategy, ParameterServer) and strategy.durability == "wal" and not worker.in_trial
     return lambda number: PartServer(
         number,
         model,
@@ -107,8 +109,24 @@ def _prepare(
         place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
         foreign=foreign_state(model),
         seed=spec.run.seed,
-        log=log_of(session.run_dir, number) if keeps_log else None,
+        log=_log(worker, session, strategy, number),
     )
+
+
+def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD, number: int) -> ServedLog | None:
+    if worker.in_trial or not isinstance(strategy, ParameterServer) or not strategy.keeps_log:
+        return None
+    if strategy.durability == "wal":
+        return log_of(session.run_dir, number)
+    context: zmq.Context[Any] = zmq.Context()
+
+    def connect(address: str) -> Port[FromBackup]:
+        return open_port(context, zmq.DEALER, address, FromBackup, curve=session.as_client)
+
+    def tell(text: str) -> None:
+        worker.tell(Warned(text=f"server {number}: {text}"))
+
+    return log_of(session.run_dir, number, Backups(number, lambda: session.backups, connect), tell)
 
 
 class _Serving:

@@ -19,6 +19,7 @@ from manyhands.data.source import split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
+from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
@@ -28,8 +29,8 @@ from manyhands.runtime.saving import Checkpoints, Saver
 from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
+from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.stretched_fitting import StretchedFit
-from manyhands.runtime.worker import StrategyChoice, enter
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn

@@ -24,6 +24,7 @@ from manyhands.errors import CheckpointMismatch, ManyhandsError
 from manyhands.events import Divided, StepDone, Straggler
 from manyhands.native import why_not
 from manyhands.parallel.balance import Slow
+from manyhands.parallel.spread import Division
 from manyhands.runtime.engines import AnyEngine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
@@ -45,6 +46,7 @@ from manyhands.runtime.usage import Meter
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import Engine, StepStats
+from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import Served
 
 __all__ = ["Progress", "Training"]
@@ -200,7 +202,7 @@ class Training:
     def regrouped(self) -> None:
         """This worker's rank, or their number, is another now."""
         self.meter.move(self.worker.rank, self.worker.world_size)
-        self.pacing.regrouped(self.worker.world_size)
+        self.pacing.regrouped(self.worker.num_replicas)
 
     def tell_used(self, *, ended: bool = False) -> None:
         """Tell watchers what this worker used since the meter was started."""
@@ -262,16 +264,33 @@ class Training:
             self.worker.axis.broadcast_([weight], f"{name} of the file")
             yield name, weight
 
-    def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def take_part(self, known: Division) -> None:
+        """Of a model that others train already, divided like this; after that, have the same one in another group."""
+        assert self.whole is not None and isinstance(self.engine, Replicated)
+        axis = self.worker.replicas
+        if self.engine.has_part:
+            self.worker.connect_lasting()
+            self.engine.regroup(axis, None)
+        else:
+            divided = self.engine.take_part(axis, known)
+            self.whole.divided(divided.shares, divided.present)
+
+    @property
+    def division(self) -> Division | None:
+        """How the model is divided, as far as it follows from no setting."""
+        spread = getattr(self.engine, "spread", None)
+        return spread.division if spread is not None and spread.is_divided else None
+
+    def parts(self, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies.
 
-        Of a divided model they are announced: `whole.bring` has their values.
+        Of a divided model they are announced: `whole.bring` has their values. With `own`, this worker's part of them.
         """
         if self.whole is None:
             weights, aliases, extra = model_state(self.model)
             optimizer = optimizer_state(self.optimizer, self._names)
         else:
-            weights, aliases, extra, optimizer = self.whole.gathered()
+            weights, aliases, extra, optimizer = self.whole.own() if own else self.whole.gathered()
         tensors = {f"model/{name}": value for name, value in weights.items()}
         rest = {
             "model_extra": extra,
@@ -311,15 +330,17 @@ class Training:
         self.take(loaded.state, tensors, with_hooks=True)
         self.progress.agreed = self.progress.step  # everybody has what the chief has read
 
-    def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool) -> None:
-        """Become what `parts` told of. A divided model's weights are in their places already."""
+    def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool, own: bool = False) -> None:
+        """Become what `parts` told of. A divided model's weights are in their places already, but for `own` ones."""
         rest = unpack(state["training"], tensors)
-        if self.whole is None:
-            named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
-            weights = {name.removeprefix("model/"): one for name, one in named}
+        named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
+        weights = {name.removeprefix("model/"): one for name, one in named}
+        if self.whole is not None and own:
+            self.whole.take_own(weights)
+        elif self.whole is None:
             tied = {name: weights[first] for name, first in rest["aliases"].items()}
             self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
-        self._restore_optimizer(rest["optimizer"])
+        self._restore_optimizer(rest["optimizer"], whole=not own)
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])
         self.engine.restore(rest["strategy"])
@@ -350,9 +371,9 @@ class Training:
         self.hooks.restore(self._hook_states)
         self._hook_states = []
 
-    def _restore_optimizer(self, saved: dict[str, Any]) -> None:
+    def _restore_optimizer(self, saved: dict[str, Any], *, whole: bool) -> None:
         try:
-            mine = saved if self.whole is None else self.whole.part_of(saved)
+            mine = self.whole.part_of(saved) if self.whole is not None and whole else saved
             restore_optimizer(self.optimizer, mine, self._names)
         except (KeyError, ValueError) as error:
             raise CheckpointMismatch(

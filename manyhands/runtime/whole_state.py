@@ -38,7 +38,7 @@ class _Told(msgspec.Struct):
 
 
 class Gathered(NamedTuple):
-    """What there is, on the chief: tensors are announced, and have no values."""
+    """What there is: on the chief announced, without values; or of one worker."""
 
     weights: dict[str, Tensor]
     aliases: dict[str, str]
@@ -150,6 +150,16 @@ class WholeState:
                 for one in mine:
                     one.copy_(part)
         return kept
+
+    def own(self) -> Gathered:
+        """What this worker has, for one that is to have the same part."""
+        return Gathered(dict(self._local()), {}, self._extra, optimizer_state(self._optimizer, self._names))
+
+    def take_own(self, weights: Mapping[str, Tensor]) -> None:
+        """Have what such a one has told of."""
+        with torch.no_grad():
+            for name, mine in self._local():
+                mine.copy_(weights[name])
 
     def part_of(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """Of a whole optimizer's state what concerns this worker's weights."""

@@ -1,74 +1,43 @@
 """This process's place in a run: its rank, its device, its line to the launcher, and the ranks it talks to.
 
-`enter` is what `Trainer` and `join` call first. In a process that an agent started it takes the seat; alone it runs
-solo, and when more workers are asked for, or a cluster is described, the process becomes the launcher and never
-returns. Start reading at `enter`.
+How a process comes to be one is `entering`'s business. Start reading at `Worker`.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from manyhands.comm.axis import Axis, connect
-from manyhands.comm.mesh import Grid
+from manyhands.comm.axis import Axis, Following, connect
+from manyhands.comm.mesh import Formation, Grid, by_slots, in_order
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
+from manyhands.comm.values import Messages, Values
 from manyhands.control.session import RunFacts, Session
-from manyhands.errors import EnvironmentProblem, Preempted, SpecError, UsageError
+from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
 from manyhands.parallel.shared_gradients import Sharing
-from manyhands.runtime import launch, process
-from manyhands.runtime.late_compiler import load_compiler_late
+from manyhands.runtime import process
 from manyhands.runtime.recorder import Recorder
-from manyhands.runtime.server import Server
-from manyhands.runtime.solo import Solo, watch_ending
+from manyhands.runtime.solo import Solo
+from manyhands.runtime.strategy_names import Planned, StrategyChoice
+from manyhands.runtime.worker_words import last_heard
 from manyhands.spec import load
-from manyhands.spec.check_order import order_of_this_worker
-from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
-from manyhands.spec.plan_order import PlanOrder, plan_order
-from manyhands.spec.run import AVERAGING, RunSpec
-from manyhands.spec.seat import Group, Seat
-from manyhands.strategies.choices import (
-    CentralStorage,
-    LocalSGD,
-    Mirrored,
-    MultiWorker,
-    ParameterServer,
-    Sharded,
-    Single,
-)
-from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of
+from manyhands.spec.run import RunSpec
+from manyhands.spec.seat import Group
+from manyhands.strategies.divided import DIVIDED, Mesh, grid_of, replica_of
 
-__all__ = ["StrategyChoice", "Worker", "as_strategy", "enter", "seated"]
-
-StrategyChoice = (
-    Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
-)
-_STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
-    "single": Single,
-    "mirrored": Mirrored,
-    "multi_worker": MultiWorker,
-    "parameter_server": ParameterServer,
-    "local_sgd": LocalSGD,
-    "diloco": partial(LocalSGD, outer="nesterov"),
-    "tensor": Tensor,
-    "pipeline": Pipeline,
-    "mesh": Mesh,
-    "sharded": Sharded,
-    "central_storage": CentralStorage,
-}
+__all__ = ["Worker", "seated"]
 
 # Long enough for the chief to write or read the largest checkpoint; a dead chief ends the run long before.
 CHIEF_TIMEOUT_S = 3600.0
@@ -116,6 +85,8 @@ class Worker:
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
+        self._formation: Formation | None = None
+        self._lasting: list[Callable[[], Axis]] = []
 
     rank = property(lambda self: self.session.group.rank)
     world_size = property(lambda self: self.session.group.world_size)
@@ -126,9 +97,39 @@ class Worker:
         return self.session.group
 
     @property
+    def formation(self) -> Formation | None:
+        """Who stands where; None: too many are missing to train. A slot of an elastic run stands for a place.
+
+        Where the strategy does not divide the model, each worker is a replica of it.
+        """
+        if self._formation is None:
+            if self.is_elastic and self.is_divided:
+                enough = self.world_size >= self.session.seat.least_workers
+                self._formation = by_slots(self.one_replica, self.group.slots) if enough else None
+            else:
+                self._formation = in_order(grid_of(self.strategy, self.world_size))
+        return self._formation
+
+    @property
+    def one_replica(self) -> Grid:
+        """The workers of one, of a model that is divided; in an elastic run, as it began."""
+        return replica_of(self.strategy, self.session.seat.world_size)
+
+    @property
     def grid(self) -> Grid:
-        """How the workers stand: where the strategy does not divide the model, each is a replica of it."""
-        return grid_of(self.strategy, self.world_size)
+        """How the workers stand; of a waiting one, how they would if all came."""
+        if self.is_waiting and self.is_divided:
+            return self.one_replica._replace(data=self.most_replicas)
+        return self._stand().grid
+
+    @property
+    def spot(self) -> Grid:
+        """Where this worker stands in the grid."""
+        return self._stand().places[int(self.rank)]
+
+    def _stand(self) -> Formation:
+        assert self.formation is not None, "workers are missing, and nobody can train"
+        return self.formation
 
     @property
     def is_divided(self) -> bool:
@@ -138,11 +139,18 @@ class Worker:
     @property
     def replica(self) -> int:
         """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
-        return self.grid.place(self.rank).data if self.is_divided else int(self.rank)
+        return self.spot.data if self.is_divided and not self.is_waiting else int(self.rank)
 
     @property
     def num_replicas(self) -> int:
         return self.grid.data if self.is_divided else int(self.world_size)
+
+    @property
+    def most_replicas(self) -> int:
+        """How many workers, or groups of workers, may ever share a batch."""
+        if not self.is_divided:
+            return self.most_workers
+        return self.most_workers // self.one_replica.size if isinstance(self.strategy, Mesh) else 1
 
     @property
     def is_waiting(self) -> bool:
@@ -157,7 +165,7 @@ class Worker:
         for axis in self._connected.values():
             axis.retire()
         self._connected.clear()
-        self._meetings = 0
+        self._meetings, self._formation = 0, None
         assert isinstance(self.session, Session)
         self.session.enter(group)
         self.why_no_plane = _why_no_plane(group, self.resolved.spec, self.device)
@@ -187,20 +195,53 @@ class Worker:
 
         Through shared memory where they follow one another on this host, which the ones on the tensor axis do.
         """
-        ranks = self.grid.line(self.rank, *axes)
+        ranks = self._stand().line(self.rank, *axes)
         key = f"step along {' and '.join(axes)} from {ranks[0]}"
         if len(ranks) == self.world_size:
             return self.axis
         if key not in self._connected:
             place, size, plane = ranks.index(self.rank), len(ranks), None
-            if size > 1 and ranks == list(range(ranks[0], ranks[0] + size)) and not self.why_no_plane:
+            follow = self.is_elastic or ranks == list(range(ranks[0], ranks[0] + size))
+            if size > 1 and follow and not self.why_no_plane:
                 plane = self._connect_plane(key, place, size)
+            if plane is not None:
+                plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
         return self._connected[key]
 
-    def line_over_sockets(self, *axes: str) -> Axis:
-        """The same workers, for those who send to one another."""
-        return self.among(self.grid.line(self.rank, *axes), f"messages along {' and '.join(axes)}")
+    def messages(self, *axes: str) -> Messages:
+        """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
+        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
+        if self.is_elastic:  # memory between two would outlive one of them, with what was on its way
+            return Values(self.lasting(lambda: self.among(self._stand().line(self.rank, *axes), "messages")))
+        shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
+        near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
+        if len(near) < 2:
+            return Values(self.among(ranks, "messages"))
+        shared = SharedValues(
+            ranks.index(self.rank),
+            ranks,
+            lambda name, num_bytes: self.session.shared_memory(f"messages {name}", num_bytes, 2),
+            timeout_s=self.resolved.spec.comm.timeout_s,
+            here=self._ranks_here(),
+            missing=self._where_the_others_are,
+        )
+        return shared if len(near) == len(ranks) else MixedValues(shared, Values(self.among(ranks, "messages")), near)
+
+    def lasting(self, find: Callable[[], Axis]) -> Axis:
+        """The workers that `find` gives, for a layer or a stage, which does not ask again when the group changes."""
+        if not self.is_elastic:
+            return find()
+        self._lasting.append(find)
+        return Following(find)
+
+    def connect_lasting(self) -> None:
+        """In a new group, what `lasting` gave in the order in which it did: all workers at the same time."""
+        for find in self._lasting:
+            find()
+
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self.group.hosts) if host == self.group.host]
 
     def among(self, ranks: Sequence[int], purpose: str, timeout_s: float | None = None) -> Axis:
         """These workers, of which this is one, over sockets."""
@@ -236,7 +277,7 @@ class Worker:
         seat = self.session.seat
         if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
             return False
-        can = seat.local_world_size > 1 and self.device.type == "cpu" and not why_not()
+        can = seat.local_world_size > 1 and self._can_share()
         here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
         mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
         everyone = [tuple(map(int, said.split())) for said in self.axis.all_gather_bytes("who shares memory", mine)]
@@ -246,11 +287,15 @@ class Worker:
         self._connected["step on this host"] = here
         return True
 
+    def _can_share(self) -> bool:
+        """Whether workers of a host share memory where there are several hosts."""
+        return self.resolved.spec.comm.plane != "gloo" and self.device.type == "cpu" and not why_not()
+
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
         """For rows that some replicas lack: a group of its own, because these travel while a step is under way."""
         if not self.is_divided:
             return self._axes("rows", torch.device("cpu")).all_gather_bytes(name, data)
-        return self.among(self.grid.line(self.rank, "data"), "rows").all_gather_bytes(name, data)
+        return self.among(self._stand().line(self.rank, "data"), "rows").all_gather_bytes(name, data)
 
     def _axes(self, purpose: str, device: torch.device, *, shared: bool = True) -> Axis:
         key = purpose if shared else f"{purpose} over sockets"
@@ -260,6 +305,8 @@ class Worker:
             # Alone, too, where others may come: they find the weights in shared memory.
             if shared and (group.world_size > 1 or self.is_elastic) and not self.why_no_plane:
                 plane = self._connect_plane(purpose, group.rank, group.world_size)
+            if plane is not None:
+                plane.sockets = lambda: self._axes(purpose, device, shared=False)
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
@@ -274,7 +321,8 @@ class Worker:
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                first_rank=self.rank - rank,
+                ranks=range(self.rank - rank, self.rank - rank + size),
+                here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )
         except EnvironmentProblem as problem:
@@ -324,21 +372,6 @@ class Worker:
             self.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
             if isinstance(self.session, Solo):
                 self.session.recorder = self.recorder
-
-    def machine(self) -> str:
-        """What was chosen for this machine, for the run's first line."""
-        _ = self.axis  # only now is it known whether there is memory to share
-        launch, reducer = self.resolved.spec.launch, self.resolved.spec.comm.reducer
-        allocator = "freed memory kept" if launch.allocator == "keep" else "system allocator"
-        machine = f"{self.device}, {launch.memory_format} memory, {allocator}"
-        if self.world_size == 1:
-            return machine
-        backend = "NCCL" if self.device.type == "cuda" else "Gloo"
-        way = f"over {backend} ({self.why_no_plane})" if self.why_no_plane else "through shared memory"
-        what = "weights" if self.strategy.name in AVERAGING else "gradients"
-        exchange = f", {what} exchanged as {reducer}" if reducer != "exact" else ""
-        divided = f", {self.strategy.divided} divided" if isinstance(self.strategy, Sharded) else ""
-        return f"{machine}, workers talk {way}{exchange}{divided}"
 
     @property
     def stop_requested(self) -> str | None:
@@ -391,13 +424,7 @@ class Worker:
         self.session.close()
 
     def _where_the_others_are(self) -> str:
-        seen = {rank: place for rank, place in self.session.positions().items() if rank != self.rank}
-        if not seen:
-            return "Nothing was heard of the others."
-        return "Last heard: " + "; ".join(
-            f"rank {rank} at step {place.step}, {place.phase}, {place.age_s:.0f} s ago"
-            for rank, place in sorted(seen.items())
-        )
+        return last_heard(self.session.positions(), but=self.rank)
 
 
 def _why_no_plane(group: Group, spec: RunSpec, device: torch.device) -> str:
@@ -406,177 +433,3 @@ def _why_no_plane(group: Group, spec: RunSpec, device: torch.device) -> str:
     if group.num_hosts > 1:
         return "several hosts"
     return f"on {device}" if device.type != "cpu" else why_not()
-
-
-def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
-    if strategy is None:
-        return Mirrored()
-    if not isinstance(strategy, str):
-        return strategy
-    if strategy not in _STRATEGIES:
-        near = load.nearest(strategy, _STRATEGIES)
-        raise SpecError(
-            f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or _STRATEGIES]
-        )
-    return _STRATEGIES[strategy]()
-
-
-def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False) -> Worker:
-    """Find this process's seat. Does not return where the process turns into the launcher of several workers.
-
-    With `tune`, a script started by hand first measures which settings to go on with.
-    """
-    load_compiler_late()
-    order = plan_order()
-    if order is not None:
-        return _planning(as_strategy(strategy), order, arguments)
-    seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
-    session, seated_workers = seated_here
-    seat = session.seat if session is not None else load.seat()
-    if seat is None:
-        watch_ending()
-    chosen = as_strategy(strategy)
-    reducer = getattr(chosen, "reducer", None)
-    given = {
-        "strategy": chosen.name if strategy is not None else None,
-        "workers": getattr(chosen, "workers", None),
-        "servers": getattr(chosen, "servers", None),
-        "threads": chosen.threads,
-        "reducer": reducer if isinstance(reducer, str) else None,  # a pipeline's is a function
-        "elastic": getattr(chosen, "elastic", None),
-        **arguments,
-    }
-    flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
-    resolved = load.resolve(flags=flags, arguments=given)
-    if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
-        chosen = _STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
-    checked = order_of_this_worker()
-    if checked is not None:
-        chosen = _STRATEGIES[checked.strategy](devices=chosen.devices, threads=chosen.threads, **checked.settings)
-    if seat is None:
-        task = _task_of(chosen)
-        if launch.needs_launcher(resolved, task=task):
-            launch.become_launcher(resolved, task=task)
-        worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
-        for line in _not_there(chosen, worker.session.seat):
-            worker.warn(line)
-        return worker
-    _check_strategy(chosen, seat, resolved.spec)
-    if session is None:
-        worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
-    else:
-        worker = Worker(session, resolved, chosen)
-        seated_workers.append(worker)
-    for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
-        worker.warn(line)
-    return worker
-
-
-class Planned(NamedTuple):
-    """What `mh plan show` wants to know."""
-
-    strategy: StrategyChoice
-    workers: int
-    slices: int | None
-    path: str
-
-
-def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
-    """One process that trains nothing: it says how others would."""
-    if order.strategy and order.strategy != chosen.name:
-        chosen = as_strategy(order.strategy)
-    workers = order.workers or getattr(chosen, "workers", None) or 1
-    alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
-    resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
-    worker = Worker(Solo(resolved), resolved, Single())
-    worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
-    return worker
-
-
-def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
-    """Devices of this worker that the machine does not have: it computes on the CPU instead."""
-    if strategy.devices and not seat.is_server:
-        asked = strategy.devices[seat.local_rank % len(strategy.devices)]
-        if not process.is_there(torch.device(asked)):
-            yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
-
-
-def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:
-    """What the script asks for and its launcher, which came first, has done otherwise."""
-    launch = resolved.spec.launch
-    if launch.elastic is not None and not seat.most_workers:
-        least, most = launch.elastic
-        yield f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
-    for name, flag, started in (
-        ("workers", "-n", seat.local_world_size),
-        ("servers", "--servers", seat.num_servers),
-    ):
-        wanted = getattr(launch, name)
-        if resolved.origins[f"launch.{name}"] == "constructor" and wanted != started:
-            yield f"The script asks for {wanted} {name}, the launcher started {started}: mh run {flag} {wanted}"
-
-
-def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    from manyhands.runtime.trials import tune_this_script
-
-    if _task_of(strategy) is not None:
-        raise UsageError("tune=True measures one host, and cluster= describes several.", fix=["mh tune on one of them"])
-    return tune_this_script(arguments)
-
-
-def _closed_at_exit(worker: Worker) -> Worker:
-    atexit.register(worker.close)
-    return worker
-
-
-def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
-    cluster = getattr(strategy, "cluster", None)
-    if cluster is None or isinstance(cluster, ClusterTask):
-        return cluster
-    if isinstance(cluster, Server):
-        return cluster.task
-    raise SpecError(
-        f"cluster= is a {type(cluster).__name__}, which does not say which task this process is.",
-        fix=['mh.MultiWorker(cluster=mh.Server(cluster, "worker", 0))', "TF_CONFIG, and no cluster="],
-    )
-
-
-def _check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
-    if strategy.name == "single" and seat.world_size > 1:
-        raise SpecError(
-            f'strategy="single" runs one worker, but this run has {seat.world_size}.',
-            fix=['strategy="mirrored"', "mh run -n 1"],
-        )
-    if strategy.name == "mirrored" and seat.num_hosts > 1:
-        raise SpecError(
-            f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
-            fix=['strategy="multi_worker"'],
-        )
-    if strategy.name == "central_storage" and seat.num_hosts > 1:
-        raise SpecError(
-            f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
-            fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
-        )
-    if strategy.on_servers and not seat.num_servers:
-        raise SpecError(
-            f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
-            fix=[f"mh run --servers {spec.num_servers} -n {seat.local_world_size} ..."],
-        )
-    if isinstance(strategy, DIVIDED):
-        grid_of(strategy, seat.world_size)
-        if seat.most_workers:
-            raise SpecError(
-                f'strategy="{strategy.name}" divides the model over as many workers as there are: none may come or go.',
-                fix=["no elastic=", 'strategy="mirrored"'],
-            )
-    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
-        raise SpecError(
-            f"One server decides who is in a round, but this run has {seat.num_servers}.",
-            where="quorum",
-            fix=["mh run --servers 1"],
-        )
-    if not strategy.on_servers and seat.num_servers:
-        raise SpecError(
-            f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
-            fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],
-        )

@@ -268,11 +268,6 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise SpecError(
                 f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
             )
-        if self.launch.elastic is not None:
-            raise SpecError(
-                f"[launch] elastic is for workers that come and go, but {name} divides the model over a fixed number.",
-                fix=['elastic = "none"', 'strategy = "mirrored"'],
-            )
 
     def _check_averaging(self) -> None:
         """Workers with weights of their own: whatever rests on all having the same is refused."""

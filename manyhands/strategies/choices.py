@@ -10,55 +10,23 @@ from typing import Any
 import msgspec
 
 from manyhands.errors import SpecError
+from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
 # A worker that hears nothing from servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
-LEVELS = ("optimizer", "gradients", "parameters")
-DURABILITIES = ("upstream", "wal", "snapshot")
+DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
-class _Settings(msgspec.Struct, frozen=True, kw_only=True):
-    devices: tuple[str, ...] | None = None
-    """Where the workers compute, one device each, such as ("cuda:0", "cuda:1"). Default: accelerators, else the CPU."""
-    threads: int | None = None
-    """Threads per worker. Default: cores / workers; with `exact`, 1."""
-    dtypes: dict[str, str] | None = None
-    """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
-    or "fp16"."""
-    memory_limit: int | str | None = None
-    """Of each worker, in bytes or as "2GB": what the layout needs is predicted before it starts, and refused if it is
-    more. The interpreter and torch are not counted."""
-
-    @property
-    def on_servers(self) -> bool:
-        """Whether weights, or some of them, are kept by server processes."""
-        return False
-
-    @property
-    def leases(self) -> bool:
-        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
-        return False
-
-    def keeps_spare(self, num_hosts: int) -> bool:
-        """Whether a server more than needed is kept ready."""
-        return False
-
-    @property
-    def takes_local_steps(self) -> bool:
-        """Whether a worker that leases batches takes several at a time, and trains weights of its own on them."""
-        return False
-
-
-class Single(_Settings, frozen=True, kw_only=True):
+class Single(Settings, frozen=True, kw_only=True):
     """One worker. The promise is the others': they end where this one ends."""
 
     name = "single"
 
 
-class Mirrored(_Settings, frozen=True, kw_only=True):
+class Mirrored(Settings, frozen=True, kw_only=True):
     """Replicas on one host, one per worker."""
 
     workers: int | None = None
@@ -69,7 +37,7 @@ class Mirrored(_Settings, frozen=True, kw_only=True):
     name = "mirrored"
 
 
-class MultiWorker(_Settings, frozen=True, kw_only=True):
+class MultiWorker(Settings, frozen=True, kw_only=True):
     """Replicas on many hosts; `cluster` is a `ClusterSpec`, a `Server` or None for what the launcher says."""
 
     workers: int | None = None
@@ -82,14 +50,14 @@ class MultiWorker(_Settings, frozen=True, kw_only=True):
     name = "multi_worker"
 
 
-class CentralStorage(_Settings, frozen=True, kw_only=True):
+class CentralStorage(Settings, frozen=True, kw_only=True):
     """Weights once in the host's memory, updated once; the workers of that host compute with them."""
 
     workers: int | None = None
     name = "central_storage"
 
 
-class _Level(_Settings, frozen=True):
+class _Level(Settings, frozen=True):
     level: str = "parameters"
     """What is divided over the workers: the "optimizer"'s states, "gradients" too, or "parameters" as well."""
 
@@ -112,18 +80,17 @@ class Sharded(_Level, frozen=True, kw_only=True):
     name = "sharded"
 
     def __post_init__(self) -> None:
-        _one_of("level", self.level, LEVELS, "mh.Sharded")
+        one_of("level", self.level, LEVELS, "mh.Sharded")
         if self.offload not in (None, "host"):
             raise _wrong(f"offload is {self.offload!r}", 'offload="host"', "offload=None", where="mh.Sharded")
 
     @property
     def divided(self) -> str:
         """In words, for the run's first line."""
-        words = ("optimizer's states", "gradients", "parameters")[: LEVELS.index(self.level) + 1]
-        return ", ".join(reversed(words))
+        return in_words(self.level)
 
 
-class ParameterServer(_Settings, frozen=True, kw_only=True):
+class ParameterServer(Settings, frozen=True, kw_only=True):
     """Weights on servers, processes of their own, to which workers push gradients and from which they pull."""
 
     servers: int | None = None
@@ -157,8 +124,9 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     durability: str = "upstream"
     """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
     its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
-    and the same command goes on from there. snapshot: one copy of the optimizer's states instead of two; a server that
-    dies in the middle of an update takes the run back to the last checkpoint."""
+    and the same command goes on from there. replica: the same, but of the log another host's memory is enough, or where
+    there is one host, its kernel's. snapshot: one copy of the optimizer's states instead of two; a server that dies in
+    the middle of an update takes the run back to the last checkpoint."""
     workers: int | None = None
     """Workers on each host."""
     elastic: tuple[int, int] | None = None
@@ -168,12 +136,12 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
     name = "parameter_server"
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, MODES, "mh.ParameterServer")
-        _check_durability(self.durability)
-        _at_least("servers", self.servers, 1)
-        _at_least("staleness", self.staleness, 0)
-        _at_least("backup_workers", self.backup_workers, 0)
-        _at_least("aggregate", self.aggregate, 1)
+        one_of("mode", self.mode, MODES, "mh.ParameterServer")
+        one_of("durability", self.durability, DURABILITIES, "mh.ParameterServer")
+        at_least("servers", self.servers, 1, "mh.ParameterServer")
+        at_least("staleness", self.staleness, 0, "mh.ParameterServer")
+        at_least("backup_workers", self.backup_workers, 0, "mh.ParameterServer")
+        at_least("aggregate", self.aggregate, 1, "mh.ParameterServer")
         if self.aggregate is not None and self.mode == "async":
             what = "aggregate says how many gradients make one update, but async applies each by itself"
             raise _wrong(what, 'mode="sync"', 'mode="ssp"', where="mh.ParameterServer")
@@ -196,18 +164,22 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
         return num_hosts == 1 if self.spare is None else self.spare
 
     @property
+    def keeps_log(self) -> bool:
+        return self.durability in ("wal", "replica")
+
+    @property
     def takes_local_steps(self) -> bool:
         return self.push_every > 1 or self.pull_every > 1
 
     def _check_periods(self) -> None:
-        _at_least("push_every", self.push_every, 1)
-        _at_least("pull_every", self.pull_every, 1)
+        at_least("push_every", self.push_every, 1, "mh.ParameterServer")
+        at_least("pull_every", self.pull_every, 1, "mh.ParameterServer")
         if self.takes_local_steps and self.mode != "async":
             what = (
                 f"push_every is {self.push_every} and pull_every {self.pull_every}, but in {self.mode} every slice is"
             )
             raise _wrong(f"{what} pushed, and needs the newest weights", 'mode="async"', where="mh.ParameterServer")
-        _at_least("warm_steps", self.warm_steps, 0)
+        at_least("warm_steps", self.warm_steps, 0, "mh.ParameterServer")
         if self.warm_steps and self.mode != "async":
             what = f"warm_steps is {self.warm_steps}, but {self.mode} needs no such beginning: its workers wait"
             raise _wrong(what, "warm_steps=0", 'mode="async"', where="mh.ParameterServer")
@@ -224,7 +196,7 @@ class ParameterServer(_Settings, frozen=True, kw_only=True):
                 raise _wrong(what, f"no {name}=", 'mode="sync"', where="mh.ParameterServer")
 
 
-class LocalSGD(_Settings, frozen=True, kw_only=True):
+class LocalSGD(Settings, frozen=True, kw_only=True):
     """Every worker trains weights of its own on its slices, and they are averaged after every `every` steps.
 
     A round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD.
@@ -269,9 +241,9 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
     name = "local_sgd"
 
     def __post_init__(self) -> None:
-        _one_of("outer", self.outer, ("mean", "nesterov", "elastic"))
-        _one_of("rule", self.rule, ("mean", "weighted", "median", "trimmed"))
-        _one_of("peers", self.peers, ("all", "pairs"))
+        one_of("outer", self.outer, ("mean", "nesterov", "elastic"), "mh.LocalSGD")
+        one_of("rule", self.rule, ("mean", "weighted", "median", "trimmed"), "mh.LocalSGD")
+        one_of("peers", self.peers, ("all", "pairs"), "mh.LocalSGD")
         for name, least in (("every", 1), ("fragments", 1), ("overlap", 0), ("post_local", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -370,30 +342,6 @@ class LocalSGD(_Settings, frozen=True, kw_only=True):
             if getattr(self, name) != usual:
                 what = f"{name} is {getattr(self, name)!r}, but pairs take the mean of two workers' whole weights"
                 raise _wrong(what, f"{name}={usual!r}", 'peers="all"')
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...], where: str = "mh.LocalSGD") -> None:
-    if value not in known:
-        raise _wrong(f"{name} is {value!r}", *(f'{name}="{one}"' for one in known), where=where)
-
-
-def _check_durability(value: str) -> None:
-    if value == "replica":
-        what = "durability is 'replica', but no server keeps a copy of its state on a second host"
-        raise _wrong(
-            what,
-            'durability="wal", with the run directory on a disk that outlives the host',
-            'durability="upstream"',
-            where="mh.ParameterServer",
-        )
-    _one_of("durability", value, DURABILITIES, "mh.ParameterServer")
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= least):
-        what = f"{name} is {value!r}, but must be a whole number from {least} on"
-        raise _wrong(what, f"{name}={least}", where="mh.ParameterServer")
 
 
 def _wrong(what: str, *fix: str, where: str = "mh.LocalSGD") -> SpecError:

@@ -6,16 +6,17 @@ from typing import Any
 
 from manyhands.comm.mesh import Grid
 from manyhands.errors import SpecError
-from manyhands.strategies.choices import _Settings
+from manyhands.strategies.choices import Sharded
+from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
 
-__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "grid_of", "microbatches"]
+__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "as_sharded", "grid_of", "microbatches", "replica_of"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MICROBATCHES_PER_STAGE = 4
 """Where nobody says how many: a fifth of a step of two stages is bubble then."""
 
 
-class _Pipelined(_Settings, frozen=True, kw_only=True):
+class _Pipelined(Settings, frozen=True, kw_only=True):
     """What is said of a pipeline, by itself or in a mesh."""
 
     schedule: str = "1f1b"
@@ -34,12 +35,9 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
 
     def _check_pipeline(self, where: str) -> None:
-        if self.schedule not in SCHEDULES:
-            raise SpecError(
-                f"schedule is {self.schedule!r}.", where=where, fix=[f'schedule="{one}"' for one in SCHEDULES]
-            )
-        _at_least("microbatches", self.microbatches, 1, where)
-        _at_least("chunks", self.chunks, 1, where)
+        one_of("schedule", self.schedule, SCHEDULES, where)
+        at_least("microbatches", self.microbatches, 1, where)
+        at_least("chunks", self.chunks, 1, where)
         if self.cuts and self.place:
             raise SpecError("cuts says where every stage begins already.", where=where, fix=["no place=", "no cuts="])
         if self.reducer is not None and not callable(self.reducer):
@@ -50,7 +48,7 @@ class _Pipelined(_Settings, frozen=True, kw_only=True):
             )
 
 
-class Tensor(_Settings, frozen=True):
+class Tensor(Settings, frozen=True):
     """One model's layers, divided over the workers: every one of them computes its part of each layer."""
 
     workers: int | None = None
@@ -59,10 +57,14 @@ class Tensor(_Settings, frozen=True):
     "whole". Layers that no pattern names are split as their kind suggests."""
     recompute: str | tuple[str, ...] | None = None
     """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
+    elastic: tuple[int, int] | None = None
+    """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
+    sequence: bool = False
+    """Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less memory."""
     name = "tensor"
 
     def __post_init__(self) -> None:
-        _at_least("workers", self.workers, 1, "mh.Tensor")
+        at_least("workers", self.workers, 1, "mh.Tensor")
 
 
 class Pipeline(_Pipelined, frozen=True):
@@ -70,10 +72,12 @@ class Pipeline(_Pipelined, frozen=True):
 
     stages: int | None = None
     """How many workers."""
+    elastic: tuple[int, int] | None = None
+    """As `Tensor` has it."""
     name = "pipeline"
 
     def __post_init__(self) -> None:
-        _at_least("stages", self.stages, 1, "mh.Pipeline")
+        at_least("stages", self.stages, 1, "mh.Pipeline")
         self._check_pipeline("mh.Pipeline")
 
     @property
@@ -89,13 +93,17 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     pipeline: int = 1
     rules: dict[str, str] | None = None
     """As `Tensor` has them."""
-    sharded: bool = False
-    """Replicas with a part of weights, gradients and states each, as `Sharded` has them; without other axes."""
+    sharded: bool | str = False
+    """Replicas divide what they have in common, as those of `Sharded` do: the "optimizer"'s states, "gradients" too, or
+    "parameters" as well, which True stands for."""
+    elastic: tuple[int, int] | None = None
+    """Workers that die are replaced while the others keep their state, and whole replicas may go and come: at least and
+    at most so many workers. Default: a loss takes all back to the last checkpoint."""
     name = "mesh"
 
     def __post_init__(self) -> None:
         for axis in ("data", "tensor", "pipeline"):
-            _at_least(axis, getattr(self, axis), 1, "mh.Mesh")
+            at_least(axis, getattr(self, axis), 1, "mh.Mesh")
         self._check_pipeline("mh.Mesh")
         if self.reducer is not None and self.data > 1:
             raise SpecError(
@@ -103,12 +111,27 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
                 where="mh.Mesh",
                 fix=["data=1", "no reducer="],
             )
-        if self.sharded:
+        if self.level is not None:
+            one_of("sharded", self.level, LEVELS, "mh.Mesh")
+            self._check_sharded()
+
+    def _check_sharded(self) -> None:
+        if self.data == 1:
             raise SpecError(
-                "Sharded replicas of a model that is divided otherwise, too, are not there yet.",
+                "sharded divides memory over replicas, and with data=1 there is one.",
                 where="mh.Mesh",
-                fix=[f"mh.Sharded(workers={self.data})", "sharded=False"],
+                fix=["data=2", "sharded=False"],
             )
+
+    @property
+    def level(self) -> str | None:
+        """What replicas divide; None: nothing."""
+        return ("parameters" if self.sharded is True else self.sharded) or None
+
+    @property
+    def divided(self) -> str:
+        """The same in words, for the run's first line."""
+        return f"{in_words(self.level)} of replicas" if self.level is not None else ""
 
     @property
     def workers(self) -> int:
@@ -137,6 +160,20 @@ def grid_of(choice: Any, num_workers: int) -> Grid:
     return grid
 
 
+def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
+    """What a mesh of sharded replicas comes to where nothing else is divided."""
+    if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
+        return None
+    return Sharded(choice.level, recompute=choice.recompute)
+
+
+def replica_of(choice: Any, num_workers: int) -> Grid:
+    """The workers of one replica, of so many in all: each has a part of the model that its mates lack."""
+    if isinstance(choice, Mesh):
+        return Grid(pipeline=choice.pipeline, tensor=choice.tensor)
+    return grid_of(choice, num_workers)
+
+
 def microbatches(choice: Any, grid: Grid) -> int:
     """How many slices a replica's part of a batch is cut into; without a pipeline there is no need for several."""
     if grid.pipeline == 1 or not isinstance(choice, _Pipelined):
@@ -147,11 +184,3 @@ def microbatches(choice: Any, grid: Grid) -> int:
 def _other_data_axis(grid: Grid, num_workers: int) -> list[str]:
     data, rest = divmod(num_workers, grid.tensor * grid.pipeline)
     return [f"data={data}"] if not rest and data else []
-
-
-def _at_least(name: str, value: int | None, least: int, where: str) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= least):
-        raise SpecError(
-            f"{name} is {value!r}, but must be a whole number from {least} on.", where=where, fix=[f"{name}={least}"]
-        )

@@ -1,7 +1,8 @@
 """Replicas that keep a part of the model each, and have the rest only while they compute with it.
 
 It is the engine of `Sharded` where parameters themselves are divided, or where ranks share no memory; who shares memory
-has one copy of the weights anyway, and divides states: that is `one_copy`.
+has one copy of the weights anyway, and divides states: that is `one_copy`. In a `Mesh` a replica is several ranks, and
+those with the same part of it divide that part; stages of a pipeline have it whole during a step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from manyhands.parallel.buffers import ForeignState, StepBuffers
 from manyhands.parallel.fully_sharded import FullyShardedHolding, Sharding
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.spread import Divided
+from manyhands.parallel.spread import Divided, Spread
+from manyhands.parallel.whole_in_steps import WholeInSteps
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
 from manyhands.strategies.replicated import Replicated
 
@@ -49,31 +51,41 @@ class FullySharded(Replicated):
         foreign: ForeignState,
         network: Callable[[], Axis],
         tell: Callable[[str], None],
+        bucket_bytes: int = 0,
+        spread: Spread | None = None,
     ) -> None:
-        """`network` is an axis over sockets, whatever `axis` is."""
+        """`network` is an axis over sockets, whatever `axis` is.
+
+        With `spread` a replica is spread over several ranks, and what each has of it is divided along `axis`.
+        """
         super().__init__(
             axis,
             loss_fn,
             precision,
             shares,
             clip_norm=clip_norm,
-            bucket_bytes=0,
+            bucket_bytes=bucket_bytes,
             seed=seed,
             foreign=foreign,
             network=network,
             tell=tell,
+            spread=spread,
         )
         self._sharding, self._device = sharding, device
         self._spare: PieceLike | None = None
 
-    def _hold(self, model: nn.Module, optimizer: Optimizer) -> FullyShardedHolding:
+    def _hold(self, model: nn.Module, optimizer: Optimizer) -> FullyShardedHolding | WholeInSteps:
+        if self.spread is not None and self.spread.divided.passes is not None:
+            return WholeInSteps(
+                model, optimizer, self._axis, self._network, bucket_bytes=self._bucket_bytes, tell=self._tell
+            )
         return FullyShardedHolding(
             model, optimizer, self._axis, self._network, self._sharding, device=self._device, tell=self._tell
         )
 
     @property
-    def _holding(self) -> FullyShardedHolding:
-        assert isinstance(self.held, FullyShardedHolding)
+    def _holding(self) -> FullyShardedHolding | WholeInSteps:
+        assert isinstance(self.held, FullyShardedHolding | WholeInSteps)
         return self.held
 
     @property
@@ -83,22 +95,29 @@ class FullySharded(Replicated):
 
     @property
     def divided(self) -> Divided:
-        return Divided(local=self._model, stand_in=self._model, shares=self._holding.shares)
+        before = self.spread.divided if self.spread is not None else Divided(self._model, self._model)
+        return before.again(self._whole, self._holding.shares)
+
+    def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
+        self._whole = model
+        super().setup(model, optimizer, joining=joining)
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers; the first time, its part of them."""
         self._layout, divided = None, self._holding.shares
-        whole = [param for name, param in self._model.named_parameters() if name not in divided]
-        self._axis.broadcast_([*whole, *self._model.buffers()], "weights of rank 0")
+        whole = [param for param in self._local.parameters() if id(param) not in divided]
+        self._axis.broadcast_([*whole, *self._local.buffers()], "weights of rank 0")
         self._holding.divide()
         self._axis.barrier("weights of rank 0")
         self._rows.synchronise(self._axis)
         self._foreign = replace(self._foreign, divided=self._holding.divided_frozen)
-        self._buffers = StepBuffers(self._model, self._foreign)
+        self._buffers = StepBuffers(self._local, self._foreign)
 
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, which are whole meanwhile. On leaving, every rank has its part of rank 0's."""
+        self._check_editable()
+        assert isinstance(self._holding, FullyShardedHolding), "no stages, as nothing is spread"
         with torch.no_grad(), self._holding.whole_weights():
             yield self._model
         self.synchronise()
@@ -111,9 +130,8 @@ class FullySharded(Replicated):
 
     def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
         super().begin_step(step, stop=stop, collect=collect)
-        for piece in step.mine():
-            self._spare = piece
-            self._compute(piece)
+        self._holding.before_step()
+        self._compute_mine(step)
         while self._sum.passes_left:
             self._accompany(self._spare or step.slice(next(iter(self._place))))
         return self.end_step()
@@ -121,13 +139,18 @@ class FullySharded(Replicated):
     def begin_step(self, step: StepLike, *, stop: int = 0, collect: bool = False, within: bool = False) -> None:
         """For loops of the user's own, which make the passes that there are slices for."""
         super().begin_step(step, stop=stop, collect=collect, within=within)
+        self._holding.before_step()
         assert self._layout is not None
-        if len(set(map(len, self._layout.shares))) > 1:  # the same on every rank
+        if self._sum.passes_left and len(set(map(len, self._layout.shares))) > 1:  # the same on every rank
             raise TrainingFailed(
                 f"Step {step.number} has {len(self._place)} slices for {self._axis.size} workers, but all must make as "
                 "many passes, and only mh.Trainer knows how to make one that does not count.",
                 fix=["data and batch_size that leave no short batch", f"slices={self._axis.size}", "mh.Trainer"],
             )
+
+    def _compute(self, piece: PieceLike) -> None:
+        self._spare = piece
+        super()._compute(piece)
 
     def _enter_slice(self, place: int) -> None:
         self._holding.before_pass()
@@ -149,6 +172,11 @@ class FullySharded(Replicated):
         finally:
             self._buffers.put_back()
             self._rows.sparse.drop()
+
+    def _norm(self) -> float:
+        if self.spread is None:
+            return super()._norm()
+        return self.spread.norm(self.held.gradients.params, self._axis)
 
     def end_step(self) -> StepStats:
         self._holding.rest()

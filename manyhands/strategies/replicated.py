@@ -1,7 +1,8 @@
 """Whole replicas of the model: `Single`, `Mirrored` and `MultiWorker` are one strategy over one, or many, ranks.
 
-The three names a user writes are plain settings, in `choices`; `Replicated` does the work. One rank is not a special
-case: the same lines run, and the collectives have nothing to do. Start reading at `Replicated.train_step`.
+The three names a user writes are plain settings, in `choices`; `Replicated` does the work: the steps, here, and what is
+between them, in `replicas`. One rank is not a special case: the same lines run, and the collectives have nothing to do.
+Start reading at `Replicated.train_step`.
 """
 
 from __future__ import annotations
@@ -12,40 +13,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.comm.codecs import Bf16, Codec, Int8
-from manyhands.errors import BadLoss, TrainingFailed
+from manyhands.errors import BadLoss
 from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
-from manyhands.parallel.buffers import ForeignState, StepBuffers
-from manyhands.parallel.divergence import CopiesDiffer, Hashes, verdict
+from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.divergence import Hashes
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
-from manyhands.parallel.fingerprint import fingerprint, states_of
 from manyhands.parallel.gradients import GradientSum
-from manyhands.parallel.holding import Holding
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
-from manyhands.parallel.served_step import ServedStep
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
-from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Divided, Passes, Spread
+from manyhands.parallel.spread import Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
-from manyhands.strategies.computing import Computing
+from manyhands.strategies.closures import refuse_closures, wants_closure
+from manyhands.strategies.places import Places, places_of
+from manyhands.strategies.replicas import Replicas
 from manyhands.strategies.staged import StagedSlices
 
 __all__ = ["Replicated"]
 
-
 MAX_SKIPPED_IN_A_ROW = 50
-_CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
-class Replicated(Computing):
+class Replicated(Replicas):
     """Whole replicas; the batch's slices are shared out, their gradients summed once per step.
 
     Promises: after `train_step`, parameters and buffers are bitwise equal on every rank of `axis`; and, whatever the
@@ -75,27 +71,31 @@ class Replicated(Computing):
         rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
         spread: Spread | None = None,
     ) -> None:
-        """With `spread`, each replica is spread over several ranks, and `axis` are those with the same part of it.
-
-        `sharing` is given where ranks share memory; `network` is then an axis that does without. Rows of embeddings
-        start with what follows from `seed`, and live where `rows` has them.
+        """`shares` are each rank's slices of a step that has so many; the rest is as `Replicas` has it.
 
         After every `check_every` steps ranks compare their copies; `train_step` raises `CopiesDiffer` on all of them.
         With `audit_seed` a slice of every step is computed twice, and must come out the same: to the bit if `exact`.
         """
-        super().__init__(loss_fn, precision)
-        self._axis, self.shares = axis, shares
-        self._clip_norm, self._bucket_bytes, self._foreign = clip_norm, bucket_bytes, foreign or ForeignState()
-        self._codec = _CODECS[reducer]() if reducer != "exact" else None
-        self._gathered: dict[int, Tensor] = {}
-        self._sharing, self._network, self._tell = sharing, network or (lambda: axis), tell
-        self._check_every, self._redone, self._seed, self._make_rows = check_every, 0, seed, rows
+        super().__init__(
+            axis,
+            loss_fn,
+            precision,
+            bucket_bytes=bucket_bytes,
+            reducer=reducer,
+            check_every=check_every,
+            seed=seed,
+            foreign=foreign,
+            sharing=sharing,
+            network=network,
+            tell=tell,
+            rows=rows,
+            spread=spread,
+        )
+        self.shares, self._clip_norm, self._skipped_in_a_row = shares, clip_norm, 0
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
-        self._skipped_in_a_row = 0
-        self.spread, self._local = spread, nn.Module()
-        self._held: Holding | None = None
-        self._layout: _Layout | None = None
+        self._layout: Places | None = None
+        self._is_in_step = False
         self._reports: list[Report] = []
         self._lost: list[int] = []
         self._exchange: Exchange
@@ -103,123 +103,24 @@ class Replicated(Computing):
         self.phases = Phases()
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
-        """With `joining`, the other ranks are training already: `held.attach` is what comes next."""
-        self._model, self._local, self._optimizer = model, model, optimizer
-        if self.spread is not None:
-            _check_divisible(optimizer)
-            divided = self.spread.divide_(model, optimizer)
-            self._model, self._local = divided.stand_in, divided.local
-        self._held = self._hold(self._local, optimizer)
-        self._buffers = StepBuffers(self._local, self._foreign)
-        self._rows = self._make_rows(self._local, self._seed)
-        self._tell_where_rows_are()
-        if self._rows:
-            _check_rows(optimizer)
-        if self.has_residuals and _wants_closure(optimizer):
-            raise TrainingFailed(
-                f"{type(optimizer).__name__} compares gradients within a step, but what int8 leaves out of one arrives "
-                "with the next.",
-                fix=['reducer="exact" or "bf16"', "another optimizer"],
-            )
-        if self._audit is not None and _wants_closure(optimizer):
-            raise TrainingFailed(
-                f"{type(optimizer).__name__} evaluates the loss several times per step; audit compares one evaluation.",
-                fix=["audit=False", "another optimizer"],
-            )
-        if not joining:
-            self.synchronise()
-
-    def _hold(self, model: nn.Module, optimizer: Optimizer) -> Holding:
-        return Holding(
-            model,
-            optimizer,
-            self._axis,
-            self._sharing,
-            self._network,
-            self._codec,
-            bucket_bytes=self._bucket_bytes,
-            check_every=self._check_every,
-            tell=self._tell,
-            reduction=self.spread.reduction if self.spread is not None else None,
-        )
-
-    @property
-    def divided(self) -> Divided | None:
-        """What this rank has of the model, where that is not all of it."""
-        return self.spread.divided if self.spread is not None else None
-
-    def _tell_where_rows_are(self) -> None:
-        if self._rows and self._rows.are_here:
-            self._tell("no parameter servers in this strategy: every worker keeps all rows of the embeddings")
-        elif not self._rows and not self._rows.are_here:
-            self._tell("the parameter servers have nothing to do: no layer is an mh.Embedding or mh.EmbeddingBag")
-
-    @property
-    def served_rows(self) -> ServedStep | None:
-        """Rows that parameter servers have, if the model has any."""
-        return self._rows if self._rows and isinstance(self._rows, ServedStep) else None
-
-    @property
-    def held(self) -> Holding:
-        """Where gradients are summed and weights held."""
-        assert self._held is not None, "setup comes first"
-        return self._held
-
-    @contextmanager
-    def editing(self) -> Iterator[nn.Module]:
-        """Change weights by hand, or which of them are trained. On leaving, every rank has rank 0's."""
-        if self.spread is not None:
-            raise TrainingFailed(
-                "No worker has all of the model's weights, so none can edit them.",
-                fix=["change the weights before the trainer has them", "trainer.load(FILE), of whole weights"],
-            )
-        alone = self.held.common.editing() if self.held.common is not None else nullcontext()
-        with torch.no_grad(), alone:
-            yield self._model
-        self.synchronise()
+        if self._audit is not None:
+            refuse_closures(optimizer, "audit")
+        super().setup(model, optimizer, joining=joining)
 
     def synchronise(self) -> None:
-        """Give every rank rank 0's weights and buffers, and look again at which parameters take gradients."""
-        for param in self._local.parameters():
-            param.grad = None  # one that is frozen now must not be updated with its last gradient for ever
         self._layout = None
-        self.held.divide()
-        shared = set(map(id, self.held.gradients.params)) if self.held.common is not None else set()
-        own = [param for param in self._local.parameters() if id(param) not in shared]
-        self._axis.broadcast_([*own, *self._local.buffers()], "weights of rank 0")
-        self._axis.barrier("weights of rank 0")
-        self.held.accept_weights()
-        self._rows.synchronise(self._axis)
-        self._buffers = StepBuffers(self._local, self._foreign)
+        super().synchronise()
 
     # Ranks that come and go, between steps or in the middle of one.
 
-    def abandon(self) -> None:
-        """Leave the model alone: setting up has failed, and there will be another engine."""
-        if self._held is not None:
-            self._held.abandon()
-
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
-        """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
-        self._axis, self._layout, self._times, self._redone = axis, None, NO_TIMES, 0
+        self._layout, self._times = None, NO_TIMES
         if self._audit is not None:
             self._audit.cancel()
-        self._sharing = sharing
-        if self._held is not None:
-            self._held.regroup(axis, sharing)
-
-    round_closed, goes_back, averaging = True, False, "none"
-
-    def round_closes_with(self, step: int) -> bool:
-        return True
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether a step that was interrupted can be finished after `regroup`, from what is in shared memory.
-
-        Gradients of embeddings' rows do not lie there.
-        """
-        return self.held.shared is not None and self.held.shared.keeps_rows and not self._rows
+        super().regroup(axis, sharing)
+        if self.spread is not None and self._is_in_step:  # left where mates meet, with buffers as some slice had them
+            self._buffers.drop()
+            self._is_in_step = False
 
     def resume_step(self) -> StepStats:
         """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
@@ -250,53 +151,26 @@ class Replicated(Computing):
         self.held.shared.take_seat(seat)
         self._mine, self._reports = self._exchange.shares[seat], []
 
-    # Copies that should be the same.
-
-    @property
-    def compares_copies(self) -> bool:
-        return self._check_every > 0 and self._axis.size > 1 and self.spread is None
-
-    def hashes(self) -> Hashes:
-        """What this rank says of its copy: hashes of weights, buffers and the optimizer's states."""
-        shared = self.held.common
-        seeds = {seed.data_ptr() for seed in self._foreign.seeds}
-        names = {id(param): name for name, param in self._local.named_parameters()}
-        with self._rows.sparse.hidden():
-            weights = [(name, one) for name, one in self._local.state_dict().items() if isinstance(one, Tensor)]
-        own = [
-            (name, one)
-            for name, one in [*weights, *states_of(self._optimizer, names)]
-            if one.data_ptr() not in seeds and (shared is None or shared.where(one) is None)
-        ]
-        groups = [[v for v in group.values() if isinstance(v, int | float)] for group in self._optimizer.param_groups]
-        scale = self._precision.scale.state() if self._precision.scale else None
-        of_host = shared.digest_of_part() if isinstance(shared, SharedWeights) and self.held.ranks_per_copy else 0
-        return Hashes(fingerprint(own, [groups, scale, *self._rows.sparse.digests()]), of_host)
-
-    def compare(self, told: Sequence[Hashes]) -> None:
-        """`CopiesDiffer` on every rank, unless these, of all ranks, are the same."""
-        found = verdict(told, self.held.ranks_per_copy)
-        if not found.agrees:
-            self._redone += 1  # whoever is lost when the step is done again must not seem to have done its part
-            raise CopiesDiffer(found)
-
     # The step, and its parts for those who write their own loop.
 
     def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
         assert self._loss_fn is not None
-        if _wants_closure(self._optimizer):
+        if wants_closure(self._optimizer):
             return self._train_step_with_closure(step, stop, collect)
         self.begin_step(step, stop=stop, collect=collect)
+        self._compute_mine(step)
+        return self.end_step()
+
+    def _compute_mine(self, step: StepLike) -> None:
         if self.spread is not None and self.spread.divided.passes is not None:
             self._run_stages(self.spread, self.spread.divided.passes, list(step.mine()))
-        else:
-            for piece in step.mine():
-                self._compute(piece)
-        return self.end_step()
+            return
+        for piece in step.mine():
+            self._compute(piece)
 
     def _run_stages(self, spread: Spread, passes: Passes, pieces: Sequence[PieceLike]) -> None:
         """This rank's layers see every slice of the replica; the loss is known at their end."""
-        assert isinstance(self.held.gradients, GradientSum) and self._loss_fn is not None
+        assert isinstance(self.held.gradients, GradientSum | ShardedSum) and self._loss_fn is not None
         slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
         passes.run(pieces, slices, f"step {self._step.number}")
         self.phases.mark("backward")
@@ -317,8 +191,9 @@ class Replicated(Computing):
         waits, divided = self.held.gradients.waits, self.shares(step.num_slices)
         self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
         self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
+        self._is_in_step = True
         if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
-            self._layout = _lay_out(step.bounds, divided)
+            self._layout = places_of(step.bounds, divided)
         self._place, shares = self._layout.place, self._layout.shares
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
@@ -433,49 +308,6 @@ class Replicated(Computing):
         busy["load"] -= self._met_s  # rows that some ranks lack were sent around: nobody was faster than the last
         return *busy.values(), sum(seconds.values()) - sum(busy.values())
 
-    @property
-    def has_residuals(self) -> bool:
-        """Whether each rank has state of its own, so that `gather_state` needs all of them."""
-        return self._codec is not None and self._codec.feeds_back
-
-    def gather_state(self) -> None:
-        """Before `state`, on every rank: what ranks have of their own comes to rank 0."""
-        if self.has_residuals:
-            assert self.held.coded is not None
-            self._gathered = self.held.coded.gather_residuals()
-
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self.served_rows is not None:
-            state["rows"] = self.served_rows.state()
-        if self._precision.scale:
-            state["loss_scale"] = self._precision.scale.state()
-        if (coded := self.held.coded) is not None:
-            names, order = self.held.trained_names(), coded.settled_order
-            state["order"] = [names[index] for index in order] if order is not None else None
-            state["residuals"] = {names[index]: rows for index, rows in self._gathered.items()}
-            self._gathered = {}  # as large as the weights, times the workers
-        return state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """After the weights themselves."""
-        self.held.accept_weights()
-        self._buffers = StepBuffers(self._local, self._foreign)  # they have other values now
-        if self.served_rows is not None:
-            self.served_rows.restore(state.get("rows", {}))
-        if self._precision.scale and "loss_scale" in state:
-            self._precision.scale.restore(state["loss_scale"])
-        if (coded := self.held.coded) is not None and "residuals" in state:
-            place = {name: index for index, name in enumerate(self.held.trained_names())}
-            order = [place[name] for name in state["order"] or () if name in place]
-            rows = {place[name]: rows for name, rows in state["residuals"].items() if name in place}
-            coded.restore(order if order and len(order) == len(place) else None, rows)
-
-    def close(self) -> None:
-        if self._held is not None and isinstance(self._rows, ServedStep):
-            self._rows.close()
-        self._axis.close()
-
     def _train_step_with_closure(self, step: StepLike, stop: int, collect: bool) -> StepStats:
         """LBFGS and its kind evaluate the loss several times per step; each evaluation covers the whole batch."""
         assert self._loss_fn is not None
@@ -532,8 +364,7 @@ class Replicated(Computing):
         self._rows.factor = factor
         if self._clip_norm is None and scale is None:
             return
-        norm = self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
-        stats.grad_norm = math.hypot(norm, self._rows.norm())
+        stats.grad_norm = math.hypot(self._norm(), self._rows.norm())
         if not math.isfinite(stats.grad_norm):
             if scale is None:
                 self.raise_non_finite(f"The gradient of step {self._step.number} is not finite")
@@ -543,9 +374,13 @@ class Replicated(Computing):
         self.held.update.clip(clip)
         self._rows.factor *= clip
 
+    def _norm(self) -> float:
+        """Of the whole gradient."""
+        return self.held.update.norm() if self.spread is None else self.spread.norm(self.held.gradients.params)
+
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
-        self._redone = 0
+        self._redone, self._is_in_step = 0, False
         self._buffers.commit([report.statistics for report in reduced.heard.reports])
         self._buffers.apply_first_changes(reduced.heard.changes)
         if self._precision.scale:
@@ -567,43 +402,3 @@ class _Reduced(NamedTuple):
     loss: float
     weight: float
     heard: Heard
-
-
-class _Layout(NamedTuple):
-    """Whose slices are whose in a step. An empty slice contributes nothing: the tree is over those that have rows."""
-
-    bounds: Sequence[tuple[int, int]]
-    divided: Sequence[range]
-    """Each rank's slices."""
-    place: dict[int, int]
-    """Slice -> its place among those that have rows."""
-    shares: list[range]
-    """Each rank's places."""
-
-
-def _lay_out(bounds: Sequence[tuple[int, int]], shares: Sequence[range]) -> _Layout:
-    present = [v for v, (low, high) in enumerate(bounds) if high > low]
-    place = {v: number for number, v in enumerate(present)}
-    owned = [[place[v] for v in share if v in place] for share in shares]
-    ranges = [range(places[0], places[-1] + 1) if places else range(0) for places in owned]
-    return _Layout(bounds, shares, place, ranges)
-
-
-def _check_rows(optimizer: Optimizer) -> None:
-    if _wants_closure(optimizer):
-        raise TrainingFailed(
-            f"{type(optimizer).__name__} evaluates the loss several times per step; rows of embeddings change once.",
-            fix=["another optimizer", "torch.nn.Embedding"],
-        )
-
-
-def _check_divisible(optimizer: Optimizer) -> None:
-    if _wants_closure(optimizer):
-        raise TrainingFailed(
-            f"{type(optimizer).__name__} looks at all of the model's gradients at once, and each worker has some.",
-            fix=["another optimizer", 'strategy="mirrored"'],
-        )
-
-
-def _wants_closure(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.LBFGS)

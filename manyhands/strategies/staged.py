@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.exchange import Report
 from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.strategies.base import PieceLike
 
 __all__ = ["StagedSlices"]
@@ -29,7 +30,7 @@ class StagedSlices:
         self,
         place: Mapping[int, int],
         buffers: StepBuffers,
-        gradients: GradientSum,
+        gradients: GradientSum | ShardedSum,
         around: Callable[[PieceLike], AbstractContextManager[None]],
         weigh: Callable[[PieceLike, Any], tuple[float, float, Tensor]],
     ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from manyhands.comm.axis import connect
+from manyhands.comm.axis import Axis, connect
 from manyhands.comm.values import FIRST_BYTES, Values
 from manyhands.errors import UsageError
 from manyhands.testing import RankPool
@@ -49,4 +49,4 @@ def test_values_arrive_as_they_were_sent_whatever_their_size(ranks: RankPool, tm
 
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(UsageError, match=r"F0 of step 1\['mask'\] is a object"):
-        Values(None).send({"mask": object()}, 0, 0, "F0 of step 1")  # type: ignore[arg-type]
+        Values(Axis(0, 1)).send({"mask": object()}, 0, 0, "F0 of step 1")

@@ -132,7 +132,7 @@ def test_spares_that_die_are_followed_later_each_time():
 
 
 def _share_of(pid: int) -> int:
-    """Its niceness, or its session's where sessions share processors as groups; that of the first session has no text."""
+    """Its niceness, or its session's where sessions share processors as groups (the first of all has none)."""
     group = Path(f"/proc/{pid}/autogroup")
     if group.exists() and (said := group.read_text().split()):
         return int(said[-1])

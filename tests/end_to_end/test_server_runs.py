@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.events import ServerStarted, WorkerStarted
+from manyhands.runtime.entering import enter
 from manyhands.runtime.recorder import read_events
-from manyhands.runtime.worker import enter
 from manyhands.spec.seat import Seat, seat_environment
 
 SCRIPT = """
@@ -39,13 +40,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_the_trainer(tmp_path):
+def ended(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: text for name, text in os.environ.items() if not name.startswith("MANYHANDS_")}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    return subprocess.run(
+        [sys.executable, *command, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_script_is_told_with_its_own_lines_only(tmp_path):
+    (tmp_path / "served").touch()
+    done = ended(tmp_path, "-m", "manyhands.cli.main", "run", "-n", "1")
+    assert done.returncode == 2
+    told = done.stderr[done.stderr.index("traceback") :]
+    assert "train.py" in told and "trainer = mh.Trainer(" in told and "try: mh run --servers 1 -n 1" in told
+    assert "worker.py" not in told
+
+
+@pytest.mark.slow
+def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_the_trainer(tmp_path):
+    done = ended(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "runs as launcher\nruns as worker\ngoes on as worker\n"
     events = [event for file in (tmp_path / "run" / "events").iterdir() for event in read_events(file)]
@@ -69,6 +84,9 @@ def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypa
     with pytest.raises(SpecError, match="asks for 3 parameter servers") as caught:
         enter(mh.ParameterServer(servers=3), {})
     assert caught.value.fix == ("mh run --servers 3 -n 4 ...",)
+    with pytest.raises(SpecError) as caught:
+        enter(mh.ParameterServer(servers=3, workers=2), {})
+    assert caught.value.fix == ("mh run --servers 3 -n 2 ...",)
 
 
 def test_servers_that_the_script_has_no_use_for_are_refused(monkeypatch):

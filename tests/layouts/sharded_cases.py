@@ -67,6 +67,30 @@ class TiedTransformer(nn.Module):
         return self.output(x)
 
 
+class Wide(nn.Module):
+    """Blocks that are large enough to be gathered by themselves when layers are split, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 64)
+        self.blocks = nn.ModuleList(
+            [
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True),
+                nn.Linear(64, 128),  # by columns: what it hands to the next is in parts
+                nn.Linear(128, 64),
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True),
+            ]
+        )
+        self.output = nn.Linear(64, WORDS, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.output(x)
+
+
 class Peculiar(nn.Module):
     """Layers that few rows, or none, have to do with; one that is used twice; a large and a small frozen parameter."""
 
@@ -100,8 +124,20 @@ class Recurrent(nn.Module):
         return {"scores": self.layers[2](self.layers[1](x).relu())}
 
 
-OPTIMIZERS = {**layout_cases.OPTIMIZERS, "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2)}
-MODELS = {"MLP": mlp, "CNN": cnn, "tied transformer": TiedTransformer, "peculiar": Peculiar, "recurrent": Recurrent}
+OPTIMIZERS = {
+    **layout_cases.OPTIMIZERS,
+    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "Adafactor": torch.optim.Adafactor,
+}
+MODELS = {
+    "MLP": mlp,
+    "CNN": cnn,
+    "tied transformer": TiedTransformer,
+    "wide": Wide,
+    "peculiar": Peculiar,
+    "recurrent": Recurrent,
+}
 
 
 def loss_of_two_passes(model: nn.Module, batch: Any) -> Tensor:
@@ -158,14 +194,14 @@ def train(
 ) -> dict[str, Any]:
     """Train and evaluate: everything that should not depend on where memory is."""
     trainer = make_trainer(model, strategy, **(arguments or {}))
-    data = data_for("tied transformer" if model in ("tied transformer", "recurrent") else "MLP")
+    data = data_for("tied transformer" if model in ("tied transformer", "wide", "recurrent") else "MLP")
     history = trainer.fit(data, **{"epochs": 1, "batch_size": 16, "validation": data, **(fit or {})})
     return results_of(trainer, data, history)
 
 
-def watched(strategy: Any) -> Watch:
+def watched(strategy: Any, model: str = "tied transformer") -> Watch:
     watch = Watch()
-    trainer = make_trainer("tied transformer", strategy, hooks=[watch])
+    trainer = make_trainer(model, strategy, hooks=[watch])
     trainer.fit(data_for("tied transformer"), steps=2, batch_size=16)
     return watch
 

@@ -13,6 +13,7 @@ from manyhands.testing import RankPool
 
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "tensor 2": (2, mh.Tensor(2)),
+    "tensor 2, by sequence": (2, mh.Tensor(2, sequence=True)),
     "pipeline 2": (2, mh.Pipeline(2)),
     "sharded 2": (2, mh.Sharded()),
     "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),

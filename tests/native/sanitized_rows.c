@@ -42,12 +42,13 @@ static void peeked(const void *memory, const struct mh_rows_room *room, const st
                    size_t count, const float *rows) {
     size_t bytes = mh_rows_bytes(room), wanted = count * room->dim * sizeof(float);
     float *found = malloc(wanted + 1);
-    CHECK(mh_rows_peek(memory, room, rule, ids, count, found) == 0 && memcmp(found, rows, wanted) == 0);
+    CHECK(mh_rows_peek(memory, room, rule, ids, count, found, MH_ROWS_NEWEST) == 0 && memcmp(found, rows, wanted) == 0);
     unsigned char *other = calloc(1, bytes);
-    CHECK(mh_rows_peek(other, room, rule, ids, count, found) == MH_ROWS_GONE);
+    CHECK(mh_rows_peek(other, room, rule, ids, count, found, MH_ROWS_NEWEST) == MH_ROWS_GONE);
     memcpy(other, memory, bytes);
     for (size_t i = 256; i < bytes; i++) other[i] = (unsigned char)mh_mix(i);
-    mh_rows_peek(other, room, rule, ids, count, found);
+    mh_rows_peek(other, room, rule, ids, count, found, MH_ROWS_NEWEST);
+    mh_rows_peek(other, room, rule, ids, count, found, 0);
     free(found), free(other);
 }
 
@@ -67,11 +68,15 @@ static void one_table(int optimizer, uint32_t dim, uint32_t admit_after) {
         float *values = calloc(given * dim + 1, sizeof(float)), *sums = calloc((size_t)count * dim + 1, sizeof(float));
         for (size_t i = 0; i < given * dim; i++) values[i] = (float)i;
         mh_add_rows(sums, values, inverse, given, dim);
+        size_t bytes = (size_t)count * dim * sizeof(float);
+        float *before = malloc(bytes + 1), *then = malloc(bytes + 1);
+        CHECK(mh_rows_lookup(memory, &rule, own, (size_t)count, before, MH_ROWS_NEWEST) == 0);
         CHECK(mh_rows_update(memory, &rule, number, own, sums, (size_t)count, 0.5f, 1, &wanted) == 0);
-        mh_rows_lookup(memory, &rule, own, (size_t)count, sums);
+        CHECK(mh_rows_lookup(memory, &rule, own, (size_t)count, then, number - 1) == 0 && !memcmp(before, then, bytes));
+        CHECK(mh_rows_lookup(memory, &rule, own, (size_t)count, sums, MH_ROWS_NEWEST) == 0);
         CHECK(mh_rows_recover(memory) == 0);
         peeked(memory, &room, &rule, own, (size_t)count, sums);
-        free(ids), free(own), free(inverse), free(values), free(sums);
+        free(ids), free(own), free(inverse), free(values), free(sums), free(before), free(then);
         if (number % 20 == 0) memory = taken_over(memory, &room);
     }
     free(memory);

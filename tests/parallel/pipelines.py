@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore
 
 from manyhands.comm.axis import Axis, connect
+from manyhands.comm.values import Values
 from manyhands.data.randomness import torch_randomness
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.cutting import Blocks, Chain, balance, is_chain, shared_between, starts_at
@@ -144,7 +145,7 @@ def train_pipelined(
     alive = 0
     for step, (rows, count) in enumerate(plan):
         sums = Sums(model, rows, count)
-        runner = StageRunner(axis, model, parts, case.loss, sums, schedule=schedule, **options)
+        runner = StageRunner(Values(axis), model, parts, case.loss, sums, schedule=schedule, **options)
         pieces = slices(case.data(step, rows), count)
         runner.train(pieces, f"step {step}")
         assert sums.done == [piece.index for piece in pieces]
@@ -343,7 +344,7 @@ def count_activations(store: str, world: int, schedule: str, microbatches: int) 
     axis, model = axis_of(store, world), case.make()
     parts = Chain(model).parts(range(0, 2 * world, 2 // chunks))
     sums = Sums(model, 12, microbatches)
-    runner = StageRunner(axis, model, parts, case.loss, sums, schedule=schedule)
+    runner = StageRunner(Values(axis), model, parts, case.loss, sums, schedule=schedule)
     runner.train(slices(case.data(0, 12), microbatches), "step 0")
     return Token.most * chunks // 2, Token.alive
 

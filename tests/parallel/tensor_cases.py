@@ -71,6 +71,22 @@ class Convolutional(nn.Module):
         return self.last(functional.max_pool2d(self.two(x), 1))[:, :CLASSES]
 
 
+class Upwards(nn.Module):
+    """Convolutions and their transposes, with a size asked for, and a part of it whole by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv1d(1, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose1d(8, 4, 2, 2))
+        self.up = nn.ConvTranspose1d(4, 8, 3, stride=2)
+        self.norm = nn.BatchNorm1d(8)
+        self.back = nn.ConvTranspose1d(8, 4, 3, stride=2, padding=1, bias=False)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.down(x[:, None]), output_size=[50])
+        return self.head(self.back(functional.gelu(self.norm(x))).mean(-1))
+
+
 class Words(nn.Module):
     """An encoder and a decoder of torch's, with the output layer tied to the embedding."""
 
@@ -122,11 +138,58 @@ def qwen() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, vocab_size=WORDS, intermediate_size=24, **sizes))
 
 
+def neox() -> nn.Module:
+    """Queries, keys and values of each head side by side in one weight."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 24, "max_position_embeddings": 8}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=1, vocab_size=WORDS, attention_dropout=0.1, **sizes))
+
+
+def bloom() -> nn.Module:
+    """The same; and a bias of scores, and an activation, in ways of its own."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"hidden_size": 16, "n_head": 4, "n_layer": 1, "vocab_size": WORDS}
+    return BloomForCausalLM(BloomConfig(attention_dropout=0.1, hidden_dropout=0.1, **sizes))
+
+
+def falcon(**settings: Any) -> nn.Module:
+    """Fewer keys and values than queries, in groups; or a bias of scores for each head."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": WORDS}
+    return FalconForCausalLM(FalconConfig(attention_dropout=0.1, **sizes, **settings))
+
+
+def phi() -> nn.Module:
+    """Norms of single heads, with biases."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 24, "num_hidden_layers": 1}
+    return PhiForCausalLM(PhiConfig(vocab_size=WORDS, qk_layernorm=True, attention_dropout=0.1, **sizes))
+
+
+class T5(nn.Module):
+    """A table with a column for each head, which layers hand to each other; two sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
+        self.model = T5ForConditionalGeneration(T5Config(dropout_rate=0.1, feed_forward_proj="gated-gelu", **sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x, decoder_input_ids=x.roll(1, 1)).logits
+
+
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     words: bool = False
     patterns: Mapping[str, str] | None = None
+    sequence: bool = False
 
 
 def _classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -153,13 +216,23 @@ CASES = {
     "mlp, other patterns": Case(mlp, _classes, patterns=MATRICES),
     "own code": Case(Gated, _dict),
     "convolutions": Case(Convolutional, _classes),
+    "transposed convolutions": Case(Upwards, _classes),
     "transformer": Case(Words, _next_word, words=True),
     "gpt2": Case(gpt2, _hugging_face, words=True),
     "gpt2, eager": Case(lambda: gpt2("eager"), _hugging_face, words=True),
     "bert": Case(bert, _hugging_face, words=True),
+    "neox": Case(neox, _hugging_face, words=True),
+    "bloom": Case(bloom, _hugging_face, words=True),
+    "falcon": Case(lambda: falcon(new_decoder_architecture=True, num_kv_heads=4), _hugging_face, words=True),
+    "falcon, alibi": Case(lambda: falcon(multi_query=False, alibi=True), _hugging_face, words=True),
+    "phi": Case(phi, _hugging_face, words=True),
+    "t5": Case(T5, _next_word, words=True),
     "qwen": Case(qwen, _hugging_face, words=True),
     "llama": Case(llama, _hugging_face, words=True, patterns={"lm_head": "vocabulary"}),
 }
+
+for _name in ("transformer", "gpt2", "bert", "llama"):
+    CASES[f"{_name}, by sequence"] = CASES[_name]._replace(sequence=True)
 
 
 class Found(NamedTuple):
@@ -206,7 +279,7 @@ def counted(axis: Axis) -> Iterator[Counter[tuple[str, str]]]:
 
         return count
 
-    kinds = {"sum": "sum_start", "gather": "all_gather_start"}
+    kinds = {"sum": "sum_start", "gather": "all_gather_start", "scatter": "reduce_scatter"}
     for kind, name in kinds.items():
         setattr(axis, name, counting(kind, getattr(axis, name)))
     yield meetings
@@ -222,7 +295,7 @@ def train(store: str, name: str, steps: int = 3, plane: bool = False, half: bool
     # Not Adam: biases before BatchNorm, and of keys, have a true gradient of 0, whose rounding it would blow up.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with an_axis(store, plane) as axis:
-        plan = plan_tensor(model, axis.size, case.patterns)
+        plan = plan_tensor(model, axis.size, case.patterns, sequence=case.sequence)
         shares = split_model_(model, plan, axis)
         with counted(axis) as meetings:
             losses = [_step(case, model, optimizer, 0, half)]

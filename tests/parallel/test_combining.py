@@ -11,7 +11,7 @@ import torch
 from manyhands.comm.codecs import Bf16
 from manyhands.parallel.aggregate import mean, median
 from manyhands.parallel.combining import Combination, exchange_in_pair, to_first_rank
-from manyhands.runtime.worker import enter
+from manyhands.runtime.entering import enter
 from manyhands.testing import RankPool
 
 LENGTH = 103

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -126,11 +127,37 @@ class Choosing(nn.Module):
         return self.two(x) if x.sum() > 0 else x
 
 
-def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason() -> None:
+def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_line(capfd: Any) -> None:
     with pytest.raises(SpecError, match=r"Choosing cannot be cut into stages: \w+: .*data-dependent") as refused:
         Traced(Choosing(), Inputs((torch.randn(4, 3),), {}), 2)
     assert "\n" not in refused.value.what
     assert "nn.Sequential" in refused.value.fix[0]
+    assert str(refused.value.where).endswith("return self.two(x) if x.sum() > 0 else x")
+    assert capfd.readouterr() == ("", ""), "torch's own words fill pages"
+
+
+@dataclass
+class Judged:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Judging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Judged:
+        return Judged(self.two(self.one(x)))
+
+
+def test_dataclasses_come_out_as_they_are() -> None:
+    model, inputs = Judging(), Inputs((torch.randn(4, 3),), {})
+    first, second = cut(blocks_of(model, inputs, 2), 2)
+    judged = second(inputs, first(inputs, None))
+    assert isinstance(judged, Judged)
+    assert torch.equal(judged.logits, model(*inputs.args).logits)
+    assert judged.hidden is None
 
 
 def test_blocks_are_looked_into_until_there_are_enough_and_then_stages_are_refused() -> None:
@@ -181,6 +208,43 @@ def test_costs_are_measured_and_leave_no_trace() -> None:
     assert len(costs) == 3 and costs[1] >= 0.04 and costs[2] >= 0.02
     assert int(model[0].num_batches_tracked) == 0 and torch.equal(state, torch.get_rng_state())
     assert all(param.grad is None for param in model.parameters())
+
+
+class Noting(torch.autograd.Function):
+    """Passes on, and notes when a gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[str], name: str) -> Tensor:
+        ctx.notes, ctx.name = notes, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.notes.append(ctx.name)
+        return grad, None, None
+
+
+class Noted(nn.Module):
+    def __init__(self, notes: list[str], name: str) -> None:
+        super().__init__()
+        self.notes, self.name, self.weight = notes, name, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noted: Tensor = Noting.apply(x, self.notes, self.name)
+        return noted * self.weight
+
+
+def test_gradients_that_go_back_and_the_loss_count_in_what_blocks_cost() -> None:
+    notes: list[str] = []
+    model = nn.Sequential(Noted(notes, "first"), Noted(notes, "second"), Noted(notes, "third"))
+
+    def loss(output: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return output.square().mean()
+
+    costs = measure(Chain(model), Inputs((torch.randn(3, 2),), {}), times=1, loss=loss)
+    assert notes == ["second", "third"] * 2, "nobody asks for the gradient of the model's input"
+    assert costs[2] >= 0.05
 
 
 def test_the_cut_follows_what_blocks_cost() -> None:

@@ -174,6 +174,21 @@ def test_what_a_dead_worker_had_is_handed_out_first():
     assert again.filling > lost.filling
 
 
+def test_whoever_leaves_has_what_it_had_given_to_others_and_no_new_book_waits_for_it():
+    talk = Talk()
+    held = talk.work(1)
+    assert talk.work(2).place == 1
+    talk.book.lose([1, 2])
+    talk.book.leave(1)
+    assert talk.ask(1) is None, "it is not answered any more"
+    assert talk.book.filled(held) is False
+    talk.book.lose([1, 2])  # it still lives
+    again = Talk(minutes=talk.book.minutes)
+    again.book.lose([1, 2])
+    again.book.expect([1, 2])
+    assert again.fill(2).item == held.item
+
+
 def test_the_dead_are_not_answered():
     talk = Talk()
     talk.book.lose([2])

@@ -53,7 +53,10 @@ def test_a_table_has_the_rows_that_a_dict_would_have(updates, admit_after, keep_
     table, reference, number = RowTable(about, num_rows=4), DictTable(about), 0
     for place, (later, ids) in enumerate(updates):
         number += later
+        before = [*ids, 5, *EXTREMES, *range(10, 90)]
+        rows = table.lookup(torch.tensor(before))
         apply(table, number, ids)
+        assert torch.equal(table.lookup(torch.tensor(before), number - 1), rows), "not as it was before the update"
         reference.update(number, ids, gradients_of(ids, number))
         assert listing(table) == reference.listing()
         looked_up = [*ids, 5, *EXTREMES]

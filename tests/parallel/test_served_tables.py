@@ -22,8 +22,8 @@ def sorted_ids() -> Tensor:
     return IDS[part_of(IDS).argsort(stable=True)]
 
 
-def look_up(tables: Tables, ids: Tensor) -> Tensor:
-    found = tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(ids)))
+def look_up(tables: Tables, ids: Tensor, at_most: int | None = None) -> Tensor:
+    found = tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(ids), at_most=at_most))
     assert found is not None
     return rows_from(found.rows, SPEC.dim)
 
@@ -50,8 +50,10 @@ def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None
         number=(1, 1, 1), filling=4, order=0, table="t", ids=to_bytes(ids), gradients=to_bytes(gradients)
     )
     tables.keep(piece)
+    before = look_up(tables, IDS)
     tables.apply(1, tables.gather([4]), 2.0)
     tables.apply(1, tables.gather([4]), 2.0)  # done again, nothing
+    assert torch.equal(look_up(tables, IDS, at_most=0), before)
     whole.update(1, ids, gradients, factor=2.0)
     assert torch.equal(look_up(tables, IDS), whole.lookup(IDS))
     assert torch.equal(look_up(tables, ids.flip(0)), whole.lookup(ids.flip(0)))

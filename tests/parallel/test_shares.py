@@ -43,3 +43,21 @@ def test_even_ranges_are_what_chunk_cuts(size: int, parts: int) -> None:
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(parts)] if size else []
     assert [stop - start for start, stop in ranges][: len(chunks)] == chunks
     assert all(start == stop for start, stop in ranges[len(chunks) :])
+
+
+def ranges_of(size: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Some, in order, that may touch."""
+    ends = st.lists(st.integers(0, size), min_size=2, max_size=6).map(sorted)
+    return ends.map(lambda found: tuple(zip(found[::2], found[1::2], strict=False)))
+
+
+@given(st.data(), st.booleans(), st.booleans())
+def test_a_part_of_a_part_is_a_part_of_the_whole(data: st.DataObject, rows: bool, columns: bool) -> None:
+    tensor = torch.arange(84.0).view(12, 7)
+    cuts = [(0, data.draw(ranges_of(12)))] * rows + [(1, data.draw(ranges_of(7)))] * columns
+    outer = Share((12, 7), tuple(cuts))
+    part = outer.cut(tensor)
+    inner = Share(outer.local_shape, ((0, data.draw(ranges_of(len(part)))),))
+    found = inner.within(outer)
+    assert found.local_shape == inner.local_shape
+    assert torch.equal(found.cut(tensor), inner.cut(part))

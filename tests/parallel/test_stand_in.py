@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.parallel.stand_in import call_with_model, learn_inputs
 
 MODEL = nn.Linear(3, 2)
@@ -64,7 +64,7 @@ def test_a_loss_goes_on_with_what_the_pipeline_returns() -> None:
     ],
 )
 def test_whatever_a_pipeline_cannot_do_is_refused_with_its_line(loss: Any, words: str, line: str) -> None:
-    with pytest.raises(TrainingFailed, match=words) as refused:
+    with pytest.raises(SpecError, match=words) as refused:
         call_with_model(loss, MODEL, BATCH, lambda inputs: MODEL(*inputs.args))
     file, _, number = str(refused.value.where).rpartition(":")
     assert line in Path(file).read_text().splitlines()[int(number) - 1]

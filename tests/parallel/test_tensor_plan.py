@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensor_cases import CASES, WORDS, Words, bert, gpt2, llama, mlp
+from tensor_cases import CASES, WORDS, Words, bert, falcon, gpt2, llama, mlp, phi
 from torch import nn
 
 from manyhands.errors import SpecError
@@ -61,12 +61,46 @@ def test_models_of_hugging_face_are_known_by_their_structure() -> None:
     assert found["model.layers.0.self_attn.k_proj"] == "heads"
 
 
+def test_an_attention_whose_heads_do_not_lie_side_by_side_stays_whole() -> None:
+    one_key_for_all = divided(falcon(multi_query=True))
+    assert not [name for name in one_key_for_all if "attention" in name]
+    assert one_key_for_all["transformer.h.0.mlp.dense_h_to_4h"] == "columns"
+    strange = phi()
+    strange.model.layers[0].self_attn.gate = nn.Parameter(torch.ones(4))
+    assert "model.layers.0.self_attn.q_proj" not in divided(strange), "a parameter that nobody knows"
+
+
+def test_transposed_convolutions_are_paired_by_channels() -> None:
+    assert divided(CASES["transposed convolutions"].make()) == {
+        "down.0": "channels", "down.2": "rows", "up": "channels", "norm": "channels", "back": "rows",
+    }  # fmt: skip
+    grouped = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ConvTranspose2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 3))
+    assert divided(grouped) == {}
+    with pytest.raises(SpecError, match="cannot be divided by channels"):
+        plan_tensor(grouped, 2, {"1": "channels"})
+
+
+def test_a_plan_by_sequence_says_whose_sums_stay_in_parts() -> None:
+    plan = plan_tensor(Words(), 2, sequence=True)
+    why = {layer.name: layer.why for layer in plan.layers}
+    assert plan.sequence and not plan_tensor(Words(), 2).sequence
+    by_sequence = {name for name, said in why.items() if said.endswith("; its sum by sequence")}
+    assert {"table", "encoder.layers.0.self_attn.out_proj", "encoder.layers.0.linear2"} <= by_sequence
+    assert not {"out", "encoder.layers.0.linear1"} & by_sequence
+    assert why["encoder.layers.0.norm1"] == "of parts by sequence, where it gets them"
+
+
 def test_only_large_layers_are_divided_alone() -> None:
     small, large = nn.Embedding(100, 8), nn.Embedding(4096, 16)
     model = nn.ModuleDict({"small": small, "large": large, "one": nn.Linear(512, 600), "other": nn.Linear(512, 500)})
     assert divided(model) == {"large": "vocabulary", "one": "columns"}
     classes = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5000))
     assert divided(classes) == {"2": "vocabulary"}
+    own = Words()
+    own.out = nn.Linear(16, 2000)
+    assert divided(own)["out"] == "vocabulary", "the last that a module defines"
+    own.out = nn.Linear(2000, 16)
+    assert "out" not in divided(own), "makes less of what it gets"
 
 
 def test_layers_that_share_a_parameter_agree_or_stay_whole() -> None:

@@ -70,6 +70,24 @@ def test_the_same_over_sockets_and_in_half_precision(ranks: RankPool, tmp_path: 
 
 
 @pytest.mark.slow
+def test_sums_are_left_in_parts_of_the_sequence_and_gathered_where_they_are_needed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    found, _ = ranks(2, train, str(tmp_path / "gpt2"), "gpt2, by sequence", 1)
+    scatters = {"transformer.wte"}
+    for layer in ("transformer.h.0", "transformer.h.1"):
+        scatters |= {f"{layer}.attn.c_proj", f"{layer}.mlp.c_proj"}
+        scatters |= {f"{layer}.attn.c_attn, backward", f"{layer}.mlp.c_fc, backward"}
+    told = {
+        kind: {name: n for (one, name), n in found.meetings.items() if one == kind} for kind in ("scatter", "gather")
+    }
+    assert told["scatter"] == dict.fromkeys(scatters, 1)
+    # For each attention, each pair and the output layer; in backward for each sum; the gradient of places, which are
+    # whole; and the few numbers of the loss.
+    assert sum(told["gather"].values()) == 5 + 5 + 1 + 1
+
+
+@pytest.mark.slow
 def test_ranks_meet_no_more_than_they_must(ranks: RankPool, tmp_path: Path) -> None:
     """Each attention and each pair of layers sums once forward and once backward; logits are never gathered."""
     found, _ = ranks(2, train, str(tmp_path / "gpt2"), "gpt2", 1)
@@ -78,6 +96,9 @@ def test_ranks_meet_no_more_than_they_must(ranks: RankPool, tmp_path: Path) -> N
         sums |= {f"{layer}.attn.c_attn, backward": 1, f"{layer}.attn.c_proj": 1}
         sums |= {f"{layer}.mlp.c_fc, backward": 1, f"{layer}.mlp.c_proj": 1}
     assert found.meetings == {("gather", "lm_head"): 1, **{("sum", name): times for name, times in sums.items()}}
+    for name in ("bloom", "t5"):  # what is of heads goes from layer to layer as it is
+        found, _ = ranks(2, train, str(tmp_path / name), name, 1)
+        assert [key[1].rpartition(".")[2] for key in found.meetings if key[0] == "gather"] == ["lm_head"], name
     found, _ = ranks(2, train, str(tmp_path / "convolutions"), "convolutions", 1)
     assert found.meetings == {("sum", "two"): 1, ("sum", "last.0, backward"): 1, ("sum", "last.5"): 1}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from manyhands.errors import CheckpointCorrupt, EnvironmentProblem
 from manyhands.parallel.served_log import SYNC_BYTES, ServedLog
@@ -55,6 +56,15 @@ def steps_in(log: ServedLog, version: int = 0, applied: int = 0) -> list[int]:
 def segment(directory: Path) -> Path:
     (found,) = directory.glob("server-0/*.log")
     return found
+
+
+def test_what_rests_on_lost_memory_is_of_no_use_and_what_came_after_it_is() -> None:
+    kept, lost, again = begin(), replace(begin(17), unsynced=True), replace(begin(2), unsynced=True)
+    segments = [(kept, [1, 2]), (lost, [18]), (again, [3, 4])]
+    assert surviving(segments, 0) == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert surviving([(lost, [18])], 17) == [(0, 0)]
+    with pytest.raises(Broken, match="step 3 is missing"):
+        surviving([(kept, [1, 2]), (begin(17), [18])], 0)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.events import Warned
 
 ROWS = 300
@@ -132,6 +132,6 @@ def with_lbfgs() -> str:
     trainer = mh.Trainer(Clicks, loss, torch.optim.LBFGS, "single")
     try:
         trainer.fit(clicks(), steps=1, batch_size=30)
-    except TrainingFailed as error:
+    except SpecError as error:
         return error.what
     return ""

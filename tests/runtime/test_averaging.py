@@ -336,7 +336,7 @@ def test_what_cannot_work_is_refused_with_what_to_type(
 
 
 def test_diloco_is_a_name_for_it() -> None:
-    from manyhands.runtime.worker import as_strategy
+    from manyhands.runtime.strategy_names import as_strategy
 
     found = as_strategy("diloco")
     assert isinstance(found, mh.LocalSGD) and averaging_of(found).outer.kind == "nesterov"

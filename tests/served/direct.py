@@ -18,6 +18,7 @@ from manyhands.data.order import Position
 from manyhands.data.source import as_source
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Course
+from manyhands.parallel.log_places import Backups
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_local import Local
@@ -121,11 +122,12 @@ class World:
         axis: Axis | None = None,
         loss_fn: Any = loss,
         logs: Path | None = None,
+        backups: Callable[[int], Backups] | None = None,
     ) -> None:
-        """With `logs`, a directory for those of servers, which outlives this host."""
+        """With `logs`, a directory for those of servers, which outlives this host; `backups` are each server's."""
         self._mode, self._num_servers, self._settings = mode, servers, settings
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
-        self._logs = logs
+        self._logs, self._backups = logs, backups
         self._host, self._known = HostMemory(), dict[str, int]()
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
@@ -171,14 +173,20 @@ class World:
             clip_norm=self._clip,
             place=self._place,
             foreign=ForeignState(),
-            log=ServedLog(self._logs / f"server-{number}", lambda: 0) if self._logs is not None else None,
+            log=self._log(number),
         )
         server.hear_living([WORKER, OTHER])
         return server
 
+    def _log(self, number: int) -> ServedLog | None:
+        if self._logs is None:
+            return None
+        backups = self._backups(number) if self._backups is not None else None
+        return ServedLog(self._logs / f"server-{number}", lambda: 0, backups)
+
     def open(self, epoch: int) -> None:
         steps = -(-ROWS // BATCH)
-        course = Course(
+        self.course = Course(
             call=1,
             first=epoch * steps + 1,
             last=(epoch + 1) * steps,
@@ -188,7 +196,7 @@ class World:
             slices=SLICES,
             whole=self.is_async,
         )
-        self.engine.open((1, 1, epoch + 1), course, None, scheduled=False)
+        self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
 
 
 def train(
@@ -199,6 +207,7 @@ def train(
     servers: int,
     die_every: int = 0,
     logs: Path | None = None,
+    backups: Callable[[int], Backups] | None = None,
     again: bool = False,
     answers: int = 10**9,
     **settings: Any,
@@ -207,7 +216,7 @@ def train(
 
     `again`: as if from a checkpoint of the beginning.
     """
-    world = World(mode, optimizer, clip, servers, settings, logs=logs)
+    world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups)
     if again:
         world.engine.restore({})
     start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}

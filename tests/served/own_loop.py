@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from training import ASKED, BATCH, ROWS, Counted, arm, ids_of, loss, optimizer
 import manyhands as mh
 from manyhands.errors import UsageError
 
+MINE = Path(f"said-{os.getpid()}.jsonl")
+
 
 def tell(line: dict[str, Any]) -> None:
-    with open(f"said-{os.getpid()}.jsonl", "a") as file:
+    with MINE.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -42,6 +46,14 @@ class Noisy(torch.utils.data.Dataset[Any]):
     def __getitem__(self, row: int) -> tuple[Any, ...]:
         x, *others = (column[row] for column in self._columns)
         return x + torch.randn(8), *others, os.getpid()
+
+
+def await_others(lines: int) -> None:
+    """Until some other worker has said so much."""
+    deadline = time.monotonic() + 60
+    while not any(len(one.read_text().splitlines()) >= lines for one in Path().glob("said-*.jsonl") if one != MINE):
+        assert time.monotonic() < deadline, "nobody goes on without this worker"
+        time.sleep(0.05)
 
 
 def try_together(hands: mh.Hands) -> None:
@@ -92,6 +104,8 @@ if __name__ == "__main__":
             break
         if hands.steps_done >= 10 and "lr" in ASKED:
             sgd.param_groups[0]["lr"] = ASKED["lr"]
+    if hands.rank == 1 and ASKED.get("leaves"):
+        await_others(lines=5)  # before they meet for a checkpoint
     evaluated = hands.evaluate(data, loss)
     counts = [model.counter.detach()]
     if model.seen is not None:

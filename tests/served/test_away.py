@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.comm.transport import open_port
-from manyhands.errors import SpecError
+from manyhands.errors import EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.leases import Held
@@ -301,6 +301,9 @@ MISFITS = {
     "with 1 groups": {"groups": []},
     "optimizer is SGD": {"groups": [{"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8}]},
     "no sense": {"rows": -1},
+    "MB, and it has": {"rows": 2**20},
+    "weights, states and gradients take": {"copies": 2**16, "brings": []},
+    "MB of memory to share": {"tables": [2**50, 0]},
 }
 
 
@@ -315,9 +318,16 @@ def test_a_course_that_does_not_fit_is_refused_and_the_one_that_goes_on_is_left_
     assert_equal(busy.weights_of_servers(1), before)
 
 
-def test_the_worker_that_opened_it_is_told(busy, tmp_path):
+@pytest.mark.parametrize(
+    ("why", "raises", "told"),
+    [
+        ("no parameter ghost", SpecError, r"Parameter server 0 cannot train .* it has no parameter ghost"),
+        ("MB, and it has", EnvironmentProblem, r"Parameter server 0 has no room for this training: .* MB, and it has"),
+    ],
+)
+def test_the_worker_that_opened_it_is_told(busy, tmp_path, why, raises, told):
     at = f"ipc://{tmp_path}/server"
-    wrong = msgspec.structs.replace(busy.opened, number=(9, 9, 9), servers=1, **MISFITS["no parameter ghost"])
+    wrong = msgspec.structs.replace(busy.opened, number=(9, 9, 9), servers=1, **MISFITS[why])
     with zmq.Context() as context, ThreadPoolExecutor(1) as threads:
         port = open_port(context, zmq.ROUTER, at, FromWorker, bind=True)
         link = Link(lambda server: at, b"worker")
@@ -329,7 +339,7 @@ def test_the_worker_that_opened_it_is_told(busy, tmp_path):
                 port.send(answer, to=receiver)
 
         answered = threads.submit(answer_one)
-        with pytest.raises(SpecError, match=r"Parameter server 0 cannot train .* it has no parameter ghost"):
+        with pytest.raises(raises, match=told):
             link.open(wrong)
         answered.result()
         link.close()

@@ -91,5 +91,5 @@ def test_buffers_that_are_too_large_to_travel_are_refused(monkeypatch: pytest.Mo
 
 
 def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
-    with pytest.raises(TrainingFailed, match="LBFGS evaluates the loss several times"):
+    with pytest.raises(SpecError, match="LBFGS evaluates the loss several times"):
         train("sync", lambda params: torch.optim.LBFGS(params), clip=None, servers=1)

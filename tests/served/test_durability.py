@@ -22,6 +22,12 @@ pytestmark = [
 ]
 
 MODES = ["async", pytest.param("sync", marks=pytest.mark.long)]
+LOGGED = [
+    ("async", "wal"),
+    pytest.param("sync", "wal", marks=pytest.mark.long),
+    pytest.param("async", "replica", marks=pytest.mark.long),
+    pytest.param("sync", "replica", marks=pytest.mark.long),
+]
 SLOWLY = {"slow_s": {"worker 0": 0.03, "worker 1": 0.03}}
 
 
@@ -33,10 +39,10 @@ def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
     return steps_of(run)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_with_a_log_nothing_is_lost_with_the_host(served: Start, mirrored: Any, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "durability"), LOGGED)
+def test_with_a_log_nothing_is_lost_with_the_agent(served: Start, mirrored: Any, mode: str, durability: str) -> None:
     places = faults(("server 1", 12, "before commit"), ("server 0", 24, "between tables and weights"))
-    asked = {"mode": mode, "rows": True, "settings": {"durability": "wal"}, "save_every": 10, "faults": places}
+    asked = {"mode": mode, "rows": True, "settings": {"durability": durability}, "save_every": 10, "faults": places}
     before = lose_host(served({**asked, "exact": mode == "sync", **SLOWLY}, *TWO_AND_TWO, folder="run"), after=14)
     again = served({**asked, "exact": mode == "sync"}, *TWO_AND_TWO, folder="run")
     told = again.wait()

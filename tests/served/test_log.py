@@ -14,6 +14,7 @@ import pytest
 from manyhands.errors import EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parallel.leases import Held
+from manyhands.parallel.log_places import Backups
 from manyhands.parallel.served_log import ServedLog
 from manyhands.parallel.served_messages import Applied
 from manyhands.strategies.served import Served
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_n
 
 # Four answers a step and more: in the middle of the first epoch, and of the second.
 EARLY, LATE = 17, 45
+
+
+def without_backups(number: int) -> Backups:
+    return Backups(number, list, NotImplemented)
 
 
 @pytest.fixture
@@ -41,12 +46,21 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize(("name", "answers"), [("momentum", EARLY), ("AdamW", LATE), ("NAdam", LATE), ("SGD", 10**9)])
+@pytest.mark.parametrize(
+    ("name", "answers", "durability"),
+    [
+        ("momentum", EARLY, "wal"),
+        ("AdamW", LATE, "wal"),
+        ("NAdam", LATE, "replica"),
+        ("SGD", 10**9, "wal"),
+    ],
+)
 def test_a_lost_host_takes_nothing_along(
-    ranks: RankPool, tmp_path: Path, computed: list[int], name: str, answers: int
+    ranks: RankPool, tmp_path: Path, computed: list[int], name: str, answers: int, durability: str
 ) -> None:
     clip = 1.0 if name in ("AdamW", "NAdam") else None
-    asked: dict[str, Any] = {"clip": clip, "servers": 2, "durability": "wal", "logs": tmp_path}
+    asked: dict[str, Any] = {"clip": clip, "servers": 2, "durability": durability, "logs": tmp_path}
+    asked["backups"] = without_backups if durability == "replica" else None
     *_, before = train("sync", OPTIMIZERS[name], die_every=5, answers=answers, **asked)
     assert before, "nothing was told before the end"
     computed.clear()

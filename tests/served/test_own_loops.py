@@ -95,9 +95,12 @@ def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint_with_others(loop: L
 
 
 @pytest.mark.long
-def test_a_worker_that_leaves_its_loop_by_break_is_told_what_to_do_instead(loop: Loop) -> None:
-    run = loop({"mode": "async", "leaves": True}, *TWO_AND_TWO)
-    assert run.process.wait(90) == 2
+def test_others_go_on_without_a_worker_that_leaves_its_loop_by_break_and_it_is_told_what_to_do_instead(
+    loop: Loop,
+) -> None:
+    run = loop({"mode": "sync", "leaves": True}, *TWO_AND_TWO)
+    assert run.process.wait(90) == 2, run.output()
+    assert "nobody goes on" not in run.output()
     assert "warning: Rank 1 has left its loop by `break`" in run.output()
     assert re.search(r"evaluate needs all workers.*\n +try: hands.request_stop\(\)", run.output())
 

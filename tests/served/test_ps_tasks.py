@@ -73,11 +73,12 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
     assert len(list(tmp_path.glob("fault-*"))) == len(places)
 
 
-def test_with_logs_nothing_is_lost_with_all_hosts_at_once(tmp_path: Path, mirrored: Any) -> None:
+@pytest.mark.parametrize("durability", ["wal", "replica"])
+def test_with_logs_nothing_is_lost_with_all_agents_at_once(tmp_path: Path, mirrored: Any, durability: str) -> None:
     chief, *others = free_addresses(5)
     cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
     tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
-    asked = {"mode": "sync", "exact": True, "rows": True, "save_every": 10, "settings": {"durability": "wal"}}
+    asked = {"mode": "sync", "exact": True, "rows": True, "save_every": 10, "settings": {"durability": durability}}
     told, slowly = tmp_path / "steps.jsonl", {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}}
     processes = [start(tmp_path, cluster, job, index, {**asked, **slowly}) for job, index in tasks]
     try:

@@ -48,6 +48,21 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies(served: St
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_rows_that_gradients_depend_on_have_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+    places = faults(
+        ("worker 1", 4, "half-way through the push"),
+        ("server 1", 9, "between tables and weights"),
+        ("worker 0", 14, "half-way through the push"),
+        ("server 0", 20, "between two parts of a table"),
+    )
+    asked = {"rows": True, "deep": True, "exact": True}
+    run = served({"mode": "sync", **asked, "faults": places}, *TWO_AND_TWO)
+    assert run.wait(timeout_s=180.0) == mirrored(**asked)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:

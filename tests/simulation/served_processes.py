@@ -185,6 +185,15 @@ class Server:
         if world.defects.expecting:
             self.book.expect(self._living)
 
+    def left(self, worker: int, ticket: int) -> None:
+        """It wants no more work, ever."""
+        if self.book is None or not self._world.defects.leaving:
+            return
+        self.book.leave(worker)
+        self._memory.minutes = self.book.minutes
+        if not self._world.dies_here(self):
+            self._world.send(f"worker {worker}", lambda target: target.answered(ticket, 0, 0, None))
+
     def asked(self, worker: int, of: int, ticket: int, met: int, wish: int, holding: tuple[Held, ...]) -> None:
         if self.book is None:
             return
@@ -203,7 +212,7 @@ class Server:
 
 class Worker:
     def __init__(self, world: World, number: int) -> None:
-        self._world, self.number, self.alive = world, number, True
+        self._world, self.number, self.alive, self.has_left = world, number, True, False
         self.met = world.course.first - 1
         self.inside: int | None = None
         """The step after which it meets now."""
@@ -218,12 +227,28 @@ class Worker:
         self._every_while()
 
     def _later(self, delay_s: float, action) -> None:
-        self._world.at(delay_s, lambda: self.alive and action())
+        self._world.at(delay_s, lambda: self.alive and not self.has_left and action())
 
     def die(self) -> None:
         self.alive = False
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
         if self._writing is not None:
             self._world.rows[self._writing.row].leave(self._writing.filling)
+
+    def break_off(self) -> None:
+        """Its loop is left: it says so until that was heard, and nothing else."""
+        self.has_left, self._waits = True, True
+        self._stop_writing()
+        self._say_that_it_leaves()
+
+    def _say_that_it_leaves(self) -> None:
+        if self.alive and self._waits:
+            self._ticket += 1
+            said = self.number, self._ticket
+            self._world.send("server 0", lambda first: first.left(*said))
+            self._world.at(ASK_EVERY_S, self._say_that_it_leaves)
 
     # ---- asking ----
 
@@ -254,6 +279,8 @@ class Worker:
         if ticket != self._ticket or not self._waits:
             return
         self._waits, self._book = False, book
+        if self.has_left:
+            return
         self._forget(held for held in self._holding.values() if held.step <= version)
         match answer:
             case Grant() if self._computing is None and answer.held.filling not in self._holding:

@@ -6,7 +6,6 @@ is there when it arrives, late, twice or never; but never two processes. Start r
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -14,6 +13,7 @@ from typing import Any
 
 from manyhands.parallel.leases import Course, Rule
 
+from .clock import Clock
 from .served_history import Died, Fault, History
 from .served_processes import Memory, Row, Server, Worker
 
@@ -33,6 +33,8 @@ class Defects:
     """A new book waits for what workers hold."""
     minutes: bool = True
     """A new book knows what the one before it had called and handed out."""
+    leaving: bool = True
+    """Who leaves is not waited for."""
 
 
 def _course(random: Random, *, whole: bool) -> Course:
@@ -51,11 +53,11 @@ def _course(random: Random, *, whole: bool) -> Course:
     )
 
 
-class World:
+class World(Clock):
     def __init__(self, seed: int, defects: Defects) -> None:
+        super().__init__()
         self.random, self.defects, self.soon = Random(seed), defects, seed % 3
-        self.now, self._queue, self._sequence = 0.0, [], 0
-        self.calm = self.over = False
+        self.calm = False
         self.ahead = self.random.choice([0, 0, 1, 3, None, None])
         self.course = _course(self.random, whole=self.ahead is None)
         self.rule = Rule(ahead=self.ahead, backups=0 if self.ahead is None else self.random.choice([0, 0, 1, 2]))
@@ -84,19 +86,6 @@ class World:
         for _ in range(self.random.randint(1, 5)):
             self._start_worker()
         self._tell_living()
-
-    # ---- the clock ----
-
-    def at(self, delay_s: float, action: Callable[[], Any]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (self.now + delay_s, self._sequence, action))
-
-    def play(self, until: float) -> None:
-        while self._queue and self._queue[0][0] <= until and not self.over:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        if not self.over:
-            self.now = until
 
     def note(self, event: Any) -> None:
         self.history.events.append(event)
@@ -169,7 +158,7 @@ class World:
     # ---- meetings ----
 
     def _present(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.alive]
+        return [worker for worker in self.workers.values() if worker.alive and not worker.has_left]
 
     def gather(self) -> None:
         """A meeting is over when nobody who is there has yet to come."""
@@ -198,7 +187,7 @@ class World:
             self.at(self.random.uniform(0.05, TROUBLE_S), self._one_fault)
 
     def _one_fault(self) -> None:
-        kind = self.random.choice(["worker", "worker", "server", "first", "several", "wish", "join"])
+        kind = self.random.choice(["worker", "worker", "server", "first", "several", "wish", "join", "leave"])
         servers = [server for server in self.servers.values() if server.alive]
         if kind in ("worker", "several"):
             for worker in self.random.sample(self._present(), min(len(self._present()), self.random.randint(1, 2))):
@@ -212,6 +201,12 @@ class World:
             for worker in self._present()[:1]:
                 worker.wish = self.random.randint(1, 3)
                 self.note(Fault(self.now, "wish"))
+        if kind == "leave" and len(self._present()) > 1:
+            worker = self.random.choice(self._present())
+            self.note(Fault(self.now, f"worker {worker.number} leaves"))
+            self.note(Died(self.now, worker.number))
+            worker.break_off()
+            self.gather()
         if kind == "join" and len(self._present()) < 6:
             self.note(Fault(self.now, "join"))
             self._start_worker()

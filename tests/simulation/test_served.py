@@ -38,7 +38,7 @@ def times_handed_out(history: History) -> list[int]:
 def test_the_weather_is_bad_enough():
     histories = [run(seed) for seed in range(1000, 1060)]
     faults = [fault.what for history in histories for fault in history.of(Fault)]
-    for word in ("kill worker", "kill server 0", "kill server 1", "kill server 2", "wish", "join"):
+    for word in ("kill worker", "kill server 0", "kill server 1", "kill server 2", "wish", "join", "leaves"):
         assert any(word in fault for fault in faults)
     books = [
         event.server == 0 and event.at > 0 and history.course.first <= event.low < history.course.last
@@ -60,8 +60,12 @@ def test_the_weather_is_bad_enough():
         (Defects(fillings=False), "P4"),
         (Defects(expecting=False), "P4"),
         (Defects(minutes=False), "M"),
+        (Defects(leaving=False), "L"),
     ],
-    ids=["duplicates are applied", "fillings are not compared", "holdings are not awaited", "minutes are not kept"],
+    ids=[
+        *("duplicates are applied", "fillings are not compared", "holdings are not awaited", "minutes are not kept"),
+        "leases are not given back",
+    ],
 )
 def test_the_checker_sees_what_happens_when(defects, promise):
     assert any(problem.startswith(promise) for seed in range(WITHIN) for problem in violations(run(seed, defects)))

@@ -6,7 +6,6 @@ workers (`hosts`, `workers`) follow docs/protocols/elastic.md. Start reading at 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -21,6 +20,7 @@ from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Output, Persist, Settings, Tell, Ticked
 
 from .checker import PATIENCE_S
+from .clock import Clock
 from .history import Fault, Generation, History
 from .hosts import Agent
 from .plane import DataPlane
@@ -37,11 +37,10 @@ class Defects:
     syncing: bool = True
 
 
-class World:
+class World(Clock):
     def __init__(self, seed: int, defects: Defects) -> None:
+        super().__init__()
         self.random, self.defects = Random(seed), defects
-        self.now, self._queue, self._sequence = 0.0, [], 0
-        self.over = False
         hosts = self.random.choice([1, 1, 2, 3])
         least = self.random.choice([1, 1, 2])
         self.history = History(seed=seed, least=least, num_slices=6, num_steps=self.random.randint(10, 24))
@@ -60,19 +59,6 @@ class World:
         for name in "abc"[:hosts]:
             self.agents[name] = Agent(self, name, slots)
         self.calm = False
-
-    # ---- the clock ----
-
-    def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (self.now + delay_s, self._sequence, action))
-
-    def play(self, until: float) -> None:
-        while self._queue and self._queue[0][0] <= until and not self.over:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        if not self.over:
-            self.now = until
 
     def note(self, event: Any) -> None:
         self.history.events.append(event)

@@ -1,0 +1,89 @@
+"""A process of our own that an agent starts: fed its configuration, and ended by the end of its lifeline.
+
+The configuration, the run's key included, goes through a pipe; nothing secret is in its arguments or environment. The
+same pipe is the lifeline: its end tells the process that the agent is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+__all__ = ["Child"]
+
+TAIL_BYTES = 4000
+
+
+class Child:
+    def __init__(self, module: str, config: bytes) -> None:
+        self._module, self._config = module, config
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.stderr_fd = self._process.stderr.fileno()
+        os.set_blocking(self.stderr_fd, False)
+        self.tail = b""
+        self.started_at = time.monotonic()
+        try:
+            self._process.stdin.write(len(self._config).to_bytes(4, "big") + self._config)
+            self._process.stdin.flush()
+        except BrokenPipeError:  # Dead already; its pidfd says so next.
+            pass
+
+    def read_stderr(self) -> bool:
+        """Keep the end of what it says; False when there is no more to come."""
+        try:
+            data = os.read(self.stderr_fd, 65536)
+        except BlockingIOError:
+            return True
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        return bool(data)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        if self._process is None:
+            return
+        self._process.kill()
+        self._finish()
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """End its lifeline; it finishes what it has to and goes."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout_s)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+        self._finish()
+
+    def _finish(self) -> None:
+        assert self._process is not None
+        self._process.wait()
+        self.read_stderr()
+        for pipe in (self._process.stdin, self._process.stderr):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:
+                continue
+        os.close(self.pidfd)
+        self._process = None

@@ -1,0 +1,46 @@
+"""What a signal to the agent leads to: a checkpoint and the end of the run, this host's leaving, or an end at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from manyhands.control.crew import Crew
+from manyhands.control.launch_request import Display
+from manyhands.control.premises import Premises
+from manyhands.control.wishes import Wishes
+
+__all__ = ["Departure"]
+
+
+class Departure:
+    def __init__(self, premises: Premises, wishes: Wishes, display: Display) -> None:
+        self._at, self._wishes, self._display = premises, wishes, display
+        self._signalled = False
+        self.by: float | None = None
+        """When this host, having been told to go, kills what has not gone by itself."""
+
+    def heed(self, number: int, grace_s: float, *, elastic: bool) -> int | None:
+        """The first signal asks for a checkpoint; another one ends everything at once, with the exit code returned."""
+        joined = self._at.coordinator is None
+        if self._signalled or (joined and not self._at.link.ever_heard):
+            return 130 if number == signal.SIGINT else 143
+        self._signalled = True
+        name = signal.Signals(number).name
+        if joined and elastic:  # the others go on
+            self._display.say(f"{name}: this host's workers have {grace_s:g} s to leave; again: end at once")
+            self.by = time.monotonic() + grace_s
+        else:
+            self._display.say(f"{name}: workers have {grace_s:g} s to commit a checkpoint; again: end at once")
+            self._wishes.ask_stop("preempt", number)
+        return None
+
+    def exit_code(self, crew: Crew | None, now: float) -> int | None:
+        """Of a host that leaves, once it is gone; None: it is not, or stays."""
+        if self.by is None:
+            return None
+        if crew is None or crew.clear:
+            return 0 if now < self.by else 143
+        if now >= self.by:
+            crew.kill_by(self.by)
+        return None

@@ -1,0 +1,143 @@
+"""How a process finds its place: it takes the seat that an agent gave it, runs alone, or becomes the launcher.
+
+`enter` is what `Trainer` and `join` call first. In a process that an agent started it takes the seat; alone it runs
+solo, and when more workers are asked for, or a cluster is described, the process becomes the launcher and never
+returns. Start reading at `enter`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from manyhands.control.session import Session
+from manyhands.errors import SpecError, UsageError
+from manyhands.runtime import launch, process
+from manyhands.runtime.late_compiler import load_compiler_late
+from manyhands.runtime.server import Server
+from manyhands.runtime.solo import Solo, watch_ending
+from manyhands.runtime.strategy_names import STRATEGIES, Planned, StrategyChoice, as_strategy, check_strategy
+from manyhands.runtime.worker import Worker, _seated
+from manyhands.spec import load
+from manyhands.spec.check_order import order_of_this_worker
+from manyhands.spec.cluster import ClusterTask
+from manyhands.spec.load import Resolved
+from manyhands.spec.plan_order import PlanOrder, plan_order
+from manyhands.spec.seat import Seat
+from manyhands.strategies.choices import Single
+
+__all__ = ["enter"]
+
+
+def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False) -> Worker:
+    """Find this process's seat. Does not return where the process turns into the launcher of several workers.
+
+    With `tune`, a script started by hand first measures which settings to go on with.
+    """
+    load_compiler_late()
+    order = plan_order()
+    if order is not None:
+        return _planning(as_strategy(strategy), order, arguments)
+    seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
+    session, seated_workers = seated_here
+    seat = session.seat if session is not None else load.seat()
+    if seat is None:
+        watch_ending()
+    chosen = as_strategy(strategy)
+    reducer = getattr(chosen, "reducer", None)
+    given = {
+        "strategy": chosen.name if strategy is not None else None,
+        "workers": getattr(chosen, "workers", None),
+        "servers": getattr(chosen, "servers", None),
+        "threads": chosen.threads,
+        "reducer": reducer if isinstance(reducer, str) else None,  # a pipeline's is a function
+        "elastic": getattr(chosen, "elastic", None),
+        **arguments,
+    }
+    flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
+    resolved = load.resolve(flags=flags, arguments=given)
+    if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
+        chosen = STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
+    checked = order_of_this_worker()
+    if checked is not None:
+        chosen = STRATEGIES[checked.strategy](devices=chosen.devices, threads=chosen.threads, **checked.settings)
+    if seat is None:
+        task = _task_of(chosen)
+        if launch.needs_launcher(resolved, task=task):
+            launch.become_launcher(resolved, task=task)
+        worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        for line in _not_there(chosen, worker.session.seat):
+            worker.warn(line)
+        return worker
+    check_strategy(chosen, seat, resolved.spec)
+    if session is None:
+        worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
+    else:
+        worker = Worker(session, resolved, chosen)
+        seated_workers.append(worker)
+    for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
+        worker.warn(line)
+    return worker
+
+
+def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
+    """One process that trains nothing: it says how others would."""
+    if order.strategy and order.strategy != chosen.name:
+        chosen = as_strategy(order.strategy)
+    workers = order.workers or getattr(chosen, "workers", None) or 1
+    alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
+    resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
+    worker = Worker(Solo(resolved), resolved, Single())
+    worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
+    return worker
+
+
+def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
+    """Devices of this worker that the machine does not have: it computes on the CPU instead."""
+    if strategy.devices and not seat.is_server:
+        asked = strategy.devices[seat.local_rank % len(strategy.devices)]
+        if not process.is_there(torch.device(asked)):
+            yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
+
+
+def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:
+    """What the script asks for and its launcher, which came first, has done otherwise."""
+    launch = resolved.spec.launch
+    if launch.elastic is not None and not seat.most_workers:
+        least, most = launch.elastic
+        yield f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
+    for name, flag, started in (
+        ("workers", "-n", seat.local_world_size),
+        ("servers", "--servers", seat.num_servers),
+    ):
+        wanted = getattr(launch, name)
+        if resolved.origins[f"launch.{name}"] == "constructor" and wanted != started:
+            yield f"The script asks for {wanted} {name}, the launcher started {started}: mh run {flag} {wanted}"
+
+
+def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from manyhands.runtime.trials import tune_this_script
+
+    if _task_of(strategy) is not None:
+        raise UsageError("tune=True measures one host, and cluster= describes several.", fix=["mh tune on one of them"])
+    return tune_this_script(arguments)
+
+
+def _closed_at_exit(worker: Worker) -> Worker:
+    atexit.register(worker.close)
+    return worker
+
+
+def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
+    cluster = getattr(strategy, "cluster", None)
+    if cluster is None or isinstance(cluster, ClusterTask):
+        return cluster
+    if isinstance(cluster, Server):
+        return cluster.task
+    raise SpecError(
+        f"cluster= is a {type(cluster).__name__}, which does not say which task this process is.",
+        fix=['mh.MultiWorker(cluster=mh.Server(cluster, "worker", 0))', "TF_CONFIG, and no cluster="],
+    )

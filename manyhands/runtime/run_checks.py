@@ -1,0 +1,61 @@
+"""What a run's settings rule out, of data and of optimizers, and what the mode of its servers comes to."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.data.apart import ApartSource
+from manyhands.data.rows import RowSource
+from manyhands.data.source import Source
+from manyhands.data.streams import StreamSource
+from manyhands.errors import DataError, SpecError
+from manyhands.runtime.strategy_names import StrategyChoice
+from manyhands.strategies.choices import ParameterServer
+
+__all__ = ["check_balance", "check_elastic", "check_leasable", "mode_of"]
+
+
+def check_balance(source: Source) -> None:
+    if isinstance(source, ApartSource):
+        raise DataError(
+            "balance moves slices between workers, but this data is a function of the worker.",
+            fix=["data that is the same on every worker; manyhands shares out the rows", "balance=False"],
+        )
+    if isinstance(source, StreamSource) and source.num_workers:
+        raise DataError(
+            "balance moves slices between workers, but the process that reads a stream ahead knows one worker's only.",
+            fix=["num_workers=0", "data with a length", "balance=False"],
+        )
+
+
+def check_leasable(source: Source) -> None:
+    """Under parameter servers any worker computes any slice, at any time."""
+    if not isinstance(source, RowSource) or source.shared:
+        raise DataError(
+            "Parameter servers hand out batches by number, but this data can only be read from its beginning, or "
+            "some workers lack some of it.",
+            fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
+        )
+
+
+def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
+    """A step that is lost half-way must leave everything as it was, and nobody may have what the others lack."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SpecError(
+            "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
+            where="elastic",
+            fix=["another optimizer", "a run without elastic="],
+        )
+    if reducer == "int8":
+        raise SpecError(
+            'With reducer="int8" every worker keeps what it left out so far, which is lost with it.',
+            where="elastic",
+            fix=['reducer="exact" or "bf16"', "a run without elastic="],
+        )
+
+
+def mode_of(strategy: StrategyChoice) -> str:
+    """What the mode of parameter servers comes to."""
+    if not isinstance(strategy, ParameterServer):
+        return "async" if strategy.leases else ""
+    return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

@@ -1,0 +1,125 @@
+"""Which strategies there are, by name and by object, and whether a run as it was started can have the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from manyhands.errors import SpecError
+from manyhands.spec import load
+from manyhands.spec.run import RunSpec
+from manyhands.spec.seat import Seat
+from manyhands.strategies.choices import (
+    CentralStorage,
+    LocalSGD,
+    Mirrored,
+    MultiWorker,
+    ParameterServer,
+    Sharded,
+    Single,
+)
+from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
+
+__all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy"]
+
+StrategyChoice = (
+    Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
+)
+STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
+    "single": Single,
+    "mirrored": Mirrored,
+    "multi_worker": MultiWorker,
+    "parameter_server": ParameterServer,
+    "local_sgd": LocalSGD,
+    "diloco": partial(LocalSGD, outer="nesterov"),
+    "tensor": Tensor,
+    "pipeline": Pipeline,
+    "mesh": Mesh,
+    "sharded": Sharded,
+    "central_storage": CentralStorage,
+}
+
+
+class Planned(NamedTuple):
+    """What `mh plan show` wants to know."""
+
+    strategy: StrategyChoice
+    workers: int
+    slices: int | None
+    path: str
+
+
+def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
+    if strategy is None:
+        return Mirrored()
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy not in STRATEGIES:
+        near = load.nearest(strategy, STRATEGIES)
+        raise SpecError(
+            f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or STRATEGIES]
+        )
+    return STRATEGIES[strategy]()
+
+
+def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:
+    """A run that workers leave and join may have fewer replicas than the mesh, but not more."""
+    if not seat.most_workers or not isinstance(strategy, Mesh):
+        grid_of(strategy, seat.world_size)
+    elif strategy.level is not None:
+        raise SpecError(
+            "Replicas that divide their memory have nothing twice: what one of them has is lost with it.",
+            where="elastic",
+            fix=["mh.Mesh without sharded=", "no --elastic: a loss takes all back to the last checkpoint"],
+        )
+    elif seat.most_workers != strategy.workers:
+        raise SpecError(
+            f"elastic allows up to {seat.most_workers} workers, and the mesh has {strategy.workers}.",
+            where="elastic",
+            fix=[f"--elastic {min(seat.least_workers, strategy.workers)}:{strategy.workers}"],
+        )
+    elif seat.least_workers < (replica := replica_of(strategy, 0)).size:
+        raise SpecError(
+            f"elastic allows {seat.least_workers} workers, and a replica of the mesh is {replica.tensor} (tensor) x "
+            f"{replica.pipeline} (pipeline), that is {replica.size}.",
+            where="elastic",
+            fix=[f"--elastic {replica.size}:{strategy.workers}"],
+        )
+
+
+def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
+    if strategy.name == "single" and seat.world_size > 1:
+        raise SpecError(
+            f'strategy="single" runs one worker, but this run has {seat.world_size}.',
+            fix=['strategy="mirrored"', "mh run -n 1"],
+        )
+    if strategy.name == "mirrored" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
+            fix=['strategy="multi_worker"'],
+        )
+    if strategy.name == "central_storage" and seat.num_hosts > 1:
+        raise SpecError(
+            f'strategy="central_storage" has all weights in one host\'s memory, and this run has {seat.num_hosts}.',
+            fix=['strategy=mh.Sharded("optimizer")', 'strategy="multi_worker"'],
+        )
+    if strategy.on_servers and not seat.num_servers:
+        workers = getattr(strategy, "workers", None) or seat.local_world_size
+        raise SpecError(
+            f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
+            fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
+        )
+    if isinstance(strategy, DIVIDED):
+        check_grid(strategy, seat)
+    if isinstance(strategy, LocalSGD) and strategy.quorum is not None and seat.num_servers > 1:
+        raise SpecError(
+            f"One server decides who is in a round, but this run has {seat.num_servers}.",
+            where="quorum",
+            fix=["mh run --servers 1"],
+        )
+    if not strategy.on_servers and seat.num_servers:
+        raise SpecError(
+            f'This run has {seat.num_servers} parameter servers, but strategy="{strategy.name}" has no use for them.',
+            fix=["strategy=mh.ParameterServer(...)", "mh run without --servers"],
+        )
