@@ -1,6 +1,6 @@
 """What a worker needs when it starts, in a step and in a save: arithmetic over what was counted; the most is its peak.
 
-Each kind of layout holds other things at a time, and `divided`, `one_copy` and `in_shards` say which. Nothing here
+Each kind of layout holds other things at a time, and `divided`, `one_copy` and the others say which. Nothing here
 knows torch; the parts that no count gives, what a backward pass has for a moment and what the allocator keeps between
 pieces, are numbers with a name. Start reading at `Peaks`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Counted", "Peaks", "divided", "in_shards", "one_copy", "replica"]
+__all__ = ["Counted", "Peaks", "divided", "gathered", "in_shards", "one_copy", "replica"]
 
 FRESH = 3
 """How many gradients of its largest tensor a backward pass has at a time: those of two uses, and their sum."""
@@ -86,6 +86,13 @@ def in_shards(own: Counted, *, block: int, gradients: int) -> Peaks:
     step = own.weights + own.gradients + own.states + own.activations + GATHERED * block
     step += (own.partials - 1) * gradients
     return _peaks(start, step, own.weights + own.gradients + own.states + 2 * own.largest * own.is_chief)
+
+
+def gathered(own: Counted, *, weights: int, gradients: int) -> Peaks:
+    """A part of everything, and in a step `weights` and `gradients`, which are all of a stage's, or of a replica's."""
+    step = own.weights + weights + own.partials * gradients + own.states + own.activations + FRESH * own.largest
+    save = own.weights + own.gradients + own.states + 2 * own.largest * own.is_chief
+    return _peaks(own.whole + own.weights + weights, step, save)
 
 
 def _peaks(*phases: int) -> Peaks:

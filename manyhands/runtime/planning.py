@@ -20,7 +20,7 @@ from manyhands.data.order import slices_of
 from manyhands.parallel.blocks import blocks_of as gathered_blocks
 from manyhands.parallel.cutting import Inputs, Part, shared_between
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
-from manyhands.parallel.peaks import Counted, Peaks, divided, in_shards, one_copy, replica
+from manyhands.parallel.peaks import Counted, Peaks, divided, gathered, in_shards, one_copy, replica
 from manyhands.parallel.pipelined import blocks_of, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
@@ -240,18 +240,18 @@ class _Weigher:
         self._choice, self._grid, self._layers, self._stages = choice, grid, layers, stages
         tensors = [*model.parameters(), *model.buffers()]
         self._whole, self._largest = num_bytes(tensors), max((num_bytes([one]) for one in tensors), default=0)
-        self._all_gradients = num_bytes(param for param in model.parameters() if param.requires_grad)
-        self._trained = self._all_gradients / max(1, self._whole)
+        self._trained = num_bytes(one for one in model.parameters() if one.requires_grad) / max(1, self._whole)
         found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
         self._per_weight = max(states_per_weight(one) for one in found)
-        self._block = _gathered_bytes(model) if _is_fully_sharded(choice) else 0
+        self._by_block = _is_fully_sharded(choice) and stages is None and choice.level == "parameters"
+        self._block = _gathered_bytes(model) // grid.tensor if self._by_block else 0
         self._kept = kept_for_backward(model, sample.call, sample.batch)
         self._count = slices or grid.data * microbatches(choice, grid)
 
     def worker(self, rank: int, base: int) -> WorkerPlan:
         place, own = self._grid.place(rank), self._counted(rank)
         peaks = self._peaks(own, place.pipeline)
-        counted = (own.weights, own.gradients * own.partials, own.states, own.activations)
+        counted = (*self._in_step(own), own.states, own.activations)
         total = base + max(peaks)
         return WorkerPlan(rank, place.pipeline, place.data, place.tensor, *counted, base, *peaks, total, peaks.largest)
 
@@ -272,24 +272,29 @@ class _Weigher:
             is_chief=rank == 0,
         )
 
+    def _in_step(self, own: Counted) -> tuple[int, int]:
+        """Weights and gradients at once: beside parts what is gathered, and sums of several slices in full."""
+        replicas = self._grid.data
+        if not _is_fully_sharded(self._choice):
+            return own.weights, own.partials * own.gradients
+        if self._by_block:
+            return own.weights + 2 * self._block, own.gradients * (1 + (own.partials - 1) * replicas)
+        return own.weights * (1 + replicas), own.partials * own.gradients * replicas
+
     def _mine(self, stage: int) -> list[LayerPlan]:
         return [one for one in self._layers if self._stages is None or self._stages.rank_of(one.stage) == stage]
 
     def _peaks(self, own: Counted, stage: int) -> Peaks:
-        if isinstance(self._choice, Mesh) and self._choice.level is not None:
-            by_block = self._stages is None and self._choice.level == "parameters"
-            return in_shards(
-                own,
-                block=self._block // self._grid.tensor if by_block else own.weights * self._grid.data,
-                gradients=own.gradients * self._grid.data,
-            )
+        gradients = own.gradients * self._grid.data
+        if self._by_block:
+            return in_shards(own, block=self._block, gradients=gradients)
+        if _is_fully_sharded(self._choice):
+            return gathered(own, weights=own.weights * self._grid.data, gradients=gradients)
         if isinstance(self._choice, DIVIDED):
             layers = (layer.bytes_per_worker for layer in self._mine(stage))
             tied = _Tied(0, 0) if self._stages is None else self._stages.tied(stage)
             largest = min(self._largest, max(tied.elsewhere, *layers, 0))
             return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data)
-        if self._block:
-            return in_shards(own, block=self._block, gradients=self._all_gradients)
         if self._choice.name in ONE_COPY and self._grid.data > 1:
             return one_copy(own, workers=self._grid.data)
         return replica(own)

@@ -18,6 +18,8 @@ from manyhands.runtime.memory_limit import parse_bytes
 from manyhands.runtime.planning import plan_model
 
 WIDE = 64 * 64 * 4 + 64 * 4
+HALVES = ("2",)
+"""Where to cut, so that no measured time decides."""
 
 
 def wide() -> nn.Module:
@@ -32,7 +34,7 @@ def plan(choice: Any, workers: int, slices: int = 4) -> Any:
 
 
 def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
-    pipeline = plan(mh.Pipeline(2, cuts=("2",)), 2)
+    pipeline = plan(mh.Pipeline(2, cuts=HALVES), 2)
     assert [(one.weights, one.gradients, one.states) for one in pipeline.memory] == [
         (2 * WIDE, 6 * WIDE, 4 * WIDE),  # four slices: two sums, and the last one's gradients
         (2 * WIDE, 6 * WIDE, 4 * WIDE),
@@ -50,24 +52,10 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     assert tensor.memory[0].weights < 2.1 * WIDE
 
 
-def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
-    plain = plan(mh.Mesh(data=2, pipeline=2, cuts=("2",)), 4).memory[0]
-    staged = plan(mh.Mesh(data=2, pipeline=2, cuts=("2",), sharded=True), 4).memory[0]
-    assert (staged.weights, staged.states) == (plain.weights // 2, plain.states // 2) == (WIDE, 2 * WIDE)
-    assert staged.step > plain.weights + plain.gradients, "whole in a step, with gradients of its own slices"
-    split = plan(mh.Mesh(data=2, tensor=2), 4, slices=2)
-    parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
-    assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
-    assert parts.memory[0].states == split.memory[0].states // 2
-    assert parts.memory[0].gradients == split.memory[0].gradients // 2
-    alike = plan(mh.Mesh(data=4, sharded=True), 4), plan(mh.Sharded(), 4)
-    assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
-
-
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
     assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model
-    pipeline = plan(mh.Pipeline(2), 2).memory
+    pipeline = plan(mh.Pipeline(2, cuts=HALVES), 2).memory
     assert [one.largest for one in pipeline] == ["step", "step"]
     assert pipeline[0].save < pipeline[0].step
     mirrored = plan(mh.Mirrored(), 2).memory
@@ -96,6 +84,21 @@ def test_what_stages_keep_leaves_no_trace() -> None:
 @pytest.mark.parametrize(("slices", "count", "most"), [((0, 1), 1, 1), ((0, 2), 2, 2), ((0, 8), 8, 4), ((4, 8), 8, 3)])
 def test_sums_of_slices_that_are_held_at_once(slices: tuple[int, int], count: int, most: int) -> None:
     assert most_held(range(*slices), count) == most
+
+
+def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
+    plain = plan(mh.Mesh(data=2, pipeline=2, cuts=HALVES), 4).memory[0]
+    staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True, cuts=HALVES), 4).memory[0]
+    assert staged.states == plain.states // 2 == 2 * WIDE
+    assert staged.weights == 3 * WIDE, "its part, and the stage's whole weights during a step"
+    assert staged.gradients == plain.gradients, "of its own slices, until their sum is divided"
+    split = plan(mh.Mesh(data=2, tensor=2), 4, slices=2)
+    parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
+    assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
+    assert parts.memory[0].states == split.memory[0].states // 2
+    assert parts.memory[0].gradients == split.memory[0].gradients // 2
+    alike = plan(mh.Mesh(data=4, sharded=True), 4), plan(mh.Sharded(), 4)
+    assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
 
 
 @pytest.mark.parametrize(
