@@ -22,7 +22,6 @@ from manyhands.runtime.given_state import take_shared
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
-from manyhands.runtime.whole_state import WholeState
 
 __all__ = ["Checking"]
 
@@ -59,11 +58,12 @@ class Checking:
         """Every so many steps, of a divided model: what replicas, or workers of one, have alike. By all workers."""
         every = self._worker.resolved.spec.train.check_every
         if self._training.whole is not None and every and self._training.progress.step % every == 0:
-            self._compare_parts(self._training.whole)
+            self._regrouping.agreed(self._compare_parts)
 
-    def _compare_parts(self, whole: WholeState) -> None:
+    def _compare_parts(self) -> None:
         """`Diverged` where replicas have unlike parts. Workers of one replica may compute unlike; then that is told."""
-        progress, place = self._training.progress, self._worker.grid.place
+        progress, place, whole = self._training.progress, self._worker.grid.place, self._training.whole
+        assert whole is not None
         told = whole.hashes(self._worker.network)
         replicas = [
             {(name, share, place(rank)._replace(data=0)): number for (name, share), number in one.items()}
@@ -95,7 +95,7 @@ class Checking:
         progress, whole = self._training.progress, self._training.whole
         every = self._worker.resolved.spec.train.check_every
         if whole is not None and every and not self._worker.in_trial and progress.agreed != progress.step:
-            self._compare_parts(whole)
+            self._regrouping.agreed(self._compare_parts)
         if not self._training.engine.compares_copies or self._worker.in_trial or progress.agreed == progress.step:
             return
         engine = self._training.in_step

@@ -56,6 +56,9 @@ class Incoming:
 
     def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in turn, for a worker that keeps a part of each."""
+        if self._all:
+            yield from self._all.items()
+            return
         for entries in _together(self.manifest.tensors):
             found = {n: self._stored.tensor(n) for n in entries} if self._stored is not None else _empty(entries)
             self._worker.axis.broadcast_(found.values(), "checkpoint tensors")
