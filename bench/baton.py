@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ class Baton:
         waiting = {rank.socket: rank for rank in ranks}
         seconds = []
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], 0.05 if self._watch else 1.0)
+            ready = wait(list(waiting), 0.05 if self._watch else 1.0)
             seconds += [float(waiting.pop(end).read()["seconds"]) for end in ready]
             if self._watch:
                 self._watch(self.pids(side))
@@ -129,7 +129,7 @@ class Baton:
         ranks: list[_Rank] = []
         while len(ranks) < side.num_ranks:
             self._check(side.name, deadline)
-            if select.select([listener], [], [], 0.2)[0]:
+            if wait([listener], 0.2):
                 ranks.append(_Rank(listener.accept()[0]))
         self._ranks[side.name] = sorted(ranks, key=lambda rank: int(rank.facts["rank"]))
 

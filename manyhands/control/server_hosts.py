@@ -23,6 +23,8 @@ def have_servers(state: Membership, hosts: Sequence[Host]) -> bool:
 
 def backups_for(state: Membership, agent: str) -> list[str]:
     """Where other hosts keep logs, from the next host on in their order: so that not all hosts have the same."""
+    if agent not in state.hosts:  # it has left, and may still ask
+        return []
     own = state.hosts[agent].order
     others = [host for host in state.hosts.values() if host.agent != agent and host.backup and not host.silent]
     return [host.backup for host in sorted(others, key=lambda host: (host.order < own, host.order))]

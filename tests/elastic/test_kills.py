@@ -50,6 +50,7 @@ def test_rows_of_embeddings_are_nobodys_loss(elastic: Start, undisturbed: Any) -
     check_commits(run)
 
 
+@pytest.mark.long
 def test_over_sockets_too(elastic: Start, undisturbed: Any) -> None:
     places = faults((1, 8, "backward"), (0, 11, "before Gloo's sum"), (2, 14, "after Gloo's sum"))
     run = elastic({"steps": STEPS, "faults": places}, "-n", "4", "--elastic", "1:4", "--plane", "gloo")

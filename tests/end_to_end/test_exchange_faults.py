@@ -48,7 +48,7 @@ trainer.fit(torch.ones(96, 64), steps=8, batch_size=24)
 """
 
 
-@pytest.mark.parametrize("reducer", ["bf16", "int8"])
+@pytest.mark.parametrize("reducer", [pytest.param("bf16", marks=pytest.mark.long), "int8"])
 def test_a_worker_killed_in_the_middle_of_a_coded_exchange_is_named_soon(tmp_path: Path, reducer: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ("--reducer", reducer, "--bucket-bytes", "65536", "--max-restarts", "0", "--run-dir", "run")

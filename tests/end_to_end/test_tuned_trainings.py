@@ -64,6 +64,7 @@ def left_in(folder: Path) -> set[str]:
     return {path.name.partition(".")[2] or path.name for path in folder.iterdir()} - {"py", "temporary"}
 
 
+@pytest.mark.long
 def test_trials_measure_a_loop_of_ones_own_and_leave_nothing_of_it(tmp_path: Path) -> None:
     pinned = ("--threads", "1", "--memory-format", "contiguous", "--allocator", "keep")
     tune = ("-m", "manyhands.cli.main", "tune", "-n", "2", "--seconds", "0.1", *pinned, "--json")

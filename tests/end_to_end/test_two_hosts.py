@@ -127,7 +127,7 @@ def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("reducer", ["exact", "int8"])
+@pytest.mark.parametrize("reducer", ["exact", pytest.param("int8", marks=pytest.mark.long)])
 def test_a_worker_killed_on_the_other_host_ends_the_run_by_name_and_nothing_is_left(
     hosts: tuple[list[str], list[str]], tmp_path: Path, reducer: str
 ) -> None:

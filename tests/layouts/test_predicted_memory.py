@@ -35,10 +35,8 @@ def assert_as_predicted(found: dict[int, ResourcesUsed]) -> None:
         assert one.predicted_bytes == pytest.approx(one.peak_rss_bytes, rel=MARGIN), found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.long] * (name != "pipeline")) for name in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_peak_is_near_what_was_predicted(tmp_path: Path, layout: str) -> None:
     found = used(tmp_path, "wide", layout, 120)
     assert_as_predicted(found)

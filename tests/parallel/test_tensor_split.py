@@ -50,8 +50,14 @@ def assert_same_on_every_rank(found: list[Found]) -> None:
         assert torch.equal(one.answer, found[0].answer) and one.losses == found[0].losses
 
 
+# Of each kind of layer one model is always tried.
+ALWAYS = ("mlp", "own code", "convolutions", "transformer", "gpt2", "bert", "falcon", "t5", "gpt2, by sequence")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in CASES]
+)
 def test_any_number_of_ranks_ends_where_one_process_ends(ranks: RankPool, tmp_path: Path, name: str) -> None:
     (alone,) = ranks(1, train, str(tmp_path / "1"), name)
     for size in (2, 4):

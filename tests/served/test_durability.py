@@ -22,12 +22,7 @@ pytestmark = [
 ]
 
 MODES = ["async", pytest.param("sync", marks=pytest.mark.long)]
-LOGGED = [
-    ("async", "wal"),
-    pytest.param("sync", "wal", marks=pytest.mark.long),
-    pytest.param("async", "replica", marks=pytest.mark.long),
-    pytest.param("sync", "replica", marks=pytest.mark.long),
-]
+LOGGED = [("async", "wal"), ("sync", "wal"), ("async", "replica"), ("sync", "replica")]
 SLOWLY = {"slow_s": {"worker 0": 0.03, "worker 1": 0.03}}
 
 
@@ -39,6 +34,7 @@ def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
     return steps_of(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "durability"), LOGGED)
 def test_with_a_log_nothing_is_lost_with_the_agent(served: Start, mirrored: Any, mode: str, durability: str) -> None:
     places = faults(("server 1", 12, "before commit"), ("server 0", 24, "between tables and weights"))

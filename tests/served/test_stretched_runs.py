@@ -31,6 +31,7 @@ def pushes_of(run: Run) -> dict[int, float]:
     return {push["step"]: push["added"] for push in map(json.loads, lines)}
 
 
+@pytest.mark.long
 def test_downpour_counts_every_gradient_once_whoever_dies(served: Start) -> None:
     places = faults(("worker 1", 8, "half-way through the push"), ("server 0", 8, "before commit"))
     asked = {"mode": "async", "settings": {"push_every": 3, "pull_every": 2}, "fits": 3, "epochs": 1, "save_every": 10}
