@@ -54,8 +54,8 @@ def test_other_levels_have_weights_whole_from_a_steps_begin_to_its_end(ranks: Ra
 def test_each_of_two_replicas_keeps_half_between_steps(ranks: RankPool, axis: str) -> None:
     whole = ranks(4, watched, mh.Mesh(data=2, **{axis: 2}), "wide")
     parts = ranks(4, watched, mh.Mesh(data=2, **{axis: 2}, sharded=True), "wide")
-    for replica, part in zip(whole, parts, strict=True):
-        assert part.num_bytes <= 0.55 * replica.num_bytes
+    # Of all workers together: where a pipeline is cut is measured anew in every run.
+    assert sum(one.num_bytes for one in parts) <= 0.55 * sum(one.num_bytes for one in whole)
 
 
 @pytest.mark.parametrize(
