@@ -19,17 +19,15 @@ from bench import (
     averaging,
     collectives,
     ddp,
+    divided,
     hosts,
     memory,
     others,
     overhead,
     picture,
-    pipeline,
     recovery,
     report,
     served,
-    sharded,
-    tensor,
 )
 from bench.child import ScriptFailed
 from bench.compare import Measured, Size, judge
@@ -57,9 +55,9 @@ MEASURES = {
     "memory": Bench(memory.measure, memory.why_not, launches=1),
     "served": Bench(served.measure, served.why_not),
     "recovery": Bench(recovery.measure, launches=1),
-    "sharded": Bench(sharded.measure),
-    "tensor": Bench(tensor.measure),
-    "pipeline": Bench(pipeline.measure),
+    "sharded": Bench(divided.sharded),
+    "tensor": Bench(divided.tensor),
+    "pipeline": Bench(divided.pipeline),
 }
 
 

@@ -1,0 +1,43 @@
+"""Two workers that divide a model, against the same by hand with what torch has for it, on Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from bench.baton import Side, interleave
+from bench.compare import Measured, Size, divide
+from bench.sides import dtensor, pipelining, torch_side, trainer
+from bench.workloads import WORKLOADS
+
+__all__ = ["pipeline", "sharded", "tensor"]
+
+WORKERS = 2
+BLOCKS = "blocks"
+"""What a pipeline is measured with."""
+
+
+def sharded(workload: str, size: Size) -> Measured:
+    """Each has a part of the parameters; torch's is `fully_shard`."""
+    by_hand = partial(torch_side, kind="fsdp", workload=workload, workers=WORKERS)
+    return _measure("sharded", workload, "fully_shard", by_hand, size)
+
+
+def tensor(workload: str, size: Size) -> Measured:
+    """Each has a part of every layer."""
+    return _measure("tensor", workload, "DTensor", partial(dtensor, workload=workload, workers=WORKERS), size)
+
+
+def pipeline(schedule: str, size: Size) -> Measured:
+    """Each has a half of the layers; torch's is `torch.distributed.pipelining`."""
+    by_hand = partial(pipelining, schedule=schedule, workload=BLOCKS, workers=WORKERS)
+    return _measure(f"pipeline {schedule}", BLOCKS, "pipelining", by_hand, size)
+
+
+def _measure(strategy: str, workload: str, peer: str, by_hand: Callable[[str], Side], size: Size) -> Measured:
+    sides = [trainer(workload, WORKERS, strategy=strategy), by_hand(peer), by_hand(f"{peer} again")]
+    found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
+    settings = {"model": WORKLOADS[workload].model, "batch": WORKLOADS[workload].batch * WORKERS, "workers": WORKERS}
+    last = found[-1][1]
+    told = {"threads": last["of_sides"][sides[0].name]["threads"], "of_sides": last["of_sides"]}
+    return Measured([seconds for seconds, _ in found], {**settings, **told, "steps_per_block": last["steps_per_block"]})
