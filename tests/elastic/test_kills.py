@@ -42,6 +42,7 @@ def test_a_worker_killed_at_any_point_of_a_step_changes_nothing(
 
 
 @SHARED
+@pytest.mark.long
 def test_rows_of_embeddings_are_nobodys_loss(elastic: Start, undisturbed: Any) -> None:
     asked = {"steps": STEPS, "rows": True}
     places = faults((1, 8, "backward"), (0, 14, "after its part"), (2, 20, "before the flip"))

@@ -84,7 +84,7 @@ def test_shared_weights_that_something_changed_restart_the_run_from_before(
 @pytest.mark.parametrize(
     ("role", "plane"),
     [
-        ("owner", "auto"),
+        pytest.param("owner", "auto", marks=pytest.mark.long),
         ("auditor", "gloo"),
         pytest.param("owner", "gloo", marks=pytest.mark.long),
         pytest.param("auditor", "auto", marks=pytest.mark.long),
