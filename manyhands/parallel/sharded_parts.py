@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import TrainingFailed
+from manyhands.errors import SpecError
 from manyhands.optim import FTRL
 from manyhands.parallel.buffers import MAX_SHADOW_NUMEL
 from manyhands.parallel.fused import has_fused
@@ -40,14 +40,14 @@ def elementwise(optimizer: Optimizer) -> bool:
 
 def check_dividable(model: nn.Module, optimizer: Optimizer) -> None:
     if not elementwise(optimizer):
-        raise TrainingFailed(
+        raise SpecError(
             f"{type(optimizer).__name__} is not known to treat every element by itself, and no worker has all of a "
             "parameter.",
             fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"; of a mesh, sharded=False'],
         )
     for name, param in model.named_parameters():
         if param.ndim == 0 and param.requires_grad:
-            raise TrainingFailed(
+            raise SpecError(
                 f"{name} is a single number, which cannot be divided.",
                 fix=["torch.nn.Parameter(torch.ones(1)), of one dim"],
             )

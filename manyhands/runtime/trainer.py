@@ -185,10 +185,7 @@ class Trainer:
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        kind: type[Fit] = Fit
-        if isinstance(training.engine, Served):
-            kind = StretchedFit if isinstance(training.engine, Stretched) else ServedFit
-        self._fit = kind(self, training, taken, run.regrouping, settings)
+        self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
         with run.regrouping.listening(taken.regrouped):
@@ -277,3 +274,9 @@ def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
         where="EarlyStop",
         fix=fix if validated else [*fix, "validation=..., for metrics"],
     )
+
+
+def _kind_of_fit(engine: object) -> type[Fit]:
+    if not isinstance(engine, Served):
+        return Fit
+    return StretchedFit if isinstance(engine, Stretched) else ServedFit

@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.elastic.conftest import Run
 
 TRAINING = Path(__file__).with_name("training.py")
 Start = Callable[..., Run]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As each worker and server has, where all of them are in the test's own process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

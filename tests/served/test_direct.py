@@ -15,7 +15,10 @@ from manyhands.native import why_not
 from manyhands.testing import RankPool
 from tests.served.direct import BATCH, SLICES, data, loss, make_model, train
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
@@ -26,14 +29,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
     "FTRL": lambda params: mh.optim.FTRL(params, lr=0.05, l1=0.001),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_one_process(name: str, clip: float | None) -> dict[str, Any]:

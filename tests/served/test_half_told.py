@@ -20,17 +20,12 @@ from manyhands.testing import RankPool
 from tests.served.direct import BATCH, OTHER, SLICES, Direct, World, data, loss
 from tests.served.test_overtaken import Beside
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
 
 DIES_AT = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Rowed(nn.Module):
