@@ -20,9 +20,12 @@ from manyhands.parallel.served_messages import Applied
 from manyhands.strategies.served import Served
 from manyhands.testing import RankPool
 from tests.served.direct import Direct, train
-from tests.served.test_direct import OPTIMIZERS, in_one_process, one_thread, values_of  # noqa: F401
+from tests.served.test_direct import OPTIMIZERS, in_one_process, values_of
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
 
 # Four answers a step and more: in the middle of the first epoch, and of the second.
 EARLY, LATE = 17, 45
