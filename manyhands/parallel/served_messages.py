@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from manyhands.comm.transport import Message
-from manyhands.parallel.leases import Course, Held, Item
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.rounds import Quorum
 
 __all__ = [
