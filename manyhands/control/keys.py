@@ -23,7 +23,6 @@ from manyhands.control.launch_request import JoinTicket
 from manyhands.errors import ClusterError, EnvironmentProblem
 
 __all__ = [
-    "KEY_BYTES",
     "client_curve",
     "local_key",
     "new_key",

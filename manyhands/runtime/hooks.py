@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["EarlyStop", "Hooks", "smaller_is_better"]
+__all__ = ["EarlyStop", "Hooks"]
 
 
 class Hooks:
