@@ -28,3 +28,10 @@ def meeting(tmp_path: Path) -> Iterator[Meeting]:
     found = Meeting(tmp_path / "meeting")
     yield found
     found.close()
+
+
+@pytest.fixture
+def other_meeting(tmp_path: Path) -> Iterator[Meeting]:
+    found = Meeting(tmp_path / "other")
+    yield found
+    found.close()

@@ -93,12 +93,15 @@ def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
 
 
 def test_a_failure_is_raised_once_cancels_the_rest_and_leaves_nothing_running(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, other_meeting: Meeting
 ) -> None:
     under_way = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
+    coordinator.schedule("wait_at", (other_meeting.place,))
+    other_meeting.await_one()
     failing = coordinator.schedule("fail", ("one of these",))
     waiting = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(20)]
+    other_meeting.let_go()  # after a failure nothing more can be scheduled, so it must not come earlier
     with pytest.raises(StepFailed, match="raised ValueError: one of these"):
         failing.fetch()
     with pytest.raises(CallCancelled, match=r"wait_at.*was cancelled"):
