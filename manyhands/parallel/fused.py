@@ -99,6 +99,7 @@ class _How(NamedTuple):
     nesterov: int = 0
     maximize: int = 0
     extra: int = 0
+    past_caches: int = 0
     factor: float = 1.0
     clip: float = 1.0
     step_size: float = 0.0
@@ -111,8 +112,8 @@ class _How(NamedTuple):
     root_divisor: float = 1.0
     eps: float = 0.0
 
-    def pack(self, factor: float, clip: float) -> bytes:
-        return struct.pack("5i11f", *self._replace(factor=factor, clip=clip))
+    def pack(self, factor: float, clip: float, past_caches: bool) -> bytes:
+        return struct.pack("6i11f", *self._replace(factor=factor, clip=clip, past_caches=past_caches))
 
 
 class _Kind(NamedTuple):
@@ -379,8 +380,10 @@ class Fused:
             if name is not None:
                 state[name] = self._make_state(self.params[place], name, start)
 
-    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0) -> bytes:
-        return self._kind.how(self.optimizer.param_groups[batch.group], batch.steps).pack(factor, clip)
+    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0, *, past_caches: bool = False) -> bytes:
+        """`past_caches`: pieces are short, but belong to what is too long for new values to be found in a cache."""
+        how = self._kind.how(self.optimizer.param_groups[batch.group], batch.steps)
+        return how.pack(factor, clip, past_caches)
 
     def is_whole_group(self, batch: Batch) -> bool:
         return batch.members is self._members[batch.group]

@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.factors import fits
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
@@ -178,13 +179,21 @@ class Ongoing:
             absent=tuple(message.absent),
             changes=message.changes,
             tables=tuple(message.tables),
+            factored=tuple(message.factored.items()),
         )
-        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows and self._can_use(message)
         is_whole = self.tables.has(held.filling, message.pieces)
         if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
+
+    def _can_use(self, message: Filled) -> bool:
+        params, factored = self._served.params, message.factored
+        return not factored or (
+            self.opened.factors
+            and all(0 <= place < len(params) and fits(params[place], rows) for place, rows in factored.items())
+        )
 
     def _keep_handed(self, message: Filled) -> bool:
         if message.worker in self._away and message.handed:
@@ -361,7 +370,8 @@ class Ongoing:
         factor = self.opened.course.rows(due[0].step) / weight
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
+        damped = factor / (1 + self._staleness(due) if self.opened.damping else 1)
+        return Gradient(tuple(rows), present, damped, dict(due[0].factored))
 
     def _staleness(self, due: Sequence[Contribution]) -> int:
         return max(self.shard.num_applied - one.based_on for one in due)
