@@ -26,8 +26,9 @@ from manyhands.control.desk import Desk
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
+from manyhands.control.host_messages import Job, Orders, Plan
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.messages import Hello, Job, Orders, Plan, Refusal, StoreReply
+from manyhands.control.messages import Hello, Refusal, StoreReply
 from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, job_of, resolve
 from manyhands.control.premises import Premises

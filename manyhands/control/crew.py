@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from manyhands.comm.segments import HostMemory
 from manyhands.control.fence import kill_session
 from manyhands.control.groups import Groups, group_for
-from manyhands.control.messages import MemberReport, MemoryRequest, Plan
+from manyhands.control.host_messages import MemberReport, Plan
+from manyhands.control.messages import MemoryRequest
 from manyhands.control.output import Stream
 from manyhands.control.questions import MemberStatus
 from manyhands.control.seats import elastic_seat, server_seat, static_seat

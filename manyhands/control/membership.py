@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from manyhands.control import attendance, elastic
 from manyhands.control.ending import conclude, end_run, give_up_on_silent, stopped_code
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import Commit, HostReport, MemberReport
+from manyhands.control.host_messages import Commit, HostReport, MemberReport
 from manyhands.control.policy import Ended
 from manyhands.control.roster import (
     Event,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from manyhands.control.failure import Failure
-from manyhands.control.messages import Commit, HostReport, Job
+from manyhands.control.host_messages import Commit, HostReport, Job
 from manyhands.control.policy import Ended, Signature
 
 __all__ = [

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from manyhands.parallel.leases import Course, Held, Item
+from manyhands.comm.transport import Message
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.rounds import Quorum
 
 __all__ = [
@@ -47,7 +49,7 @@ Number = tuple[int, int, int]
 """The generation of workers that opened the course, and how many it had opened before."""
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+class _Message(Message, frozen=True, kw_only=True):
     number: Number
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from manyhands.parallel.leases import WINDOW, Course, Item, Standing
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import WINDOW, Item, Standing
 
 __all__ = ["Contribution", "Shard"]
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
-from manyhands.parallel.leases import Course, Held, Item
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.served_memory import JOURNAL_LENGTH
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit

@@ -24,7 +24,7 @@ from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
-from manyhands.parallel.shared_gradients import Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.runtime import process
 from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder

@@ -22,8 +22,8 @@ from manyhands.parallel.fingerprint import fingerprint, states_of
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_step import ServedStep
-from manyhands.parallel.shared_gradients import Sharing
 from manyhands.parallel.shared_weights import SharedWeights
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Divided, Division, Spread
 from manyhands.strategies.base import LossFn

@@ -26,8 +26,9 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
+from manyhands.parallel.seat_notes import STAMP_BYTES
 from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
@@ -137,7 +138,8 @@ class Replicated(Replicas):
         found: list[int] = []
         self._lost = gradients.lost_seats()
         for turn, seat in enumerate(self._lost):
-            if turn % self._axis.size != self._axis.rank or (gradients.is_complete(seat) and exchange.is_whole(seat)):
+            is_whole = gradients.notes.is_complete(seat) and exchange.is_whole(seat)
+            if is_whole or turn % self._axis.size != self._axis.rank:
                 continue
             found += [slice_at[place] for place in exchange.shares[seat]]
             if not exchange.shares[seat]:
@@ -198,7 +200,7 @@ class Replicated(Replicas):
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
         if self.held.shared is not None:
-            self.held.shared.stamp = self._stamp(step.number)
+            self.held.shared.notes.stamp = self._stamp(step.number)
         self.held.gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
         self._rows.begin()

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
+from manyhands.parallel.course import Course
 from manyhands.parallel.fused import state_names
 from manyhands.parallel.holding import HeldByServers
-from manyhands.parallel.leases import Course
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.placing import Chunk, divide, pinned
 from manyhands.parallel.precision import Precision

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.combining import to_first_rank
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 from manyhands.parallel.local_rules import Accrue, Drift, Elastic, LocalRule, Pull
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.own_state import OwnState, check_optimizer, load_optimizer, states_of_optimizer

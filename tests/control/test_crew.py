@@ -18,21 +18,9 @@ from manyhands.control.desk import Desk
 from manyhands.control.fence import Guard
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
+from manyhands.control.host_messages import Job, Place, Plan, PlannedWorker
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import (
-    Announce,
-    Heartbeat,
-    Hello,
-    Job,
-    MemoryRequest,
-    Offer,
-    Place,
-    Plan,
-    PlannedWorker,
-    Report,
-    RunFacts,
-    ToWorker,
-)
+from manyhands.control.messages import Announce, Heartbeat, Hello, MemoryRequest, Offer, Report, RunFacts, ToWorker
 from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.native import library

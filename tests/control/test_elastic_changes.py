@@ -7,9 +7,10 @@ from msgspec.structs import replace
 from scene import CALL, Scene, die_in_slot_0, started
 from test_membership import report
 
+from manyhands.control.host_messages import MemberReport
 from manyhands.control.key_values import Stores
 from manyhands.control.membership import react, restored
-from manyhands.control.messages import MemberReport, StoreRequest
+from manyhands.control.messages import StoreRequest
 from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Refuse
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manyhands.parallel import leases
-from manyhands.parallel.leases import Book, Course, Grant, Held, Item, Meet, Minutes, Rule, Standing
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Book, Grant, Held, Item, Meet, Minutes, Rule, Standing
 
 SYNC, SSP, ASYNC = Rule(ahead=0), Rule(ahead=1), Rule(ahead=None)
 

@@ -17,7 +17,7 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position
 from manyhands.data.source import as_source
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.parallel.log_places import Backups
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed

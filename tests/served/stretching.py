@@ -21,7 +21,8 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position, order
 from manyhands.data.source import as_source
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_local import Local

@@ -15,7 +15,7 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position
 from manyhands.data.source import as_source
 from manyhands.native import why_not
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.strategies.served import Served
 from tests.served.direct import OTHER, ROWS, WORKER, World, data, loss, make_model
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from manyhands.parallel.leases import Course, Rule
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Rule
 
 from .clock import Clock
 from .served_history import Died, Fault, History

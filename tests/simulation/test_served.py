@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 
 from .served_checker import violations
 from .served_history import Committed, Content, Died, Fault, Granted, History, Left, Met, Part, Started
