@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.gradients import total_weight
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
@@ -357,8 +358,8 @@ class Ongoing:
         return self.part.update(version, gradient)
 
     def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
-        weight = sum(one.weight for one in due)
-        factor = self.opened.course.rows(due[0].step) / weight
+        step = due[0].step
+        factor = self.opened.course.rows(step) / total_weight((one.weight for one in due), step)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
         return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))

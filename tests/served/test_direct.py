@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.errors import SpecError, TrainingFailed
+from manyhands.errors import BadLoss, SpecError, TrainingFailed
 from manyhands.native import why_not
 from manyhands.testing import RankPool
-from tests.served.direct import BATCH, SLICES, data, loss, make_model, train
+from tests.served.direct import BATCH, SLICES, World, batches_of_two_epochs, data, loss, make_model, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -136,3 +136,15 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
         return [done.loss for done in told]
 
     assert losses(torch.tensor(0.01)) == pytest.approx(losses(0.01), rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_step_whose_weights_are_nothing_is_refused(mode: str) -> None:
+    world = World(mode, OPTIMIZERS["SGD"], None, 2, {}, loss_fn=lambda model, batch: (model(batch[0]).sum(), 0.0))
+    world.open(0)
+    batches = batches_of_two_epochs()
+    with pytest.raises(BadLoss, match="The weights of step 1 sum to 0"):
+        for _ in range(SLICES + 2):
+            reply = world.engine.ask(lambda: 0)
+            if reply.work is not None:
+                world.engine.compute(batches.at(reply.work.step), reply.work, reply.version)
