@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.factors import fits
+from manyhands.parallel.gradients import total_weight
 from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
 from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
 from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
 from manyhands.parallel.served_log import Past
-from manyhands.parallel.served_memory import ServedMemory, StateTorn
+from manyhands.parallel.served_memory import JOURNAL_LENGTH, ServedMemory, StateTorn
 from manyhands.parallel.served_messages import (
     Applied,
     Ask,
@@ -110,6 +111,8 @@ class Ongoing:
         self._rows_of, self._rows = -1, b""
         """Packed rows of embeddings, and how many updates they had seen."""
         self.asks: dict[int, tuple[bytes, Ask]] = {}
+        self._told: dict[int, int] = {}
+        """How many updates each worker has said it knows of."""
         self._values: dict[int, Values] = {}
         """What workers have told of themselves. Lost with this server: they tell it again."""
         self.book: Book | None = None
@@ -247,14 +250,15 @@ class Ongoing:
         self._stand(0, self.shard.standing())
         if self.book is None:
             return []
-        outbox: Outbox = []
+        self._told |= {worker: ask.told for worker, (_, ask) in self.asks.items()}
+        can_tell, outbox = self._can_tell(self.book), Outbox()
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
             if ask.leaves:
                 self.book.leave(worker)
             self._keep_values(ask)
             answer = None
-            if all_told:
+            if all_told and can_tell:
                 # Workers ask when they write nothing: the row of what is applied everywhere is nobody's.
                 holding = [held for held in ask.holding if not self.book.has_applied(held.step)]
                 answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, holding)
@@ -294,6 +298,12 @@ class Ongoing:
         found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
         done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
         return done, updates <= told + MAX_TOLD
+
+    def _can_tell(self, book: Book) -> bool:
+        """Whether the journal still has what the slowest has not heard of, once all that may be leased is applied."""
+        updates, workers = self.shard.num_applied, (self._living or frozenset()).difference(book.minutes.left)
+        slowest = min((self._told.get(worker, self.opened.version) for worker in workers), default=updates)
+        return updates + min(self.opened.rows, JOURNAL_LENGTH // 2) <= slowest + JOURNAL_LENGTH
 
     # ---- updates ----
 
@@ -366,8 +376,8 @@ class Ongoing:
         return self.part.update(version, gradient)
 
     def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
-        weight = sum(one.weight for one in due)
-        factor = self.opened.course.rows(due[0].step) / weight
+        step = due[0].step
+        factor = self.opened.course.rows(step) / total_weight((one.weight for one in due), step)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
         damped = factor / (1 + self._staleness(due) if self.opened.damping else 1)

@@ -28,10 +28,3 @@ def meeting(tmp_path: Path) -> Iterator[Meeting]:
     found = Meeting(tmp_path / "meeting")
     yield found
     found.close()
-
-
-@pytest.fixture
-def other_meeting(tmp_path: Path) -> Iterator[Meeting]:
-    found = Meeting(tmp_path / "other")
-    yield found
-    found.close()

@@ -200,6 +200,11 @@ class World:
         self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
 
 
+def batches_of_two_epochs(slices: int = SLICES) -> Batches:
+    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
+    return Batches(as_source(data()), batch_size=BATCH, slices=slices, position=start, epochs=2, **place)
+
+
 def train(
     mode: str,
     optimizer: Optimizers,
@@ -221,8 +226,7 @@ def train(
     world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups, slices=slices)
     if again:
         world.engine.restore({})
-    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
-    batches = Batches(as_source(data()), batch_size=BATCH, slices=slices, position=start, epochs=2, **place)
+    batches = batches_of_two_epochs(slices)
     told: list[Done] = []
     asked = itertools.count(1)
     for epoch in range(2):
