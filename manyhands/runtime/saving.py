@@ -84,10 +84,14 @@ class Saver:
     def every_steps(self) -> int | None:
         return self._settings.every_steps
 
-    def after_step(self, *, save: bool) -> None:
-        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
+    def tell_ended(self) -> None:
+        """Of the saves that have ended, or failed, since this was last asked. Waits for nothing."""
         if self._writer is not None:
             self._tell(self._writer.poll())
+
+    def after_step(self, *, save: bool) -> None:
+        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
+        self.tell_ended()
         if save:
             self._training.gather_state()
             self._wanted = False
@@ -142,7 +146,7 @@ class Saver:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close(timeout_s=600.0)
-            self._tell(self._writer.poll())
+            self.tell_ended()
 
     def _save(self, *, wait: bool) -> None:
         """Unless one is under way and this need not wait. For all workers alike where the model is divided."""
