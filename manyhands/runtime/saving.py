@@ -19,7 +19,7 @@ from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.reader import Stored, newest_valid, open_checkpoint, scan
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
-from manyhands.errors import CheckpointSaveFailed
+from manyhands.errors import CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
 from manyhands.runtime import process
 from manyhands.runtime.incoming import Incoming, announce
@@ -27,9 +27,9 @@ from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.spec.run import CheckpointSection
+from manyhands.strategies.settings import at_least
 
-__all__ = ["Checkpoints", "Saver", "load_newest"]
-
+__all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest"]
 
 # One that fails is not tried again at once.
 LOGS_WAIT_S = 2.0
@@ -43,6 +43,15 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 3
     keep_best: str | None = None
     """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
+
+    def __post_init__(self) -> None:
+        at_least("every_steps", self.every_steps, 1, "mh.Checkpoints")
+        at_least("keep_last", self.keep_last, 1, "mh.Checkpoints")
+
+
+def check_checkpoints(given: object) -> None:
+    if not isinstance(given, Checkpoints | None):
+        raise SpecError(f"checkpoint is {given!r}.", fix=["checkpoint=mh.Checkpoints(every_steps=100)"])
 
 
 class Saver:
