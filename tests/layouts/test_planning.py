@@ -103,6 +103,14 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
 
 
+def test_a_mesh_by_sequence_says_so() -> None:
+    torch.manual_seed(0)
+    model = MODELS["tied transformer"]()
+    sample, optimizer = Sample(data_for("tied transformer"), loss), torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = plan_model(model, optimizer, mh.Mesh(data=2, tensor=2, sequence=True), 4, sample).layers
+    assert {one.name for one in layers if "by sequence" in one.why} >= {"blocks.0.linear2", "blocks.0.norm1", "norm"}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "kept"),
     [
