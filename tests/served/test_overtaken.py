@@ -121,7 +121,7 @@ def test_a_worker_that_is_overtaken_computes_once_more_and_then_makes_copies_unt
 
 
 def test_a_worker_that_is_slow_to_hear_of_updates_misses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("served_memory", "served_course"):
+    for module in ("served_memory", "served_reception"):
         monkeypatch.setattr(f"manyhands.parallel.{module}.JOURNAL_LENGTH", 8)
     monkeypatch.setattr("manyhands.parallel.served_reception.MAX_TOLD", 3)
     two = Two()
