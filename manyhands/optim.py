@@ -55,7 +55,8 @@ class FTRL(Optimizer):
         usual_beta, usual_start = _DEFAULTS[convention]
         beta = usual_beta if beta is None else beta
         start = usual_start if initial_accumulator is None else initial_accumulator
-        _check_positive("lr", lr)
+        if not lr > 0:
+            raise SpecError(f"lr is {lr:g}, but must be above 0.", where="lr")
         for name, value in {
             "l1": l1, "l2": l2, "beta": beta, "l2_shrinkage": l2_shrinkage, "initial_accumulator": start,
             "-lr_power": -lr_power,
@@ -103,11 +104,6 @@ class FTRL(Optimizer):
         _update(weights, z, n, grad.values(), group)
         for tensor, values in ((param, weights), (state["z"], z), (state["n"], n)):
             tensor.index_copy_(0, rows, values)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise SpecError(f"{name} is {value:g}, but must be above 0.", where=name)
 
 
 def _weight_of_l2(group: dict[str, Any]) -> float:

@@ -21,7 +21,6 @@ from manyhands.comm.transport import BURST, MAX_MESSAGE_BYTES, Curve, open_socke
 from manyhands.errors import UsageError
 
 __all__ = [
-    "MAX_FRAME_BYTES",
     "ParcelPort",
     "Placeholder",
     "check_parcel",

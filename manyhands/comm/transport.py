@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-__all__ = ["MAX_MESSAGE_BYTES", "QUEUE_MESSAGES", "Curve", "Message", "Port", "open_port", "open_socket"]
+__all__ = ["MAX_MESSAGE_BYTES", "Curve", "Message", "Port", "open_port", "open_socket"]
 
 MAX_MESSAGE_BYTES = 2**20
 # Enough for every rank of a large host to meet in the store at once; beyond it messages are dropped, not hoarded.

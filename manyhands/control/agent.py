@@ -48,7 +48,7 @@ ADOPT_AFTER_S = 10.0
 
 
 def run_agent(request: LaunchRequest, display: Display) -> int:
-    """Run this host's part until the run ends; returns the exit code of DESIGN.md section 4.
+    """Run this host's part until the run ends; returns the exit code, as docs/cli.md has them.
 
     Raises a `ManyhandsError` where the run cannot start or this host cannot be part of it; its `exit_code` is the one
     to end with. Signals are handled when called from the main thread. The display is left open.

@@ -33,7 +33,6 @@ __all__ = [
     "quiet",
     "resumed",
     "stranded",
-    "tears",
 ]
 
 

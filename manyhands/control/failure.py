@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short", "who"]
+__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

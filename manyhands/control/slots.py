@@ -16,7 +16,7 @@ from manyhands.control.failure import WorkerEnd
 from manyhands.control.policy import signature
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot
 
-__all__ = ["budget_is_spent", "count_death", "lay_out", "open_to", "rescaled", "staff", "surplus", "wanted"]
+__all__ = ["count_death", "lay_out", "open_to", "rescaled", "staff", "surplus"]
 
 FORGIVING_STEPS = 10
 FIRST_DELAY_S = 0.5

@@ -19,7 +19,7 @@ from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
 from manyhands.parallel.traced import Traced
 
-__all__ = ["blocks_of", "cut", "measure", "sizes_of"]
+__all__ = ["blocks_of", "cut", "measure"]
 
 
 def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:

@@ -28,7 +28,6 @@ __all__ = [
     "PARTS",
     "Tables",
     "by_part",
-    "ids_from",
     "in_order",
     "part_of",
     "parts_of",

@@ -126,7 +126,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     unused = [param for param in model.parameters() if id(param) not in placed and place.pipeline == 0]
     local = _Local([parts[stage] for stage in mine], unused)
     here = {id(param) for param in local.parameters()}
-    ties = _ties(worker, parts, schedule.ranks_of_stages)
+    ties = _ties(parts, schedule.ranks_of_stages)
     others = {id(param) for param, ranks in ties if ranks[0] != place.pipeline}
     counted = frozenset(
         id(param)
@@ -149,7 +149,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     )
 
 
-def _ties(worker: Worker, parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+def _ties(parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
     """Weights that stages of several ranks have, and the pipeline's ranks that do."""
     params = {name: param for part in parts for name, param in part.params.items()}
     found = [

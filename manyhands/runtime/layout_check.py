@@ -25,7 +25,7 @@ from manyhands.runtime.trials import IN_A_TRIAL
 from manyhands.spec.check_order import CheckOrder
 from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment, nearest
 
-__all__ = ["Asked", "Finding", "Layout", "Report", "check", "layouts_for"]
+__all__ = ["Asked", "Finding", "Layout", "Report", "check"]
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2

@@ -96,6 +96,22 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
+def test_where_a_module_says_to_start_reading_there_is_something() -> None:
+    wrong = []
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {name.id for node in tree.body for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for said in re.findall(r"Start\s+reading\s+at\s+`([\w.]+)`", ast.get_docstring(tree) or ""):
+            *folder, name = said.split(".")
+            if path.name == "__init__.py":  # a module of the package, or something in one
+                found = (path.parent / f"{said.split('.')[0]}.py").exists()
+            else:
+                found = name in defined and set(folder) <= defined
+            wrong += [] if found else [f"{path.relative_to(ROOT)}: {said}"]
+    assert not wrong
+
+
 def test_importing_manyhands_is_light() -> None:
     heavy = ("torch", "numpy", "rich", "zmq", "keras")
     code = f"import manyhands, sys; print(sorted(m for m in {heavy} if m in sys.modules))"
