@@ -30,6 +30,7 @@ class FTRL(Optimizer):
     gives them. In TensorFlow's and Keras's L2 is twice `l2` (whatever their documentation says), beta is 0, n starts at
     0.1, and z at 0. `l2_shrinkage` s adds 2 s w to the gradient in z, not to that in n. Sparse gradients touch their
     rows only: what the others have, shrinkage included, waits until they are touched.
+    A rate of 0, which some schedules begin or end with, changes nothing.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class FTRL(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is not None and group["lr"]:
                     self._update(param, param.grad, group)
         return loss
 

@@ -18,7 +18,7 @@ from manyhands.checkpoint.reader import load
 from manyhands.checkpoint.tensorfile import tensor_chunks
 from manyhands.errors import CheckpointSaveFailed, UsageError
 
-__all__ = ["export", "save_tensors"]
+__all__ = ["export", "format_of", "save_tensors"]
 
 Format = Literal["safetensors", "pt"]
 
@@ -34,6 +34,11 @@ def export(
     if only_model:
         tensors = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
     save_tensors(destination, tensors, format, force=force)
+
+
+def format_of(destination: Path) -> Format:
+    """As the ending says: torch's own for those that its users know as such, else safetensors."""
+    return "pt" if destination.suffix in (".pt", ".pth") else "safetensors"
 
 
 def save_tensors(

@@ -53,7 +53,7 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
     "file_format",
     type=click.Choice(["safetensors", "pt"]),
     help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: pt for a file that ends "
-    "so, else safetensors.",
+    "with .pt or .pth, else safetensors.",
 )
 @click.option("--all-tensors", is_flag=True, help="Optimizer and other tensors too, under their full names.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
@@ -61,8 +61,9 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
 def export(run_or_dir: str, output: str, file_format: Any, all_tensors: bool, force: bool, as_json: bool) -> None:
     """Write the model of RUN_OR_DIR[@STEP] (default: the newest that verifies) to one file."""
     from manyhands.checkpoint.export import export as export_checkpoint
+    from manyhands.checkpoint.export import format_of
 
-    file_format = file_format or ("pt" if Path(output).suffix == ".pt" else "safetensors")
+    file_format = file_format or format_of(Path(output))
     path = _one_checkpoint(run_or_dir)
     export_checkpoint(path, Path(output), file_format, not all_tensors, force=force)
     size = Path(output).stat().st_size

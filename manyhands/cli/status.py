@@ -78,7 +78,8 @@ def _listed(variables: Sequence[ServedVariable]) -> list[str]:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     servers = {share.server for one in variables for share in one.shares}
     total = size(sum(one.num_bytes for one in variables))
-    return [*table, f"{len(variables)} variables, {total}, on servers {', '.join(map(str, sorted(servers)))}"]
+    where = f"server{'s' if len(servers) > 1 else ''} {', '.join(map(str, sorted(servers)))}"
+    return [*table, f"{len(variables)} variables, {total}, on {where}"]
 
 
 def _kept(variable: ServedVariable) -> str:

@@ -42,8 +42,9 @@ class RunRecord(msgspec.Struct, kw_only=True):
 
 
 def run_name(target: str) -> str:
-    """<time>-<script>, with nothing in it that a path or a terminal could trip over."""
-    stem = Path(target.split(":")[0]).stem or "run"
+    """<time>-<script>, or the last part of a module, with nothing in it that a path or a terminal could trip over."""
+    name = Path(target.split(":")[0]).name
+    stem = name.removesuffix(".py") if name.endswith(".py") else name.rpartition(".")[2]
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem).lstrip(".-")[:40] or "run"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
 

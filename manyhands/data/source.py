@@ -196,6 +196,8 @@ def _from_loader(loader: DataLoader[Any], asked: _Asked) -> Source:
     if isinstance(loader.sampler, SequentialSampler):
         source.shuffle = False
     source.loader_batch_size = loader.batch_size
+    if loader.drop_last:
+        warnings.warn("drop_last=True is ignored: a short last batch is used, so that no row is lost.", stacklevel=5)
     return source
 
 

@@ -138,6 +138,8 @@ class StepBuffers:
 
     def united(self, earlier: Tensor, later: Tensor) -> Tensor:
         """Two contributions of one slice, which went through different layers."""
+        if self._alone:
+            return self._nothing
         size = len(self._owner)
         touched = later[size:] > 0
         averages = torch.where(touched[self._owner], later[:size], earlier[:size])

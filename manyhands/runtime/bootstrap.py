@@ -18,20 +18,19 @@ import os
 import runpy
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
-from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.deadlock import hang_when_told
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
 from manyhands.runtime.store_requests import tell_of_stores
+from manyhands.runtime.tracebacks import told
 from manyhands.spec import load
 from manyhands.spec.seat import Seat
 
@@ -158,28 +157,17 @@ def _exit_code(error: BaseException) -> int:
 
 def _raised(error: BaseException) -> Raised:
     first_step, step, phase = _position()
-    text = "".join(_told(error).format())
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
         error=type(error).__name__,
         message=str(error)[:MESSAGE_CHARS],
         bases=bases,
-        traceback=text[-TRACEBACK_CHARS:],
+        traceback=told(error)[-TRACEBACK_CHARS:],
         exit_code=_exit_code(error),
         step=step,
         first_step=first_step,
         phase=phase,
     )
-
-
-def _told(error: BaseException) -> traceback.TracebackException:
-    """How it came about; of what the user can act on, only the lines of the user's own code."""
-    told = traceback.TracebackException(type(error), error, _own_frames(error))
-    if isinstance(error, UsageError | EnvironmentProblem):
-        package = str(Path(__file__).parents[1]) + os.sep
-        theirs = [frame for frame in told.stack if not frame.filename.startswith(package)]
-        told.stack = traceback.StackSummary.from_list(theirs or list(told.stack))
-    return told
 
 
 def _position() -> tuple[int | None, int | None, str]:
@@ -189,20 +177,11 @@ def _position() -> tuple[int | None, int | None, str]:
 
 
 def _show(error: BaseException) -> None:
-    """On stderr: what was wrong for a mistake the user can act on, else the traceback without our own frames."""
-    if isinstance(error, UsageError | PeerLost):  # what a lost peer did wrong stands in its own log
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    """On stderr: what was wrong for a mistake the user can act on, else how it came about."""
+    if isinstance(error, PeerLost) or (isinstance(error, ManyhandsError) and error.exit_code not in (1, 70)):
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # what a lost peer did wrong stands in its own log
         return
-    traceback.print_exception(type(error), error, _own_frames(error))
-
-
-def _own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's code on: how it was started is of no use to anybody."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename in ours:
-        place = place.tb_next
-    return place or error.__traceback__
+    print(told(error), end="", file=sys.stderr)
 
 
 def _tell(lifeline: int, record: Record) -> None:

@@ -30,6 +30,7 @@ from manyhands.parallel.tensor_split import split_model_
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import LossFn
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline
+from manyhands.strategies.divided import Tensor as TensorChoice
 
 __all__ = ["Sample", "spread_of"]
 
@@ -74,8 +75,8 @@ def _divide(
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
-        sequence = getattr(choice, "sequence", False)
-        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None), sequence=sequence)
+        assert isinstance(choice, TensorChoice | Mesh)
+        plan = plan_tensor(model, grid.tensor, choice.rules, sequence=choice.sequence)
         shares = split_model_(model, plan, worker.lasting(lambda: worker.line("tensor")))
     if parts:
         return replace(_staged(worker, model, loss, parts, shares), costs=tuple(costs or ()))

@@ -24,7 +24,8 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.leased_loop import LeasedLoop, refuse_apart
 from manyhands.runtime.models import Parts, optimizer_maker
 from manyhands.runtime.run import Run
-from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.run_checks import by_step, check_counts
+from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
 from manyhands.runtime.serving import serve
 from manyhands.runtime.stepped_loop import SteppedLoop
 from manyhands.runtime.steps import Steps
@@ -64,6 +65,7 @@ def join(
         "balance": balance,
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
+    check_checkpoints(checkpoint)
     return Hands(enter(strategy, arguments, tune=tune), checkpoint)
 
 
@@ -112,9 +114,10 @@ class Hands:
         """
         _refuse_own_loop(self._worker)
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
+        schedule = by_step(lambda _: scheduler)
         if self._worker.is_server:
-            serve(self._worker, parts, lambda _: scheduler)
-        self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), lambda _: scheduler)
+            serve(self._worker, parts, schedule)
+        self._run = Run(self._worker, parts, Hooks((), is_chief=lambda: self.is_chief), schedule)
         self._run.ready(resume=False)
         return model, optimizer
 
@@ -140,6 +143,7 @@ class Hands:
         Under parameter servers slices are leased, and whoever is fast gets more of them; in async a worker gets all
         slices of a batch, one by default. To end the loop early, on every worker, call `request_stop`.
         """
+        check_counts(batch_size=batch_size, epochs=epochs, steps=steps, num_workers=num_workers)
         run = self._all_workers("batches")
         training = run.begin_call("batches")
         if run.calls.already_done:

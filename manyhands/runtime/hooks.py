@@ -10,12 +10,18 @@ from typing import Any
 
 import msgspec
 
+from manyhands.errors import SpecError
+
 __all__ = ["EarlyStop", "Hooks"]
+
+MOMENTS = ("begin", "before_step", "after_step", "after_epoch", "end")
 
 
 class Hooks:
     def __init__(self, hooks: Sequence[Any], *, is_chief: Callable[[], bool]) -> None:
         """`is_chief` is asked each time: the chief may be another worker by then."""
+        for hook in hooks:
+            _check(hook)
         self._all, self._is_chief = list(hooks), is_chief
         self._methods: dict[str, list[tuple[bool, Any]]] = {}
 
@@ -37,6 +43,19 @@ class Hooks:
         for hook, state in zip(self._all, states, strict=False):
             if state is not None and hasattr(hook, "restore"):
                 hook.restore(state)
+
+
+def _check(hook: Any) -> None:
+    """One that is never called is a mistake: a class in place of an object, or methods by another library's names."""
+    name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
+    if isinstance(hook, type):
+        raise SpecError(f"The hook {name} is a class.", where="hooks", fix=[f"hooks=[{name}()]"])
+    if not any(hasattr(hook, moment) for moment in (*MOMENTS, "state", "restore")):
+        raise SpecError(
+            f"The hook {name} has none of the methods that are called: {', '.join(MOMENTS)}.",
+            where="hooks",
+            fix=["def after_step(self, trainer, step, stats): ..."],
+        )
 
 
 class EarlyStop(msgspec.Struct, kw_only=True):

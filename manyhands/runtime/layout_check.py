@@ -23,7 +23,7 @@ from manyhands.runtime.check_record import Checked, deviation, read_record
 from manyhands.runtime.trial_agent import Failed, Order
 from manyhands.runtime.trials import IN_A_TRIAL
 from manyhands.spec.check_order import CheckOrder
-from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment
+from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment, nearest
 
 __all__ = ["Asked", "Finding", "Layout", "Report", "check"]
 
@@ -110,6 +110,7 @@ def layouts_for(most_workers: int) -> list[Layout]:
 
 def check(asked: Asked, say: Callable[[str], None]) -> Report:
     """Run them all; `say` gets a line for each. Raises what the script itself fails with in one process."""
+    layouts = _chosen(asked)
     alone, why = _run(asked, ALONE)
     if alone is None:
         raise TrainingFailed(f"The script fails in one process, so there is nothing to compare with: {why}")
@@ -117,7 +118,7 @@ def check(asked: Asked, say: Callable[[str], None]) -> Report:
     if asked.flags.get("precision", "fp32") != "fp32":
         tolerance = HALF_TOLERANCE
     findings = []
-    for layout in _chosen(asked):
+    for layout in layouts:
         found, why = _run(asked, layout)
         finding = compare(layout, alone, found, tolerance) if found else _failed(layout, why)
         findings.append(finding)
@@ -129,13 +130,15 @@ def _chosen(asked: Asked) -> list[Layout]:
     fitting = layouts_for(asked.most_workers)
     if not asked.only:
         return fitting
-    chosen = [layout for layout in fitting if any(layout.name.startswith(name) for name in asked.only)]
-    if not chosen:
-        raise UsageError(
-            f"No layout of up to {asked.most_workers} workers is called {', '.join(asked.only)}.",
-            fix=[f"--only {layout.name!r}" for layout in fitting[:4]],
-        )
-    return chosen
+    names = [layout.name for layout in fitting]
+    for wanted in asked.only:
+        if not any(name.startswith(wanted) for name in names):
+            raise UsageError(
+                f"No layout of up to {asked.most_workers} workers is called {wanted}.",
+                where="--only",
+                fix=[f"--only {name!r}" for name in nearest(wanted, names) or names],
+            )
+    return [layout for layout in fitting if layout.name.startswith(asked.only)]
 
 
 def compare(layout: Layout, alone: Checked, found: Checked, tolerance: float) -> Finding:

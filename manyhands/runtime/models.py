@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from manyhands.checkpoint.export import save_tensors
+from manyhands.checkpoint.export import format_of, save_tensors
 from manyhands.errors import CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.several_optimizers import SeveralOptimizers, divide_parameters
@@ -50,7 +50,29 @@ def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric
             "The model is made here, by a function or from a file, so a ready optimizer cannot know its parameters.",
             fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"],
         )
+    _check_functions(loss, optimizer, metrics)
     return Parts(model, loss, dict(metrics or {}), optimizer_maker(optimizer), call)
+
+
+def _check_functions(loss: Any, optimizer: Any, metrics: Any) -> None:
+    """What would else fail in the first step, or in the first evaluation, by an error of Python's."""
+    if not callable(loss):
+        raise SpecError(
+            f"loss is {loss!r}, which is no function.",
+            fix=["loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"],
+        )
+    if not (
+        callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer | Mapping) or is_keras_optimizer(optimizer)
+    ):
+        raise SpecError(
+            f"optimizer is {optimizer!r}, which is neither a function of the parameters nor an optimizer.",
+            fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"],
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise SpecError(
+            f"metrics is {metrics!r}, but must be functions by name.",
+            fix=['metrics={"accuracy": lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).float()}'],
+        )
 
 
 def _as_module(model: Any) -> nn.Module:
@@ -76,9 +98,7 @@ def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None =
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
-    save_tensors(
-        path, _flat(weights or model.state_dict()), "pt" if path.suffix == ".pt" else "safetensors", force=True
-    )
+    save_tensors(path, _flat(weights or model.state_dict()), format_of(path), force=True)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -93,8 +113,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Of a file that `save_model` has written, but for Keras's own kinds."""
-    return _nested(load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True))
+    """Of a file that `save_model` has written, but for Keras's own kinds, or torch's; whatever its name ends with."""
+    with path.open("rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"  # after the length of its header, which is JSON
+    return _nested(load_file(path) if is_safetensors else torch.load(path, weights_only=True))
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -325,7 +325,8 @@ class Run:
 
     def batches(self, source: Source, batch_size: int, epochs: int | None, steps: int | None) -> Batches:
         if (epochs is None) == (steps is None):
-            raise DataError("Either epochs or steps must be given.", fix=["epochs=3", "steps=1000"])
+            given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
+            raise DataError(given, fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
         if self.spec.train.balance:
             check_balance(source)

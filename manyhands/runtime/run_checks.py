@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from manyhands.data.apart import ApartSource
@@ -12,7 +16,23 @@ from manyhands.errors import DataError, SpecError
 from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.strategies.choices import ParameterServer
 
-__all__ = ["check_balance", "check_elastic", "check_leasable", "mode_of"]
+__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "mode_of"]
+
+
+def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
+    """`make`, of a schedule that needs no result of an epoch to take a step."""
+
+    def made(optimizer: torch.optim.Optimizer) -> Any:
+        schedule = make(optimizer)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise SpecError(
+                "ReduceLROnPlateau looks at an epoch's loss, and cannot be stepped after every update.",
+                where="scheduler",
+                fix=['scheduler_every="epoch", of mh.Trainer', "in a loop of your own: call its step(...) yourself"],
+            )
+        return schedule
+
+    return made
 
 
 def check_balance(source: Source) -> None:
@@ -36,6 +56,16 @@ def check_leasable(source: Source) -> None:
             "some workers lack some of it.",
             fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
         )
+
+
+def check_counts(**asked: Any) -> None:
+    """Rows of a batch, epochs, steps, loader processes: whole numbers; None is what was not asked for."""
+    for name, value in asked.items():
+        least = 1 if name.startswith("batch") else 0
+        if value is not None and not (isinstance(value, numbers.Integral) and int(value) >= least):
+            raise SpecError(
+                f"{name} is {value!r}, but must be a whole number from {least} on.", fix=[f"{name}={max(1, least)}"]
+            )
 
 
 def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:

@@ -19,7 +19,7 @@ from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.reader import Stored, newest_valid, open_checkpoint, scan
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
-from manyhands.errors import CheckpointSaveFailed
+from manyhands.errors import CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
 from manyhands.runtime import process
 from manyhands.runtime.incoming import Incoming, announce
@@ -27,9 +27,9 @@ from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.spec.run import CheckpointSection
+from manyhands.strategies.settings import at_least
 
-__all__ = ["Checkpoints", "Saver", "load_newest"]
-
+__all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest"]
 
 # One that fails is not tried again at once.
 LOGS_WAIT_S = 2.0
@@ -43,6 +43,15 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 3
     keep_best: str | None = None
     """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
+
+    def __post_init__(self) -> None:
+        at_least("every_steps", self.every_steps, 1, "mh.Checkpoints")
+        at_least("keep_last", self.keep_last, 1, "mh.Checkpoints")
+
+
+def check_checkpoints(given: object) -> None:
+    if not isinstance(given, Checkpoints | None):
+        raise SpecError(f"checkpoint is {given!r}.", fix=["checkpoint=mh.Checkpoints(every_steps=100)"])
 
 
 class Saver:
@@ -84,10 +93,14 @@ class Saver:
     def every_steps(self) -> int | None:
         return self._settings.every_steps
 
-    def after_step(self, *, save: bool) -> None:
-        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
+    def tell_ended(self) -> None:
+        """Of the saves that have ended, or failed, since this was last asked. Waits for nothing."""
         if self._writer is not None:
             self._tell(self._writer.poll())
+
+    def after_step(self, *, save: bool) -> None:
+        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
+        self.tell_ended()
         if save:
             self._training.gather_state()
             self._wanted = False
@@ -142,7 +155,7 @@ class Saver:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close(timeout_s=600.0)
-            self._tell(self._writer.poll())
+            self.tell_ended()
 
     def _save(self, *, wait: bool) -> None:
         """Unless one is under way and this need not wait. For all workers alike where the model is divided."""

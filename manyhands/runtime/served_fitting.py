@@ -121,6 +121,7 @@ class ServedFit(Fit):
             reply = engine.ask(self._wish)
             for done in reply.done:
                 self._hear(done)
+            self._steps.saver.tell_ended()  # a meeting, which tells of them elsewhere, may be far away
             if reply.save:
                 self._steps.saver.save_for_logs()
             if reply.meet is not None:

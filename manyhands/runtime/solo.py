@@ -28,6 +28,7 @@ from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events import Event, RunEnded
 from manyhands.runtime.launch import how_to_resume, open_display
 from manyhands.runtime.recorder import Recorder
+from manyhands.runtime.tracebacks import told
 from manyhands.spec.load import Resolved, environment
 from manyhands.spec.seat import Seat
 
@@ -134,15 +135,14 @@ class _Ending:
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._error = error
         assert self._previous_hook is not None
-        if not isinstance(error, ManyhandsError):
-            self._previous_hook(kind, error, trace)
-        else:
-            if error.exit_code in (1, 70):
-                print("Traceback (most recent call last):", file=sys.stderr)
-                traceback.print_tb(trace)
-            elif error.exit_code == UsageError.exit_code and error.where is None:
+        if isinstance(error, ManyhandsError) and error.exit_code not in (1, 70):
+            if error.exit_code == UsageError.exit_code and error.where is None:
                 error.where = _line_of_the_script(trace)
             print(f"{kind.__name__}: {error}", file=sys.stderr)
+        elif self._previous_hook is sys.__excepthook__:
+            print(told(error), end="", file=sys.stderr)
+        else:
+            self._previous_hook(kind, error, trace)
         if self.solo is not None:
             for line in self.solo.how_to_go_on():
                 print(line, file=sys.stderr)

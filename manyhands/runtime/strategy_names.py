@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manyhands.errors import SpecError
 from manyhands.spec import load
@@ -20,6 +20,7 @@ from manyhands.strategies.choices import (
     Single,
 )
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
+from manyhands.strategies.settings import Settings
 
 __all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy"]
 
@@ -53,14 +54,24 @@ class Planned(NamedTuple):
 def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
     if strategy is None:
         return Mirrored()
-    if not isinstance(strategy, str):
+    if isinstance(strategy, Settings):
         return strategy
+    if not isinstance(strategy, str):
+        raise _no_strategy(strategy)
     if strategy not in STRATEGIES:
         near = load.nearest(strategy, STRATEGIES)
         raise SpecError(
             f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or STRATEGIES]
         )
     return STRATEGIES[strategy]()
+
+
+def _no_strategy(given: Any) -> SpecError:
+    if isinstance(given, type) and issubclass(given, Settings):
+        return SpecError(f"strategy is the class {given.__name__}.", fix=[f"strategy=mh.{given.__name__}(...)"])
+    return SpecError(
+        f"strategy is {given!r}, which is no strategy.", fix=['strategy="mirrored"', "strategy=mh.Mirrored(workers=2)"]
+    )
 
 
 def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:

@@ -25,7 +25,8 @@ from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
-from manyhands.runtime.saving import Checkpoints, Saver
+from manyhands.runtime.run_checks import by_step, check_counts
+from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
 from manyhands.runtime.served_fitting import ServedFit
 from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
@@ -100,6 +101,8 @@ class Trainer:
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)
+        if scheduler is not None and scheduler_every == "step":
+            scheduler = by_step(scheduler)
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
         if worker.is_server:
@@ -156,6 +159,9 @@ class Trainer:
         run = self._run
         if resume not in ("auto", "never"):
             raise SpecError(f"resume is {resume!r}.", fix=['"auto"', '"never"'])
+        check_counts(batch_size=batch_size, batch_per_worker=batch_per_worker, epochs=epochs, steps=steps)
+        check_counts(num_workers=num_workers)
+        check_checkpoints(checkpoint)
         run.offer(data, collate, batch_size or batch_per_worker)
         if run.worker.planned is not None:
             tell_plan(run.worker.planned, run.parts, run.sample())
@@ -198,6 +204,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
         run = self._run
+        check_counts(batch_size=batch_size, num_workers=num_workers)
         run.offer(data, collate, batch_size)
         run.begin_call("evaluate")
         if run.is_call_over():
@@ -215,6 +222,7 @@ class Trainer:
         Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
         """
         run = self._run
+        check_counts(batch_size=batch_size, num_workers=num_workers)
         run.offer(data, collate, batch_size, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
@@ -227,7 +235,7 @@ class Trainer:
         return outputs
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as safetensors (`.pt`, `.keras` by that ending), whole or not at all; the chief does it."""
+        """Write the weights as safetensors (`.pt`, `.pth`, `.keras` by that ending), whole or not at all: the chief."""
         run = self._run
         training = run.begin_call("save")
         if run.is_call_over():

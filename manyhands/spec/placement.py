@@ -183,9 +183,9 @@ def _num_nodes(text: Any) -> int:
     least, colon, most = str(text).partition(":")
     if colon and least != most:
         raise SpecError(
-            f"--nnodes {text} asks for a run that grows and shrinks, which this version cannot do yet.",
+            f"--nnodes {text} counts hosts that come and go; here workers are counted.",
             where="--nnodes",
-            fix=[f"--nnodes {most or least}"],
+            fix=[f"--nnodes {most or least}", f"--hosts-wanted {least or most} --elastic 2:8"],
         )
     return _number(least, "--nnodes", 1, 65536)
 

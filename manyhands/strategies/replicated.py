@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import BadLoss
 from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.divergence import Hashes
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
-from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.gradients import GradientSum, total_weight
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
@@ -350,9 +349,7 @@ class Replicated(Replicas):
         if self.held.shared is not None and self.held.common is None:
             self.held.shared.collect()
         total = sum(report.total for report in reports)  # in slice order
-        weight = sum(report.weight for report in reports)
-        if weight <= 0:
-            raise BadLoss(f"The weights of step {self._step.number} sum to {weight:g}; the mean needs them above 0.")
+        weight = total_weight((report.weight for report in reports), self._step.number)
         loss = total / weight
         if not math.isfinite(loss) and not self._precision.scale:
             self.raise_non_finite(f"The loss of step {self._step.number} is {loss}")

@@ -152,6 +152,8 @@ def test_overwrite_removes_what_we_wrote_and_nothing_else(tmp_path):
 
 def test_run_names_are_safe_and_default_paths_new(tmp_path):
     assert run_name("../we ird;$(x).py").split("-", 2)[2] == "we_ird___x_"
+    assert run_name("work/train.v2.py").split("-", 2)[2] == "train.v2"
+    assert run_name("package.recipes.digits").split("-", 2)[2] == "digits"
     assert default_path("a", tmp_path) == tmp_path / "a"
     (tmp_path / "a").mkdir()
     assert default_path("a", tmp_path) == tmp_path / "a-2"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.parallel.tensor_parts import Parted
 
 FEATURES, CLASSES, WORDS, LENGTH = 16, 8, 24, 6
 
@@ -61,6 +62,17 @@ class TiedTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.output(self.norm(x))
+
+
+class Noticing(nn.LayerNorm):
+    """Knows whether it was given parts of a sequence in training."""
+
+    seen: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            Noticing.seen = isinstance(x, Parted) and x.division.sequence
+        return super().forward(x)
 
 
 class UNet(nn.Module):
@@ -141,6 +153,20 @@ def train(model: str, strategy: Any, fit: dict[str, Any] | None = None, **argume
         "predictions": trainer.predict(data[0], batch_size=12).float().numpy(),
         "weights": saved_weights(trainer),
     }
+
+
+def norms_get_parts(strategy: Any) -> bool | None:
+    """Of a sequence, in a step of training."""
+
+    def make() -> nn.Module:
+        model = TiedTransformer()
+        model.norm = Noticing(16)
+        return model
+
+    Noticing.seen = None
+    trainer = mh.Trainer(make, loss, OPTIMIZERS["momentum"], strategy=strategy, slices=4)
+    trainer.fit(data_for("tied transformer"), steps=1, batch_size=16)
+    return Noticing.seen
 
 
 def saved_weights(trainer: mh.Trainer) -> dict[str, Any]:

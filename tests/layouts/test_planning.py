@@ -10,10 +10,12 @@ from layout_cases import MODELS, data_for, loss, make_trainer
 from torch import nn
 
 import manyhands as mh
-from manyhands.errors import SpecError
+from manyhands.control.launch_request import WorkerCommand
+from manyhands.errors import SpecError, UsageError
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
 from manyhands.parallel.tree import most_held
 from manyhands.runtime.dividing import Sample
+from manyhands.runtime.layout_check import Asked, check
 from manyhands.runtime.memory_limit import parse_bytes
 from manyhands.runtime.planning import plan_model
 
@@ -101,6 +103,14 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
 
 
+def test_a_mesh_by_sequence_says_so() -> None:
+    torch.manual_seed(0)
+    model = MODELS["tied transformer"]()
+    sample, optimizer = Sample(data_for("tied transformer"), loss), torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = plan_model(model, optimizer, mh.Mesh(data=2, tensor=2, sequence=True), 4, sample).layers
+    assert {one.name for one in layers if "by sequence" in one.why} >= {"blocks.0.linear2", "blocks.0.norm1", "norm"}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "kept"),
     [
@@ -149,3 +159,10 @@ def test_limits_are_bytes_or_words(text: Any, value: int) -> None:
 def test_a_limit_that_is_no_number_is_refused() -> None:
     with pytest.raises(SpecError, match="memory_limit is 'lots'"):
         parse_bytes("lots")
+
+
+def test_a_layout_that_mh_check_does_not_know_is_named_before_anything_runs() -> None:
+    command = WorkerCommand("script", "never_started.py")
+    with pytest.raises(UsageError, match="workers is called pipelin 2") as refused:
+        check(Asked(command=command, only=("tensor 2", "pipelin 2")), print)
+    assert refused.value.fix[0].startswith("--only 'pipeline 2")

@@ -123,11 +123,12 @@ class World:
         loss_fn: Any = loss,
         logs: Path | None = None,
         backups: Callable[[int], Backups] | None = None,
+        slices: int = SLICES,
     ) -> None:
         """With `logs`, a directory for those of servers, which outlives this host; `backups` are each server's."""
         self._mode, self._num_servers, self._settings = mode, servers, settings
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
-        self._logs, self._backups = logs, backups
+        self._logs, self._backups, self._slices = logs, backups, slices
         self._host, self._known = HostMemory(), dict[str, int]()
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
@@ -193,10 +194,15 @@ class World:
             start_row=0,
             num_rows=ROWS,
             batch_size=BATCH,
-            slices=SLICES,
+            slices=self._slices,
             whole=self.is_async,
         )
         self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
+
+
+def batches_of_two_epochs(slices: int = SLICES) -> Batches:
+    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
+    return Batches(as_source(data()), batch_size=BATCH, slices=slices, position=start, epochs=2, **place)
 
 
 def train(
@@ -210,17 +216,17 @@ def train(
     backups: Callable[[int], Backups] | None = None,
     again: bool = False,
     answers: int = 10**9,
+    slices: int = SLICES,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
     """Two epochs, or so many `answers` of them; with `die_every`, after as many answers a server is replaced, in turns.
 
     `again`: as if from a checkpoint of the beginning.
     """
-    world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups)
+    world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups, slices=slices)
     if again:
         world.engine.restore({})
-    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
-    batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, position=start, epochs=2, **place)
+    batches = batches_of_two_epochs(slices)
     told: list[Done] = []
     asked = itertools.count(1)
     for epoch in range(2):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from manyhands.cli.status import status
 from manyhands.control.client import query, request_scale
 from manyhands.errors import UsageError
-from manyhands.events import ServerStarted
+from manyhands.events import CheckpointSaved, ServerStarted, StepDone
 from manyhands.native import why_not
 from manyhands.runtime.recorder import read_events
 from tests.elastic.conftest import Run
@@ -92,6 +92,17 @@ def test_ssp_keeps_its_bound_and_goes_on_without_a_slow_worker_that_dies(served:
     assert run.wait()["counter"] == [4.0]
     stale = [one["staleness"] for one in steps_of(run)]
     assert 0 < max(stale) <= 2
+
+
+@pytest.mark.long
+def test_a_save_is_told_when_it_has_ended_and_not_when_all_meet_again(served: Start) -> None:
+    asked = {"mode": "sync", "epochs": 1, "save_every": 4, "slow_s": {"worker 0": 0.2, "worker 1": 0.2}}
+    run = served(asked, "-n", "2", "--servers", "1")
+    run.wait()
+    told = list(read_events(run.directory / "events" / "chief.jsonl"))
+    saved = {one.step: place for place, one in enumerate(told) if isinstance(one, CheckpointSaved)}
+    done = {one.step: place for place, one in enumerate(told) if isinstance(one, StepDone)}
+    assert any(saved[step] < done[step + 4] for step in (4, 8, 12)), (saved, done)
 
 
 @pytest.mark.long

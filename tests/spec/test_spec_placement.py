@@ -77,7 +77,7 @@ def test_with_c10d_the_node_that_the_endpoint_names_coordinates():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"nnodes": "1:3"}, "grows and shrinks, which this version cannot do yet"),
+        ({"nnodes": "1:3"}, "counts hosts that come and go; here workers are counted"),
         ({"nnodes": "many"}, "must be a number"),
         ({"nproc_per_node": "gpu"}, "no GPU"),
         ({"nproc_per_node": "0"}, "from 1 to 65536, or auto, cpu or gpu"),

@@ -1,0 +1,48 @@
+"""How an error came about, told by the lines of the user's own code.
+
+What lies between `trainer.fit` and the user's loss or dataset is of no use to anybody, unless the bug is ours: then
+every line is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import runpy
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.errors import ManyhandsError
+
+__all__ = ["told"]
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+STARTERS = (runpy.__file__, "<frozen runpy>")
+
+
+def told(error: BaseException) -> str:
+    """As Python prints it, what it came from included."""
+    whole = traceback.TracebackException.from_exception(error)
+    for one in _chain(whole):
+        from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how it was started is of no use either
+        if from_theirs and (_is_about_their_code(one.exc_type) or not _is_ours(one.stack[-1])):
+            from_theirs = [frame for frame in from_theirs if not _is_ours(frame)]
+        one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
+    return "".join(whole.format())
+
+
+def _chain(last: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    one: traceback.TracebackException | None = last
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(OURS) or frame.filename in STARTERS
+
+
+def _is_about_their_code(kind: type[BaseException] | None) -> bool:
+    """Errors that say what to change; the root is for bugs of ours."""
+    return kind is not None and issubclass(kind, ManyhandsError) and kind.exit_code != ManyhandsError.exit_code
