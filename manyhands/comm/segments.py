@@ -22,6 +22,7 @@ from manyhands.native import library
 
 __all__ = ["HostMemory", "Segment", "all_bytes", "free_bytes"]
 
+CGROUP = Path("/sys/fs/cgroup")
 LARGE_PAGE = 2**21
 
 
@@ -141,15 +142,15 @@ def _no_memory(num_bytes: int, why: str) -> EnvironmentProblem:
     )
 
 
-def all_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def all_bytes() -> int:
     """What this machine has, or the container that we are in may have."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
-        total = min(total, int((cgroup / "memory.max").read_text()))
+        total = min(total, int((CGROUP / "memory.max").read_text()))
     return total
 
 
-def free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def free_bytes(cgroup: Path = CGROUP) -> int:
     """What this machine, or the container that we are in, has left."""
     free = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
