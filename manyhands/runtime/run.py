@@ -347,15 +347,15 @@ class Run:
             division=training.pacing.division,
         )
 
-    def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
+    def evaluate(self, source: Source, batch_size: int, *, in_fit: bool = False) -> dict[str, float]:
         training, worker = self.ready(), self.worker
 
         def work() -> tuple[dict[str, float], int]:
             pieces = self.pieces(source, batch_size)
             return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
 
-        results, rows = self.regrouping.agreed(work)
-        if tell:
+        results, rows = self.regrouping.evaluated(work) if in_fit else self.regrouping.agreed(work)
+        if not in_fit:
             worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
         return results
 

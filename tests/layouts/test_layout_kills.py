@@ -95,16 +95,18 @@ def assert_no_step_is_lost(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "killed"),
     [
-        ("mesh", "3"),
-        pytest.param("mesh", "0", marks=pytest.mark.long),
-        pytest.param("data and tensor", "1", marks=pytest.mark.long),
+        ("mesh", ["2 in evaluation", "3"]),
+        pytest.param("mesh", ["0"], marks=pytest.mark.long),
+        pytest.param("mesh", ["0 in evaluation"], marks=pytest.mark.long),
+        pytest.param("data and tensor", ["1"], marks=pytest.mark.long),
     ],
 )
 def test_in_an_elastic_mesh_whoever_comes_gets_its_part_from_a_living_replica(
-    ranks: RankPool, tmp_path: Path, layout: str, killed: str
+    ranks: RankPool, tmp_path: Path, layout: str, killed: list[str]
 ) -> None:
-    told = elastic(tmp_path, "4:4", layout, "model.safetensors", killed)
-    assert f"lost rank {killed}" in told and "1 joined" in told and "restarting" not in told
+    told = elastic(tmp_path, "4:4", layout, "model.safetensors", *killed)
+    assert f"lost rank {killed[0][0]}" in told and "restarting" not in told
+    assert told.count("SIGKILL") == told.count("1 joined") == len(killed)
     assert_no_step_is_lost(tmp_path)
     [alone] = ranks(1, undisturbed)
     assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
