@@ -85,6 +85,8 @@ class RunFacts(_Value, frozen=True, kw_only=True):
     """From a server: one should be kept ready to take over."""
     backup: bool = False
     """Other hosts' servers want their logs kept here."""
+    replica: int = 1
+    """How many workers one takes, of which there may be more or fewer."""
 
 
 class Hello(_FromMember, frozen=True, kw_only=True):
@@ -332,6 +334,8 @@ class HostReport(_Message, frozen=True, kw_only=True):
     """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
     workers_wanted: int | None = None
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
+    replica: int = 1
+    """How many workers one takes, as this host's say."""
     servers_wanted: int | None = None
     """The same of servers."""
     servers: dict[int, str] = {}

@@ -43,7 +43,7 @@ from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
-from manyhands.strategies.divided import microbatches
+from manyhands.strategies.divided import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import has_backups
 
@@ -129,6 +129,7 @@ class Run:
                 precision=spec.train.precision,
                 script=sys.argv[0],
                 backup=has_backups(worker.strategy),
+                replica=worker.one_replica.size if isinstance(worker.strategy, Mesh) else 1,
             )
         )
         self.regrouping.find_place()

@@ -1,6 +1,6 @@
 """A training under a layout that is named, some of whose workers, or hosts, are killed -9 in the middle, once.
 
-Victims are ranks as they were at first: "3", "host of 2", or "3 in evaluation".
+Victims are ranks as they were at first: "3", "host of 2", or "3 in evaluation"; "scaled to 2" has replicas leave.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.utils.data import Dataset
 import manyhands as mh
 from manyhands.comm.shared_values import SharedValues
 from manyhands.comm.values import FollowingMessages
+from manyhands.control.client import request_scale
 from manyhands.native import why_not
 
 STEPS, KILLED_AT = 10, 7
-IN_EVALUATION = " in evaluation"
+IN_EVALUATION, SCALED = " in evaluation", "scaled to "
 LAYOUTS = {
     "sharded": mh.Sharded(workers=2),
     "tensor": mh.Tensor(2),
@@ -41,6 +42,20 @@ class KilledAt:
         if step == self._step and os.environ.get("RANK") == str(self._rank) and not self._mark.exists():
             self._mark.touch()
             os.kill(os.getppid() if self._host else os.getpid(), signal.SIGKILL)
+
+
+class ScaledAt:
+    """The chief asks for another number of workers, and goes on when the others are about to leave."""
+
+    def __init__(self, step: int, workers: int) -> None:
+        self._step, self._workers = step, workers
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        if step == self._step and trainer.is_chief:
+            session = trainer._run.worker.session
+            request_scale("run", self._workers)
+            with session._heard:
+                assert session._heard.wait_for(lambda: session.newest is not None, 60.0)
 
 
 class ThroughMemory:
@@ -80,6 +95,8 @@ def train(strategy: Any, hooks: list[Any], validation: Any = None) -> mh.Trainer
 if __name__ == "__main__":
     name, file, *victims = sys.argv[1:]
     last = str((LAYOUTS[name].workers or 1) - 1)
+    scaled = [one.removeprefix(SCALED) for one in victims if one.startswith(SCALED)]
+    victims = [one for one in victims if not one.startswith(SCALED)]
     evaluating = [one.removesuffix(IN_EVALUATION) for one in victims if one.endswith(IN_EVALUATION)]
     killed = [
         KilledAt(KILLED_AT, int(one.removeprefix("host of ")), Path(f"killed {one}"), host=one.startswith("host"))
@@ -87,4 +104,7 @@ if __name__ == "__main__":
         if not one.endswith(IN_EVALUATION)
     ]
     watch = [ThroughMemory()] if name == "mesh" and not why_not() else []
-    train(LAYOUTS[name], [*killed, *watch], KilledInEvaluation(evaluating[0]) if evaluating else None).save(file)
+    asked = [ScaledAt(STEPS - 1, int(workers)) for workers in scaled]
+    train(LAYOUTS[name], [*killed, *asked, *watch], KilledInEvaluation(evaluating[0]) if evaluating else None).save(
+        file
+    )

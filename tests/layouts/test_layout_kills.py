@@ -114,6 +114,16 @@ def test_in_an_elastic_mesh_whoever_comes_gets_its_part_from_a_living_replica(
 
 @pytest.mark.long
 @pytest.mark.faults
+def test_a_mesh_that_is_scaled_down_goes_on_with_a_whole_replica(ranks: RankPool, tmp_path: Path) -> None:
+    """Whoever came in place of the first worker has the highest rank, and is the mate of one that stays."""
+    told = elastic(tmp_path, "2:4", "mesh", "model.safetensors", "0", "scaled to 2")
+    assert "2 left" in told and "restarting" not in told
+    [alone] = ranks(1, undisturbed)
+    assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.long
+@pytest.mark.faults
 def test_a_part_that_no_living_replica_has_comes_from_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     told = elastic(tmp_path, "4:4", "mesh", "model.safetensors", "1", "3")
     assert "No living worker has stage 2 of 2" in told and "restarting from step 4" in told
