@@ -127,13 +127,13 @@ class Worker(InGrid):
         """
         ranks = self._stand().line(self.rank, *axes)
         key = f"step along {' and '.join(axes)} from {ranks[0]}"
-        if len(ranks) == self.world_size:
+        if ranks == list(range(self.world_size)):  # where workers have come and gone, places need not follow ranks
             return self.axis
         if key not in self._connected:
             place, size, plane = ranks.index(self.rank), len(ranks), None
             follow = self.is_elastic or ranks == list(range(ranks[0], ranks[0] + size))
             if size > 1 and follow and not self.why_no_plane:
-                plane = self._connect_plane(key, place, size)
+                plane = self._connect_plane(key, place, size, ranks)
             if plane is not None:
                 plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
@@ -251,7 +251,9 @@ class Worker(InGrid):
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
-    def _connect_plane(self, purpose: str, rank: int, size: int) -> PlaneAxis | None:
+    def _connect_plane(
+        self, purpose: str, rank: int, size: int, ranks: Sequence[int] | None = None
+    ) -> PlaneAxis | None:
         """Of this host's workers; where there is no memory for it, `why_no_plane` says so, the same on each."""
         session, comm, generation = self.session, self.resolved.spec.comm, self.group.generation
         if isinstance(session, Solo):
@@ -262,7 +264,7 @@ class Worker(InGrid):
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                ranks=range(self.rank - rank, self.rank - rank + size),
+                ranks=ranks or range(self.rank - rank, self.rank - rank + size),
                 here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )
