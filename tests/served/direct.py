@@ -63,6 +63,10 @@ class Direct:
         """What the server was only told is gone; what it committed is not."""
         self._servers[number] = self._new_server(number)
 
+    def close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
+
     def open(self, message: Open) -> None:
         for server in self._servers:
             assert server.take(b"worker", message)
