@@ -147,6 +147,34 @@ class Judging(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
 
+class Counting(nn.Module):
+    """Changes buffers of its own; those of its blocks are the blocks' business."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.enter, self.norm = how, nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "in place":
+                self.seen.mul_(0.9).add_(x.mean(0))
+            elif self.how == "another":
+                self.seen = self.seen + 1
+        return self.norm(self.enter(x - self.seen))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "not at all"])
+def test_a_model_that_changes_a_buffer_between_its_blocks_is_refused_by_name(how: str) -> None:
+    model, inputs = Counting(how), Inputs((torch.randn(6, 4),), {})
+    if how == "not at all":
+        assert blocks_of(model, inputs, 2).names == ["enter", "norm"]
+        return
+    with pytest.raises(SpecError, match="Counting changes its buffer seen outside of its blocks") as refused:
+        blocks_of(model, inputs, 2)
+    assert refused.value.fix and not model.seen.any()
+
+
     def forward(self, x: Tensor) -> Judged:
         return Judged(self.two(self.one(x)))
 
