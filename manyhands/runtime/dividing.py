@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
@@ -93,7 +93,8 @@ def _cut(
     """All stages of the model, in their order, the same on every worker; and what its blocks cost."""
     choice = worker.strategy
     assert isinstance(choice, Pipeline | Mesh)
-    stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
+    chunks = choice.chunks or default_chunks(choice.schedule)
+    stages = worker.grid.pipeline * chunks
     if sample is None:
         raise SpecError(
             f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
@@ -102,6 +103,7 @@ def _cut(
         )
     inputs = learn_inputs(sample.call, model, sample.batch)
     blocks = blocks_of(model, inputs, stages, choice.cuts or ())
+    check_enough(blocks, worker.grid.pipeline, chunks)
     if choice.cuts:
         return list(cut(blocks, stages, at=choice.cuts)), ()
     if known is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Chain, Inputs, balance, shared_between, starts_at
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.traced import Traced
 from manyhands.parallel.units import units_of
 
@@ -58,6 +58,17 @@ def test_more_stages_than_blocks_are_refused_with_the_most_there_can_be() -> Non
     assert refused.value.fix[0] == "stages=3"
     with pytest.raises(SpecError, match="No cut into 2 stages keeps each below 5; the best has one of 8"):
         balance([1, 1, 1], 2, [4, 4, 4], 5)
+
+
+def test_workers_with_several_stages_are_told_how_many_there_can_be() -> None:
+    blocks = Chain(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
+    check_enough(blocks, 2, 2)
+    with pytest.raises(SpecError, match="2 workers with 3 stages each need 6 blocks; the model has 5") as refused:
+        check_enough(blocks, 2, 3)
+    assert refused.value.fix[0] == "chunks=2"
+    with pytest.raises(SpecError, match="need 12 blocks") as refused:
+        check_enough(blocks, 6, 2)
+    assert refused.value.fix[0] == "stages=5, chunks=1"
 
 
 def test_a_sequential_is_cut_into_its_own_modules_also_where_one_stands_twice() -> None:
@@ -136,17 +147,6 @@ def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_l
     assert capfd.readouterr() == ("", ""), "torch's own words fill pages"
 
 
-@dataclass
-class Judged:
-    logits: Tensor
-    hidden: Tensor | None = None
-
-
-class Judging(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-
 class Counting(nn.Module):
     """Changes buffers of its own; those of its blocks are the blocks' business."""
 
@@ -174,6 +174,17 @@ def test_a_model_that_changes_a_buffer_between_its_blocks_is_refused_by_name(how
         blocks_of(model, inputs, 2)
     assert refused.value.fix and not model.seen.any()
 
+
+@dataclass
+class Judged:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Judging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Judged:
         return Judged(self.two(self.one(x)))
