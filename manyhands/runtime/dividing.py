@@ -141,7 +141,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     met = [Tie(param, worker.lasting(partial(_tied, worker, ranks))) for param, ranks in ties if id(param) in here]
     return Divided(
         local=local,
-        stand_in=_Whole(model, local, row.runner.forward_only),
+        stand_in=row.runner.model,
         shares={name: share for name, share in shares.items() if name in present},
         present=present,
         counted=counted,
@@ -192,23 +192,6 @@ class _Local(nn.Module):
         ]
         for number, param in enumerate({id(one): one for one in direct}.values()):
             self.register_parameter(f"weight {number}", param)
-
-
-class _Whole(nn.Module):
-    """Stands for the model where it is evaluated: the call goes through all stages, and each has the output."""
-
-    def __init__(self, model: nn.Module, local: nn.Module, run: Callable[[Inputs], Any]) -> None:
-        super().__init__()
-        self._local = local
-        self._hidden = (model, run)  # no child: most of it is not here
-
-    def train(self, mode: bool = True) -> _Whole:
-        self._hidden[0].train(mode)
-        self.training = mode
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hidden[1](Inputs(args, kwargs))
 
 
 class _Row:
