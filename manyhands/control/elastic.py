@@ -219,7 +219,8 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
             return replace(
                 state, phase="stopping", since=now, roster=replace(roster, ends=(_apart(state, apart[0], now),))
             )
-    why = f"{len(early)} done" if early else "one that was to leave is gone" if roster.torn else "it came apart"
+    apart_why = "one that was to leave is gone" if roster.torn else "an exchange between workers failed"
+    why = f"{len(early)} done" if early else apart_why
     roster = _with_suspects(state, roster)
     if roster.ends:
         first, others, _ = attribute(roster.ends)

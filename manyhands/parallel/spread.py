@@ -37,6 +37,10 @@ class Passes(Protocol):
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
         """Every slice of the replica through this rank's stages; `slices` is told of each (`strategies.staged`)."""
 
+    @property
+    def computed(self) -> Mapping[str, float]:
+        """Seconds of the last run by phase; the rest of it was waiting for other stages."""
+
 
 @dataclass(frozen=True)
 class Tie:

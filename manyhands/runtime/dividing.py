@@ -209,6 +209,13 @@ class _Row:
         self._slices = slices
         self.runner.train(pieces, name)
 
+    @property
+    def computed(self) -> dict[str, float]:
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for op, start, stop in self.runner.spans:
+            seconds["forward" if op.kind == "F" else "backward"] += stop - start
+        return seconds
+
     def slice_context(self, piece: Any) -> AbstractContextManager[Any]:
         return self._slices.slice_context(piece)  # type: ignore[no-any-return]
 
