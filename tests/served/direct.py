@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ class World:
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
         self._logs, self._backups, self._slices = logs, backups, slices
         self._host, self._known = HostMemory(), dict[str, int]()
+        weakref.finalize(self, self._host.close)
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
         self.model = make_model()
