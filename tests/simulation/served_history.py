@@ -77,12 +77,6 @@ class Died:
     worker: int
 
 
-@dataclass(frozen=True)
-class Fault:
-    at: float
-    what: str
-
-
 @dataclass
 class History:
     seed: int

@@ -15,7 +15,8 @@ from manyhands.parallel.course import Course
 from manyhands.parallel.leases import Rule
 
 from .clock import Clock
-from .served_history import Died, Fault, History
+from .history import Fault
+from .served_history import Died, History
 from .served_processes import Memory, Row, Server, Worker
 
 TROUBLE_S = 3.0
