@@ -258,7 +258,7 @@ class CheckpointWriter:
     def _failure(self, step: int, needed: int, error: Exception) -> CheckpointSaveFailed:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError):
-            reason = f"{error.strerror or error} ({_megabytes(needed)} needed, {self._free()} free)"
+            reason = f"{error.strerror or error} ({_size(needed)} needed, {self._free()} free)"
         failed = CheckpointSaveFailed(
             f"The checkpoint of step {step} was not saved to {self._root}: {reason}. Those before it are untouched.",
             fix=["free some space, or keep fewer: keep_last=1"] if _is_full(error) else [],
@@ -268,7 +268,7 @@ class CheckpointWriter:
 
     def _free(self) -> str:
         try:
-            return _megabytes(self._files.free_bytes(self._root))
+            return _size(self._files.free_bytes(self._root))
         except OSError:
             return "an unknown number"
 
@@ -277,5 +277,5 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

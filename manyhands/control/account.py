@@ -30,6 +30,7 @@ class Account:
             host=self._host,
             slots=self._request.workers,
             workers_wanted=self._wishes.workers,
+            replica=self._wishes.replica,
             servers_wanted=self._wishes.servers,
             servers=at.servers_offered(self._wishes.servers),
             term=term,

@@ -378,6 +378,7 @@ class Agent:
             self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
             self._desk.tell_servers(self._crew, time.monotonic())
         self._crew.servers.spare.is_wanted |= hello.facts.spare
+        self._wishes.replica = max(hello.facts.replica, self._wishes.replica)
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._wishes.stop_kind)
         servers = self._crew.plan.servers
         self._at.keeps_logs |= hello.facts.backup and len(self._at.servers_here(servers)) < servers

@@ -22,11 +22,13 @@ class Departure:
 
     def heed(self, number: int, grace_s: float, *, elastic: bool) -> int | None:
         """The first signal asks for a checkpoint; another one ends everything at once, with the exit code returned."""
-        joined = self._at.coordinator is None
+        joined, name = self._at.coordinator is None, signal.Signals(number).name
+        if self._signalled:
+            goes_on = "" if joined else "; the same command goes on from the last checkpoint"
+            self._display.say(f"{name} again: everything here ends at once{goes_on}")
         if self._signalled or (joined and not self._at.link.ever_heard):
             return 130 if number == signal.SIGINT else 143
         self._signalled = True
-        name = signal.Signals(number).name
         if joined and elastic:  # the others go on
             self._display.say(f"{name}: this host's workers have {grace_s:g} s to leave; again: end at once")
             self.by = time.monotonic() + grace_s

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from manyhands.errors import UsageError
+
 __all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 
 
@@ -127,7 +129,8 @@ def render(failure: Failure) -> str:
         lines.append(_row("last commit", f"step {failure.committed_step}  {failure.committed_path}".rstrip()))
     else:
         lines.append(_row("last commit", "none"))
-    if failure.resume:
+    is_asked_wrongly = failure.exit_code == UsageError.exit_code and failure.committed_step is None
+    if failure.resume and not is_asked_wrongly:  # the same command would end in the same way
         lines.append(_row("resume", failure.resume))
     if first.log:
         lines.append(_row("log", first.log))

@@ -107,6 +107,8 @@ class HostReport(Message, frozen=True, kw_only=True):
     """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
     workers_wanted: int | None = None
     """What `mh scale` said last, from the launching agent, which repeats it in every report."""
+    replica: int = 1
+    """How many workers one takes, as this host's say."""
     servers_wanted: int | None = None
     """The same of servers."""
     servers: dict[int, str] = {}

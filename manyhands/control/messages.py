@@ -65,6 +65,8 @@ class RunFacts(Value, frozen=True, kw_only=True):
     """From a server: one should be kept ready to take over."""
     backup: bool = False
     """Other hosts' servers want their logs kept here."""
+    replica: int = 1
+    """How many workers one takes, of which there may be more or fewer."""
 
 
 class Hello(_FromMember, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from manyhands.comm.waiting import Waiting
@@ -25,13 +25,20 @@ class Phases:
         self.busy = self.seconds.copy()
         """The same without waiting for others."""
         self._waits, self._waited = waits, sum(one.seconds for one in waits)
-        self._last = perf_counter()
+        self._last, self._took = perf_counter(), 0.0
 
     def mark(self, phase: str) -> None:
         now, waited = perf_counter(), 0.0
         for one in self._waits:
             waited += one.seconds
-        took = now - self._last
+        self._took = took = now - self._last
         self.seconds[phase] += took
         self.busy[phase] += took - (waited - self._waited)
         self._last, self._waited = now, waited
+
+    def divide(self, phase: str, parts: Mapping[str, float], rest: str) -> None:
+        """The time that was last given to `phase` went into these parts, and what is left of it into `rest`."""
+        self.seconds[phase] -= self._took
+        self.seconds[rest] += max(0.0, self._took - sum(parts.values()))
+        for part, seconds in parts.items():
+            self.seconds[part] += seconds

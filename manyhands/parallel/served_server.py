@@ -199,8 +199,9 @@ class PartServer:
 
     def close(self) -> None:
         """The run ends."""
-        if self._course is not None and self._course.keeper is not None and self._log is not None:
-            self._log.close(self._course.keeper.begin(self._course.shard))
+        course = self._course
+        if self._log is not None:
+            self._log.close(course.keeper.begin(course.shard) if course is not None and course.keeper else None)
 
     @property
     def has_work(self) -> bool:

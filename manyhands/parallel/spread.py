@@ -37,6 +37,10 @@ class Passes(Protocol):
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
         """Every slice of the replica through this rank's stages; `slices` is told of each (`strategies.staged`)."""
 
+    @property
+    def computed(self) -> Mapping[str, float]:
+        """Seconds of the last run by phase; the rest of it was waiting for other stages."""
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -52,7 +56,7 @@ class Divided:
 
     local: nn.Module
     """Its parameters and buffers are the ones that are here."""
-    stand_in: nn.Module
+    stand_in: Any
     """What the user's loss and metrics are called with."""
     shares: Mapping[str, Share] = field(default_factory=dict)
     """Of tensors that are here in part, by their names in the user's model."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import EnvironmentProblem, GaveUp, Preempted, TrainingFailed, UsageError
 from manyhands.runtime.launch import launch_command, make_request, open_display, place
+from manyhands.runtime.solo import watch_ending
 from manyhands.spec.load import KEYS, environment, resolve, seat
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) ->
     `settings` are those of a run (seed=1, run_dir="runs/a", …) and win over what `fn` itself asks for, like flags.
     Raises `TrainingFailed` with the failure block where a worker failed.
     """
+    watch_ending()
     if seat() is not None:
         raise UsageError("mh.launch was called inside a worker.", fix=['if __name__ == "__main__": around the call'])
     target, environ = call_target(fn), environment()

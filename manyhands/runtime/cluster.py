@@ -18,6 +18,7 @@ from manyhands.control.keys import new_key, write_join_file
 from manyhands.control.launch_request import JoinTicket
 from manyhands.errors import EnvironmentProblem, SpecError, UsageError
 from manyhands.runtime.cluster_children import in_child
+from manyhands.runtime.solo import watch_ending
 from manyhands.runtime.step_functions import import_steps, places_of_steps, sendable
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Cluster:
         silent_s: float = 30.0,
         most_waiting: int = MOST_WAITING,
     ) -> None:
+        watch_ending()
         counts = {"workers": (workers, 0), "servers": (servers, 0), "threads": (threads, 1)}
         for name, (value, least) in (counts | {"most_waiting": (most_waiting, 1)}).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
@@ -94,7 +94,8 @@ def _cut(
     """All stages of the model, in their order, the same on every worker; and what its blocks cost."""
     choice = worker.strategy
     assert isinstance(choice, Pipeline | Mesh)
-    stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
+    chunks = choice.chunks or default_chunks(choice.schedule)
+    stages = worker.grid.pipeline * chunks
     if sample is None:
         raise SpecError(
             f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
@@ -103,6 +104,7 @@ def _cut(
         )
     inputs = learn_inputs(sample.call, model, sample.batch)
     blocks = blocks_of(model, inputs, stages, choice.cuts or ())
+    check_enough(blocks, worker.grid.pipeline, chunks)
     if choice.cuts:
         return list(cut(blocks, stages, at=choice.cuts)), ()
     if known is None:
@@ -140,7 +142,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     met = [Tie(param, worker.lasting(partial(_tied, worker, ranks))) for param, ranks in ties if id(param) in here]
     return Divided(
         local=local,
-        stand_in=_Whole(model, local, row.runner.forward_only),
+        stand_in=row.runner.model,
         shares={name: share for name, share in shares.items() if name in present},
         present=present,
         counted=counted,
@@ -193,23 +195,6 @@ class _Local(nn.Module):
             self.register_parameter(f"weight {number}", param)
 
 
-class _Whole(nn.Module):
-    """Stands for the model where it is evaluated: the call goes through all stages, and each has the output."""
-
-    def __init__(self, model: nn.Module, local: nn.Module, run: Callable[[Inputs], Any]) -> None:
-        super().__init__()
-        self._local = local
-        self._hidden = (model, run)  # no child: most of it is not here
-
-    def train(self, mode: bool = True) -> _Whole:
-        self._hidden[0].train(mode)
-        self.training = mode
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hidden[1](Inputs(args, kwargs))
-
-
 class _Row:
     """This rank's row of the schedule; each step has slices of its own."""
 
@@ -223,6 +208,13 @@ class _Row:
     def run(self, pieces: Sequence[Any], slices: Any, name: str) -> None:
         self._slices = slices
         self.runner.train(pieces, name)
+
+    @property
+    def computed(self) -> dict[str, float]:
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for op, start, stop in self.runner.spans:
+            seconds["forward" if op.kind == "F" else "backward"] += stop - start
+        return seconds
 
     def slice_context(self, piece: Any) -> AbstractContextManager[Any]:
         return self._slices.slice_context(piece)  # type: ignore[no-any-return]

@@ -43,7 +43,7 @@ from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
-from manyhands.strategies.divided import microbatches
+from manyhands.strategies.divided import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import has_backups
 
@@ -129,6 +129,7 @@ class Run:
                 precision=spec.train.precision,
                 script=sys.argv[0],
                 backup=has_backups(worker.strategy),
+                replica=worker.one_replica.size if isinstance(worker.strategy, Mesh) else 1,
             )
         )
         self.regrouping.find_place()
@@ -348,15 +349,15 @@ class Run:
             division=training.pacing.division,
         )
 
-    def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
+    def evaluate(self, source: Source, batch_size: int, *, in_fit: bool = False) -> dict[str, float]:
         training, worker = self.ready(), self.worker
 
         def work() -> tuple[dict[str, float], int]:
             pieces = self.pieces(source, batch_size)
             return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
 
-        results, rows = self.regrouping.agreed(work)
-        if tell:
+        results, rows = self.regrouping.evaluated(work) if in_fit else self.regrouping.agreed(work)
+        if not in_fit:
             worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
         return results
 

@@ -73,8 +73,8 @@ def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SpecError(
             "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
-            where="elastic",
-            fix=["another optimizer", "a run without elastic="],
+            where="optimizer, in a run that goes on when workers die",
+            fix=["another optimizer", 'strategy="mirrored", without elastic='],
         )
     if reducer == "int8":
         raise SpecError(

@@ -117,8 +117,9 @@ def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
         )
     if strategy.on_servers and not seat.num_servers:
         workers = getattr(strategy, "workers", None) or seat.local_world_size
+        servers = "a parameter server" if spec.num_servers == 1 else f"{spec.num_servers} parameter servers"
         raise SpecError(
-            f"The script asks for {spec.num_servers} parameter servers, but the launcher was not asked for any.",
+            f"The script asks for {servers}, but the launcher was not asked for any.",
             fix=[f"mh run --servers {spec.num_servers} -n {workers} ..."],
         )
     if isinstance(strategy, DIVIDED):

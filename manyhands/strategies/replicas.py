@@ -74,7 +74,7 @@ class Replicas(Computing):
 
         Where each has a part of the model, `take_part` does that, too.
         """
-        self._model, self._local, self._optimizer = model, model, optimizer
+        self._whole, self._model, self._local, self._optimizer = model, model, model, optimizer
         if self.spread is not None:
             refuse_closures(optimizer, "divided")
             if joining:
@@ -84,6 +84,10 @@ class Replicas(Computing):
         self._make_ready(optimizer)
         if not joining:
             self.synchronise()
+
+    @property
+    def _users_model(self) -> nn.Module:
+        return self._whole
 
     def take_part(self, axis: Axis, known: Division) -> Divided:
         """Have a place beside ranks that are training, who have the model divided like this."""

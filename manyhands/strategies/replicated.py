@@ -173,8 +173,10 @@ class Replicated(Replicas):
         """This rank's layers see every slice of the replica; the loss is known at their end."""
         assert isinstance(self.held.gradients, GradientSum | ShardedSum) and self._loss_fn is not None
         slices = StagedSlices(self._place, self._buffers, self.held.gradients, self._around, self._weigh)
+        self.phases.mark("load")
         passes.run(pieces, slices, f"step {self._step.number}")
         self.phases.mark("backward")
+        self.phases.divide("backward", passes.computed, rest="reduce")
         self._exchange.post(spread.told(slices.reports()))
 
     def _weigh(self, piece: PieceLike, result: Any) -> tuple[float, float, Tensor]:

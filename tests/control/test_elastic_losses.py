@@ -207,7 +207,7 @@ def test_a_group_that_came_apart_although_all_live_is_put_together_again():
     assert scene.generation == "7.1", "somebody's death may still become known"
     scene.tick(0.75)
     assert (scene.generation, scene.group, scene.plan().lost) == ("7.2", [1, 2, 3], True)
-    assert scene.plan().why == "it came apart"
+    assert scene.plan().why == "an exchange between workers failed"
 
 
 def test_nobody_is_admitted_to_a_group_that_came_apart_before_it_is_put_together_again():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from manyhands.control.failure import Failure, WorkerEnd, render, short
@@ -108,6 +109,16 @@ def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys()
         assert words in text
     assert "\x1b" not in text
     assert short(failure.first) == "rank 3 on h (pid 103) died: SIGKILL"
+
+
+def test_what_was_asked_wrongly_from_the_first_is_not_to_be_resumed():
+    wrong = Failure(
+        run="r", exit_code=2, reason="?", attempt=1, max_attempts=4, step=None, first=end(0, "exception"), certain=True,
+        resume="mh run train.py",
+    )  # fmt: skip
+    assert "resume" not in render(wrong)
+    assert "mh run train.py" in render(msgspec.structs.replace(wrong, committed_step=3))
+    assert "mh run train.py" in render(msgspec.structs.replace(wrong, exit_code=1))
 
 
 def test_a_hung_worker_is_told_as_one_with_the_place_where_it_stood():

@@ -62,6 +62,8 @@ def test_a_second_signal_ends_everything_at_once(launcher):
     run.process.terminate()
     assert run.wait(3) == 143
     assert not alive(pid)
+    last = "SIGTERM again: everything here ends at once; the same command goes on from the last checkpoint"
+    assert run.said()[-1] == last
 
 
 def test_kill_9_of_the_launcher_leaves_no_process_socket_or_directory(launcher):

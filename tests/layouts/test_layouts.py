@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layout_cases import MODELS, norms_get_parts, train
+from layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, train
 
 import manyhands as mh
 from manyhands.testing import RankPool
@@ -121,3 +121,8 @@ def test_replicas_of_a_pipeline_may_have_sums_of_several_slices_each(
 def train_in_slices(strategy: Any, slices: int) -> dict[str, Any]:
     """The one row that is left for an epoch's last step is a slice of one replica; the other has none."""
     return train("CNN", strategy, {"batch_size": 39}, slices=slices, clip_norm=0.5)
+
+
+def test_metrics_of_a_pipeline_may_ask_for_plain_attributes_and_for_nothing_that_others_have(ranks: RankPool) -> None:
+    for evaluation in ranks(2, evaluate_with_attributes, mh.Pipeline(2)):
+        assert evaluation["attributes"] == 1.0

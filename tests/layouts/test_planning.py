@@ -54,6 +54,11 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     assert tensor.memory[0].weights < 2.1 * WIDE
 
 
+def test_blocks_that_are_pinned_to_a_stage_are_planned_there() -> None:
+    pinned = plan(mh.Pipeline(2, place={"1": 1}), 2)
+    assert [layer.stage for layer in pinned.layers] == [0, 1, 1, 1]
+
+
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
     assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model

@@ -58,3 +58,15 @@ def test_a_script_that_exits_with_a_code_has_not_finished_its_run(tmp_path: Path
     assert "ended with exit code 3 at step 4" in done.stderr
     record = read_run(tmp_path / "run")
     assert (record.status, record.exit_code) == ("failed", 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [("mh.launch(print, object(), workers=2)", "argument 0 is a"), ("mh.Cluster(workers=0)", "nobody to run steps")],
+)
+def test_what_is_asked_wrongly_of_processes_ends_with_2_and_the_line(tmp_path: Path, call: str, said: str) -> None:
+    (tmp_path / "ask.py").write_text(f"import manyhands as mh\n{call}\n")
+    argv = [sys.executable, "ask.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert said in done.stderr and "asked for in: " in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ class Direct:
     def replace(self, number: int) -> None:
         """What the server was only told is gone; what it committed is not."""
         self._servers[number] = self._new_server(number)
+
+    def close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
 
     def open(self, message: Open) -> None:
         for server in self._servers:
@@ -130,6 +135,7 @@ class World:
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
         self._logs, self._backups, self._slices = logs, backups, slices
         self._host, self._known = HostMemory(), dict[str, int]()
+        weakref.finalize(self, self._host.close)
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
         self.model = make_model()
