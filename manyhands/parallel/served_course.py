@@ -183,6 +183,7 @@ class Ongoing:
             tables=tuple(message.tables),
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        known = known and message.based_on <= self.shard.num_applied  # nobody has weights that are still to come
         is_whole = self.tables.has(held.filling, message.pieces)
         if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
@@ -241,7 +242,8 @@ class Ongoing:
         self._stand(0, self.shard.standing())
         if self.book is None:
             return []
-        self._told |= {worker: ask.told for worker, (_, ask) in self.asks.items()}
+        living = self._living or frozenset()
+        self._told |= {worker: ask.told for worker, (_, ask) in self.asks.items() if worker in living}
         can_tell, outbox = self._can_tell(self.book), Outbox()
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)
