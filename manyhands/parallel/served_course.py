@@ -131,6 +131,8 @@ class Ongoing:
 
     def _can_use(self, message: Filled) -> bool:
         params, factored = self._served.params, message.factored
+        if message.based_on > self.shard.num_applied:  # nobody has weights that are still to come
+            return False
         return not factored or (
             self.opened.factors
             and all(0 <= place < len(params) and fits(params[place], rows) for place, rows in factored.items())

@@ -22,6 +22,8 @@ __all__ = ["check_room", "check_servable", "misfit", "refusal"]
 
 _SHOWN = 3
 MOST_COPIES, MOST_ROWS = 2**16, 2**20
+# Each has a word in a page of memory.
+MOST_SERVERS = 512
 
 
 def misfit(opened: Open, server: int, model: nn.Module, optimizer: Optimizer) -> str | None:
@@ -53,7 +55,10 @@ def _is_sensible(opened: Open) -> bool:
     return (
         opened.version == course.first - 1 >= 0
         and course.first <= course.last
-        and min(course.batch_size, course.slices, course.num_rows) > 0
+        and min(course.batch_size, course.slices, course.num_rows, opened.batches_per_step) > 0
+        and 0 <= course.start_row <= course.num_rows
+        and min(opened.ahead or 0, opened.backups, opened.alone) >= 0
+        and opened.servers <= MOST_SERVERS
         and 2 <= opened.copies <= MOST_COPIES
         and 1 <= opened.rows <= MOST_ROWS
         and len(opened.counts) in (0, num_trained)

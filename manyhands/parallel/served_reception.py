@@ -110,7 +110,8 @@ class Reception:
         self._stand(0, self._shard.standing())
         if self.book is None:
             return []
-        self._told |= {worker: ask.told for worker, (_, ask) in self.asks.items()}
+        living = self._living or frozenset()
+        self._told |= {worker: ask.told for worker, (_, ask) in self.asks.items() if worker in living}
         can_tell, outbox = self._can_tell(self.book), Outbox()
         for worker, (sender, ask) in list(self.asks.items()):
             done, all_told = self._news(ask.told)

@@ -57,8 +57,7 @@ class Cluster:
         watch_ending()
         counts = {"workers": (workers, 0), "servers": (servers, 0), "threads": (threads, 1)}
         for name, (value, least) in (counts | {"most_waiting": (most_waiting, 1)}).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SpecError(f"{name} is {value!r}, but must be a whole number from {least}.", fix=[f"{name}=2"])
+            _check_count(name, value, least)
         if silent_s <= 0:
             raise SpecError(f"silent_s is {silent_s!r}, but must be above 0.", fix=["silent_s=30"])
         if workers == 0 and not listen:
@@ -106,6 +105,7 @@ class Cluster:
 
     def start_server(self, count: int = 1) -> list[int]:
         """Add servers, and wait until they are ready; their numbers. Variables that are created later go there."""
+        _check_count("count", count, 1)
         numbers = self.hub.add_servers(count)
         self._await_all(self.hub)
         return numbers
@@ -203,3 +203,8 @@ class Cluster:
         if not address:
             raise UsageError("This cluster does not listen.", fix=['mh.Cluster(..., listen="10.0.0.1")'])
         write_join_file(Path(path), JoinTicket(address, "", self.hub.settings.key.hex()))
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} is {value!r}, but must be a whole number from {least}.", fix=[f"{name}=2"])

@@ -208,7 +208,7 @@ def test_changes_that_cannot_be_sent_fail_their_call_and_harm_nobody(
     assert (warm.worker_pids, warm.server_pids) == pids
 
 
-def test_variables_that_cannot_be_kept_are_refused_from_outside_too(warm: mh.Cluster) -> None:
+def test_what_cannot_be_is_refused_from_outside_too(warm: mh.Cluster) -> None:
     for name, value, why in (
         ("odd", torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
         ("odd", torch.eye(2).to_sparse(), "sparse_coo"),
@@ -217,6 +217,8 @@ def test_variables_that_cannot_be_kept_are_refused_from_outside_too(warm: mh.Clu
     ):
         with pytest.raises(UsageError, match=why):
             warm.assign(name, value)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="count is -1"):  # which would give two servers one number
+        warm.start_server(-1)
     warm.assign("even", torch.ones(2))
     assert torch.equal(warm.read("even"), torch.ones(2))
 

@@ -206,6 +206,19 @@ def test_a_gradient_that_has_not_come_whole_does_not_count(away):
     assert one.wire.servers[0].version == 1
 
 
+def test_a_gradient_of_weights_that_are_still_to_come_does_not_count(away):
+    one = away(num_servers=1)
+    one.open()
+    held = Held(1, 0, 0, 2**32 + 1)
+    for piece in frames_of(one, held):
+        one.wire.say(0, piece)
+    filled = Filled(number=one.opened.number, worker=WORKER, held=held, based_on=1, total=1.0, weight=10.0)
+    one.tell(filled)
+    assert one.wire.servers[0].version == 0
+    one.tell(msgspec.structs.replace(filled, based_on=0))
+    assert one.wire.servers[0].version == 1
+
+
 def test_a_frame_of_a_lease_that_is_over_does_not_touch_the_row_of_the_next(away):
     one = away(num_servers=1)
     one.open()
@@ -301,6 +314,8 @@ MISFITS = {
     "with 1 groups": {"groups": []},
     "optimizer is SGD": {"groups": [{"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8}]},
     "no sense": {"rows": -1},
+    "numbers make no sense": {"servers": 2**40},
+    "the course's numbers": {"ahead": -1},
     "MB, and it has": {"rows": 2**20},
     "weights, states and gradients take": {"copies": 2**16, "brings": []},
     "MB of memory to share": {"tables": [2**50, 0]},
