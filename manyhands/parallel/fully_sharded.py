@@ -26,7 +26,8 @@ from manyhands.parallel.holding import Holding
 from manyhands.parallel.sharded_parts import ShardedUpdate, check_dividable, cut_states_, stays_whole
 from manyhands.parallel.sharded_sums import Gathering, GroupSum, ShardedSum
 from manyhands.parallel.shares import Share, even_ranges
-from manyhands.parallel.tensor_layers import Divided, at_home, return_wholes_
+from manyhands.parallel.tensor_asked import is_users_code
+from manyhands.parallel.tensor_layers import Divided, at_home, class_of, return_wholes_
 
 __all__ = ["FullyShardedHolding", "Sharding"]
 
@@ -55,6 +56,22 @@ class _Part(NamedTuple):
     sharded: nn.Parameter
     places: list[_Place]
     share: Share
+
+
+class _InParts:
+    """Of a module whose parameters are parts, to be mixed into its class: a sum over parts is no sum over wholes."""
+
+    _ids_of_parts: frozenset[int] = frozenset()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            here = getattr(param, "part", param)
+            if is_users_code() and (isinstance(here, DTensor) or id(here) in self._ids_of_parts):
+                raise TrainingFailed(
+                    f"The loss asks for the model's parameters, and of {name} each worker has a part.",
+                    fix=["weight_decay=, of the optimizer", 'mh.Sharded("optimizer"), whose workers see whole weights'],
+                )
+            yield name, param
 
 
 class FullyShardedHolding(Holding):
@@ -97,11 +114,15 @@ class FullyShardedHolding(Holding):
         left_whole = {param for param in self._model.parameters() if stays_whole(param)}
         wholes = {id(param): (name, param) for name, param in self._model.named_parameters()}
         shapes = {key: tuple(param.shape) for key, (_, param) in wholes.items()}
+        for module in self._model.modules():
+            module.__class__ = class_of(_InParts, type(module))  # type: ignore[arg-type]
         with formal_mesh(self._axis.rank, self._axis.size, self._device) as mesh, at_home(self._model):
             names = self._shard(mesh, left_whole)
         for key, (name, param) in wholes.items():
             if param not in left_whole:
                 self._parts.append(self._take(name, param, places[key], shapes[key]))
+        for module in self._model.modules():
+            module._ids_of_parts = frozenset(self.shares)  # type: ignore[assignment]
         cut_states_(self._optimizer, self.shares)
         with at_home(self._model):
             self._connect(names)
@@ -145,6 +166,8 @@ class FullyShardedHolding(Holding):
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
         self._note_uses(gradients, trained)
+        # Torch looks at all parameters once, and would do so in the middle of the user's loss.
+        self._modules[-1]._get_fsdp_state()._lazy_init()
         self.sum, self.weights = gradients, ShardedUpdate(gradients, self._optimizer, self._axis)
 
     def _note_uses(self, gradients: ShardedSum, trained: list[_Part]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.parallel.blocks import blocks_of, matching
 
-__all__ = ["recompute"]
+__all__ = ["recompute", "recomputing"]
 
 
 def recompute(model: nn.Module, which: str | tuple[str, ...], where: str) -> list[str]:
@@ -27,6 +27,20 @@ def recompute(model: nn.Module, which: str | tuple[str, ...], where: str) -> lis
     for module in chosen.values():
         module.forward = _again(module, module.forward)
     return list(chosen)
+
+
+@contextmanager
+def recomputing(model: nn.Module, which: str | tuple[str, ...], where: str) -> Iterator[int]:
+    """The same for as long as one looks what it saves; of so many layers."""
+    before = {id(module): module.__dict__.get("forward") for module in model.modules()}
+    names = recompute(model, which, where)
+    try:
+        yield len(names)
+    finally:
+        for module in map(model.get_submodule, names):
+            del module.forward
+            if (own := before[id(module)]) is not None:
+                module.forward = own
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,10 +20,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.comm.values import Messages
+from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs, Part
 from manyhands.parallel.halves import Entrance, InputsFirst, Roots, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
-from manyhands.parallel.stand_in import Evaluated, call_up_to_model, call_with_model
+from manyhands.parallel.stand_in import PLAIN, Evaluated, call_up_to_model, call_with_model
 from manyhands.parallel.timeline import Span, needs
 
 __all__ = ["Hooks", "Slice", "StageRunner"]
@@ -357,6 +358,13 @@ def _flowing(value: Any) -> list[Tensor]:
 
 
 def _leaving(value: Any) -> Arrived:
-    flows = [leaf.requires_grad for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | PLAIN):  # gradients would find no way back through it, also on one rank
+            raise SpecError(
+                f"A stage hands on a {type(leaf).__name__}, which cannot pass to the next one.",
+                fix=["tensors, numbers and None, in tuples, lists and dicts", "a cut elsewhere: cuts="],
+            )
+    flows = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
     plain = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
     return Arrived(plain, flows, torch.default_generator.get_state())

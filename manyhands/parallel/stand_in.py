@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
 
-__all__ = ["Evaluated", "StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
+__all__ = ["PLAIN", "Evaluated", "StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
 
-PLAIN = (bool, int, float, str, bytes, type(None))
+PLAIN = bool | int | float | str | bytes | None
 
 
 class _Reached(BaseException):
@@ -81,8 +82,7 @@ class Evaluated(StandIn):
         self._model.train(mode)
         return self
 
-    def eval(self) -> Evaluated:
-        return self.train(False)
+    eval = partialmethod(train, False)
 
 
 def call_up_to_model(loss: Callable[..., Any], model: nn.Module, batch: Any, run: Callable[[Inputs], Any]) -> Any:

@@ -37,6 +37,7 @@ __all__ = [
     "Vocabulary",
     "asked",
     "at_home",
+    "class_of",
     "divide_",
     "return_wholes_",
 ]
@@ -125,14 +126,15 @@ class Divided:
 
 
 @cache
-def _class_of(kind: type[Any], own: type[nn.Module]) -> type[nn.Module]:
+def class_of(kind: type[Any], own: type[nn.Module]) -> type[nn.Module]:
+    """Its own class, and that kind before it."""
     return type(own.__name__, (kind, own), {"__doc__": kind.__doc__})
 
 
 def divide_(module: nn.Module, kind: type[Any], place: Place) -> None:
     """Make the module a layer of that kind; its parameters hold parts already."""
     module.place = place  # type: ignore[assignment]
-    module.__class__ = _class_of(kind, type(module))  # type: ignore[arg-type]
+    module.__class__ = class_of(kind, type(module))  # type: ignore[arg-type]
 
 
 @contextmanager

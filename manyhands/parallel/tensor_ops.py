@@ -181,11 +181,16 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return sizes
 
 
+def _same_memory(tensor: Tensor) -> Tensor:
+    """No view: `enter` notes it on what it is made of, and a view would keep that, and with it itself, for ever."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload,no-any-return]
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, name: str) -> Tensor:
         ctx.axis, ctx.name = axis, name
-        return tensor.view_as(tensor)
+        return _same_memory(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -210,7 +215,7 @@ class _EnterInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, split: Split) -> Tensor:
         ctx.split = split
-        return whole.view_as(whole)
+        return _same_memory(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

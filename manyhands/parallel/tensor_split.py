@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Share
+from manyhands.parallel.tensor_asked import hold_
 from manyhands.parallel.tensor_attention import HeadsAttention, HeadsRegion
 from manyhands.parallel.tensor_cuts import CONVS, NORMS, is_matrix, is_opaque, share_of, sizes_of
 from manyhands.parallel.tensor_heads import attention_of
@@ -71,6 +72,7 @@ def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Sh
     ]
     for (layer, module), place in zip(layers, places, strict=True):  # all cuts are known before the first is made
         _divide_layer_(module, layer, place, shares)
+    hold_(model)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: shares[id(tensor)] for name, tensor in named if id(tensor) in shares}
 

@@ -22,6 +22,7 @@ from manyhands.parallel.cutting import Inputs, Part, shared_between
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
 from manyhands.parallel.peaks import Counted, Peaks, divided, gathered, in_shards, one_copy, replica
 from manyhands.parallel.pipelined import blocks_of, check_enough, cut
+from manyhands.parallel.recompute import recomputing
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
@@ -146,7 +147,8 @@ class _Stages:
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
         self.alive = play(self.schedule).most_alive
-        self._kept = kept_by_parts(model, [partial(_call, part, inputs) for part in self.parts])
+        calls = [partial(_call, part, inputs) for part in self.parts]
+        self._kept = _kept(model, choice, lambda: kept_by_parts(model, calls))
         self._params = {name: param for part in self.parts for name, param in part.params.items()}
         self._ranks = {
             name: sorted({self.schedule.ranks_of_stages[stage] for stage in stages})
@@ -187,6 +189,20 @@ class _Tied(NamedTuple):
     """Bytes of weights that a rank has, though they are counted where they are used first."""
     sums: int
     """Every rank's gradients of tied weights, and their sums."""
+
+
+def _kept(model: nn.Module, choice: Any, measure: Callable[[], list[int]]) -> list[int]:
+    """What passes through each part keep; of layers that are computed again their inputs, and all that one of them has.
+
+    One at a time is computed again in backward, and they are taken to be alike.
+    """
+    found, which = measure(), getattr(choice, "recompute", None)
+    if which is None:
+        return found
+    with recomputing(model, which, f"mh.{type(choice).__name__}(recompute=...)") as count:
+        fewer = measure()
+    each = max(1, count // len(found))
+    return [less + max(0, every - less) // each for every, less in zip(found, fewer, strict=True)]
 
 
 def _call(part: Part, inputs: Inputs, carried: Any) -> Any:
@@ -247,7 +263,7 @@ class _Weigher:
         self._per_weight = max(states_per_weight(one) for one in found)
         self._by_block = _is_fully_sharded(choice) and stages is None and choice.level == "parameters"
         self._block = _gathered_bytes(model) // grid.tensor if self._by_block else 0
-        self._kept = kept_for_backward(model, sample.call, sample.batch)
+        [self._kept] = _kept(model, choice, lambda: [kept_for_backward(model, sample.call, sample.batch)])
         self._count = slices or grid.data * microbatches(choice, grid)
 
     def worker(self, rank: int, base: int) -> WorkerPlan:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import BadLoss, NonFinite
 from manyhands.parallel.precision import Precision
+from manyhands.parallel.tensor_asked import users_code
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult
 from manyhands.strategies.losses import as_loss, first_non_finite, metric_sum
 
@@ -51,10 +52,16 @@ class Computing:
         was_training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad(), self._precision.autocast():
+            with torch.no_grad(), self._calling():
                 yield
         finally:
             self._model.train(was_training)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around what the user's code does with the model."""
+        with self._precision.autocast(), users_code():
+            yield
 
     @contextmanager
     def using_loss(self, loss_fn: LossFn) -> Iterator[None]:

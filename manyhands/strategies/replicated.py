@@ -241,7 +241,7 @@ class Replicated(Replicas):
 
     @contextmanager
     def _around(self, piece: PieceLike) -> Iterator[None]:
-        with piece.randomness(), self._precision.autocast(), self._foreign.in_slice():
+        with piece.randomness(), self._calling(), self._foreign.in_slice():
             yield
 
     def backward(self, piece: PieceLike, result: Any) -> None:

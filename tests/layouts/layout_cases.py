@@ -124,6 +124,10 @@ def right(model: nn.Module, batch: Any) -> Tensor:
     return (model(x).argmax(-1) == y).float().flatten(1).mean(1) if y.dim() > 1 else (model(x).argmax(-1) == y).float()
 
 
+def penalized_loss(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, batch) + 0.1 * sum(param.norm() for param in model.parameters())  # type: ignore[operator]
+
+
 OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.003),
@@ -135,11 +139,10 @@ def make_trainer(
 ) -> mh.Trainer:
     return mh.Trainer(
         model=MODELS[model],
-        loss=weighted_loss if weighted else loss,
         optimizer=OPTIMIZERS[optimizer],
         metrics={"right": right},
         strategy=strategy,
-        **{"slices": 4, **arguments},
+        **{"loss": weighted_loss if weighted else loss, "slices": 4, **arguments},
     )
 
 

@@ -152,7 +152,17 @@ def loss_of_dict(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(x)["scores"].flatten(0, -2), y.flatten())
 
 
-LOSSES = {"mean": loss, "weighted": weighted_loss, "two passes": loss_of_two_passes, "dict": loss_of_dict}
+def loss_with_penalty(model: nn.Module, batch: Any) -> Tensor:
+    return 0.1 * sum(param.norm() for param in model.parameters()) + loss(model, batch)  # type: ignore[return-value]
+
+
+LOSSES = {
+    "penalty": loss_with_penalty,
+    "mean": loss,
+    "weighted": weighted_loss,
+    "two passes": loss_of_two_passes,
+    "dict": loss_of_dict,
+}
 
 
 class Watch:
@@ -207,9 +217,9 @@ def watched(strategy: Any, model: str = "tied transformer") -> Watch:
     return watch
 
 
-def refused(strategy: Any, optimizer: str) -> str:
+def refused(strategy: Any, optimizer: str, kind: str = "mean") -> str:
     try:
-        make_trainer("MLP", strategy, optimizer).fit(data_for("MLP"), steps=1, batch_size=16)
+        make_trainer("MLP", strategy, optimizer, kind).fit(data_for("MLP"), steps=1, batch_size=16)
     except ManyhandsError as error:
         return str(error)
     return ""

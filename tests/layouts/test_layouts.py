@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, train
+from layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, penalized_loss, train
 
 import manyhands as mh
 from manyhands.testing import RankPool
@@ -126,3 +126,12 @@ def train_in_slices(strategy: Any, slices: int) -> dict[str, Any]:
 def test_metrics_of_a_pipeline_may_ask_for_plain_attributes_and_for_nothing_that_others_have(ranks: RankPool) -> None:
     for evaluation in ranks(2, evaluate_with_attributes, mh.Pipeline(2)):
         assert evaluation["attributes"] == 1.0
+
+
+def test_a_penalty_on_all_parameters_of_split_layers_is_that_of_whole_ones(ranks: RankPool) -> None:
+    [alone] = ranks(1, train_penalized, mh.Single())
+    assert_close(alone, ranks(2, train_penalized, mh.Tensor(2))[0])
+
+
+def train_penalized(strategy: Any) -> dict[str, Any]:
+    return train("MLP", strategy, {"epochs": 1}, loss=penalized_loss)

@@ -59,6 +59,24 @@ def test_blocks_that_are_pinned_to_a_stage_are_planned_there() -> None:
     assert [layer.stage for layer in pinned.layers] == [0, 1, 1, 1]
 
 
+def test_layers_that_are_computed_again_are_planned_with_less() -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS["tied transformer"](), data_for("tied transformer")
+
+    def activations(choice: Any) -> list[int]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return [one.activations for one in plan_model(model, optimizer, choice, 2, Sample(batch, loss), 2).memory]
+
+    again = ("blocks.*",)
+    assert activations(mh.Tensor(2, recompute=again))[0] < 0.6 * activations(mh.Tensor(2))[0]
+    cuts = ("blocks.2",)
+    for less, every in zip(
+        activations(mh.Pipeline(2, cuts=cuts, recompute=again)), activations(mh.Pipeline(2, cuts=cuts)), strict=True
+    ):
+        assert less < 0.9 * every
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
     assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model

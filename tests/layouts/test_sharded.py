@@ -151,6 +151,11 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_that_can(ranks: RankPoo
         assert re.search(words, told), told
 
 
+def test_a_penalty_on_parameters_that_are_in_parts_is_refused(ranks: RankPool) -> None:
+    for told in ranks(2, refused, mh.Sharded(), "momentum", "penalty"):
+        assert re.search(r"of [\w.]+ each worker has a part[\s\S]*weight_decay", told), told
+
+
 def test_a_checkpoint_goes_on_in_any_other_layout(ranks: RankPool, tmp_path: Path) -> None:
     [whole] = ranks(1, train_until, mh.Single(), None, None)
     lives = [

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from manyhands.errors import SpecError
 from manyhands.parallel.schedule import make_schedule
 from manyhands.parallel.timeline import play
 from manyhands.testing import RankPool
-from tests.parallel.pipelines import CASES, count_activations, train_alone, train_pipelined
+from tests.parallel.pipelines import CASES, Case, count_activations, train_alone, train_pipelined
 
 # The last step has fewer rows, in slices of two sizes; the one before has fewer slices.
 PLAN = ((24, 4), (12, 2), (11, 4))
@@ -98,3 +101,26 @@ def test_activations_are_kept_as_long_as_the_schedule_says(ranks: RankPool, tmp_
     found = ranks(4, count_activations, str(tmp_path / "store"), 4, schedule, 6, deadline_s=110.0)
     expected = play(make_schedule(schedule, 4, 6)).most_alive
     assert found == [(most, 0) for most in expected]
+
+
+class Pair:
+    """Of no kind that anybody could look into."""
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        self.one, self.other = one, other
+
+
+class Splits(nn.Linear):
+    def forward(self, x: Tensor) -> Pair:  # type: ignore[override]
+        return Pair(super().forward(x), x)
+
+
+class Joins(nn.Linear):
+    def forward(self, pair: Pair) -> Tensor:  # type: ignore[override]
+        return super().forward(pair.one.relu() + pair.other)
+
+
+def test_what_hides_its_tensors_is_refused_between_stages_of_one_rank_too() -> None:
+    case = Case(lambda: nn.Sequential(Splits(4, 4), Joins(4, 2)), lambda *_: (torch.randn(4, 4), torch.zeros(4).long()))
+    with pytest.raises(SpecError, match="hands on a Pair"):
+        train_pipelined("", 1, case, [(4, 2)], "zero_bubble", {})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.tensor_ops import Split, cut, slices_in_order
+from manyhands.parallel.tensor_ops import Split, cut, enter, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, parted, whole_of
 from manyhands.testing import RankPool
 
@@ -146,3 +148,14 @@ def test_what_cannot_be_right_is_refused(ranks: RankPool, tmp_path: Path) -> Non
     assert 'rules={"a layer": "whole"}' in first[0]
     assert "Target 7 is out of bounds" in first[1]
     assert "shape=(4, 7), divided along dim 1 over 2 ranks" in first[2]
+
+
+def test_what_is_entered_is_let_go_of_with_the_pass() -> None:
+    axis: Any = SimpleNamespace(size=2)  # nothing travels forward
+    weight = torch.randn(3, 3, requires_grad=True)
+    activation = weight * 2
+    entered = enter(activation, axis, "layer")
+    assert enter(activation, axis, "layer") is entered and torch.equal(entered, activation)
+    kept = weakref.ref(activation)
+    del activation, entered
+    assert kept() is None
