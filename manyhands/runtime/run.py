@@ -195,7 +195,7 @@ class Run:
             set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
         if worker.is_elastic:
-            check_elastic(optimizer, spec.comm.reducer)
+            check_elastic(optimizer, spec.comm.reducer, on_servers=worker.strategy.on_servers)
         if spec.train.precision == "fp16" and worker.device.type == "cpu":
             operation, factor = fp16_slowdown()
             worker.warn(
