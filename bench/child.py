@@ -6,10 +6,14 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ScriptFailed", "run_script"]
+from bench.compare import Measured, Size, divide
+from bench.workloads import WORKLOADS
+
+__all__ = ["ScriptFailed", "measure_script", "run_script"]
 
 TIMEOUT_S = 1800.0
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,3 +34,16 @@ def run_script(command: Callable[[str], list[str]]) -> dict[str, Any]:
         raise ScriptFailed(f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def measure_script(workload: str, size: Size, workers: int, command: Callable[[int, str], list[str]]) -> Measured:
+    """Blocks of one workload over several launches; `command` gets the blocks of one, and a folder for its files."""
+    found = [run_script(partial(command, num_blocks)) for num_blocks in divide(size)]
+    settings = {
+        "model": WORKLOADS[workload].model,
+        "batch": WORKLOADS[workload].batch * workers,
+        "workers": workers,
+        "threads": found[0]["threads"],
+        "steps_per_block": [launch["steps"] for launch in found],
+    }
+    return Measured([launch["seconds"] for launch in found], settings)

@@ -119,8 +119,8 @@ class EmbeddingBag(Embedding):
         _check_ids(ids, self.spec.name)
         flat, offsets = self._bags(ids, offsets)
         rows, inverse = self.rows_of(flat)
-        if not len(flat):  # torch's own wants a row
-            return rows.new_zeros(len(offsets), self.dim)
+        if not len(flat):  # torch's own wants a row; gradients have nothing to say, and are asked for all the same
+            return rows.new_zeros(len(offsets), self.dim) + rows.sum()
         return functional.embedding_bag(inverse, rows, offsets, mode=self.combiner)
 
     def _bags(self, ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -139,6 +139,8 @@ class EmbeddingBag(Embedding):
     def _without_padding(self, flat: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         if self.padding is None:
             return flat, offsets
+        if len(offsets) and not 0 <= int(offsets.min()) <= int(offsets.max()) <= len(flat):
+            raise self._wrong_shape(flat, f"and offsets from {int(offsets.min())} to {int(offsets.max())}")
         kept = flat != self.padding
         before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
         return flat[kept], before[offsets]

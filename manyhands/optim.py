@@ -30,6 +30,7 @@ class FTRL(Optimizer):
     gives them. In TensorFlow's and Keras's L2 is twice `l2` (whatever their documentation says), beta is 0, n starts at
     0.1, and z at 0. `l2_shrinkage` s adds 2 s w to the gradient in z, not to that in n. Sparse gradients touch their
     rows only: what the others have, shrinkage included, waits until they are touched.
+    A rate of 0, which some schedules begin or end with, changes nothing.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class FTRL(Optimizer):
         usual_beta, usual_start = _DEFAULTS[convention]
         beta = usual_beta if beta is None else beta
         start = usual_start if initial_accumulator is None else initial_accumulator
-        _check_positive("lr", lr)
+        if not lr > 0:
+            raise SpecError(f"lr is {lr:g}, but must be above 0.", where="lr")
         for name, value in {
             "l1": l1, "l2": l2, "beta": beta, "l2_shrinkage": l2_shrinkage, "initial_accumulator": start,
             "-lr_power": -lr_power,
@@ -80,7 +82,7 @@ class FTRL(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is not None and group["lr"]:
                     self._update(param, param.grad, group)
         return loss
 
@@ -102,11 +104,6 @@ class FTRL(Optimizer):
         _update(weights, z, n, grad.values(), group)
         for tensor, values in ((param, weights), (state["z"], z), (state["n"], n)):
             tensor.index_copy_(0, rows, values)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise SpecError(f"{name} is {value:g}, but must be above 0.", where=name)
 
 
 def _weight_of_l2(group: dict[str, Any]) -> float:

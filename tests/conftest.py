@@ -5,12 +5,14 @@ Whoever leaves a process, a thread or a variable behind fails; so does a run who
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,27 @@ def ranks() -> Iterator[RankPool]:
     _pool.start(3)
     yield _pool
     _pool.close()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], str]], str]:
+    """`once("name", make)`: what `make` gives, called by whichever of pytest's processes comes first, for all of them.
+
+    For what whole runs are compared with, which is a whole run itself.
+    """
+    own = tmp_path_factory.getbasetemp()
+    place = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def answer(name: str, make: Callable[[], str]) -> str:
+        with open(place / f"once-{name}", "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            file.seek(0)
+            found = file.read()
+            if not found:
+                file.write(found := make())
+            return found
+
+    return answer
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +122,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _children() -> set[psutil.Process]:
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for pid in _below(os.getpid()):
         try:
+            child = psutil.Process(pid)
             tracker = "multiprocessing.resource_tracker" in " ".join(child.cmdline())
             if child.status() != psutil.STATUS_ZOMBIE and not tracker:
                 found.add(child)
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def _below(pid: int) -> list[int]:
+    """Every process below this one. All tests ask twice: psutil would look through the whole machine each time."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                found += [int(child), *_below(int(child))]
     return found
 
 

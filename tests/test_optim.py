@@ -70,6 +70,17 @@ def test_sparse_gradients_touch_their_rows_only_and_do_there_what_dense_ones_do(
     assert torch.equal(tables[0].weight.detach()[20:], untouched)
 
 
+def test_a_rate_of_nothing_changes_nothing() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = mh.optim.FTRL([param], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)  # warms up from 0
+    for expected in (0.0, -0.05):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        schedule.step()
+        torch.testing.assert_close(param.detach(), torch.full((3,), expected))
+
+
 def test_state_goes_through_a_dictionary() -> None:
     def train(steps: range, state: dict | None = None, weights: torch.Tensor | None = None):
         param = nn.Parameter(torch.ones(6) if weights is None else weights.clone())

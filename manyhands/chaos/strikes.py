@@ -194,7 +194,7 @@ class Striker:
         """Every write to a file fails in every worker, as on a full disk, for a while."""
         now = time.time()
         try:
-            limits = {one.pid: _limit_files(one.pid, 0) for one in status.members if one.status == "live"}
+            limits = {one.pid: _forbid_files(one.pid) for one in status.members if one.status == "live"}
         except PermissionError as error:
             self._note(Strike(fault=fault, time_s=now, skipped=f"file sizes cannot be limited here: {error.strerror}"))
             return True
@@ -243,11 +243,11 @@ def _send(pid: int, number: int) -> bool:
     return True
 
 
-def _limit_files(pid: int, num_bytes: int) -> tuple[int, int] | None:
+def _forbid_files(pid: int) -> tuple[int, int] | None:
     """The process's limits before, None if it is gone."""
     try:
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
     except ProcessLookupError:
         return None
     return before

@@ -6,16 +6,12 @@ are, and when to save, is the runtime's business.
 """
 
 from manyhands.checkpoint.export import export, save_tensors
-from manyhands.checkpoint.layout import Manifest
-from manyhands.checkpoint.reader import Found, Loaded, check_model, load, newest_valid, verify_files
+from manyhands.checkpoint.reader import check_model, load, newest_valid
 from manyhands.checkpoint.tensorfile import read_tensors
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot, take_snapshot_tensors
 
 __all__ = [
     "CheckpointWriter",
-    "Found",
-    "Loaded",
-    "Manifest",
     "SaveResult",
     "Snapshot",
     "check_model",
@@ -25,5 +21,4 @@ __all__ = [
     "read_tensors",
     "save_tensors",
     "take_snapshot_tensors",
-    "verify_files",
 ]

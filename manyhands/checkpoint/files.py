@@ -103,12 +103,12 @@ class Files:
         return fd
 
     @contextlib.contextmanager
-    def locked(self, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    def locked(self, path: Path) -> Iterator[None]:
         """Hold the directory's lock. Commits and removals are short, so waiting long means a stuck file system."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while (fd := self.try_lock(path)) is None:
             if time.monotonic() > deadline:
-                raise CheckpointSaveFailed(f"{path} has been locked by another writer for {timeout_s:g} s.")
+                raise CheckpointSaveFailed(f"{path} has been locked by another writer for {LOCK_TIMEOUT_S:g} s.")
             time.sleep(_LOCK_POLL_S)
         try:
             yield

@@ -40,7 +40,6 @@ __all__ = [
     "load",
     "newest_valid",
     "open_checkpoint",
-    "read_manifest",
     "scan",
     "verify_files",
 ]

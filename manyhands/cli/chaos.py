@@ -114,10 +114,13 @@ def chaos(
     report = play(asked, functools.partial(click.echo, err=True))
     document = _document(faults, report, home)
     (home / "report.json").write_bytes(document)
-    size = f"up to {workers} workers" + (f", {servers} servers" if servers else "")
-    title = f"seed {seed}, a fault every {mtbf_s:g} s for {minutes:g} min, {size}"
+    title = f"seed {seed}, a fault every {mtbf_s:g} s for {minutes:g} min, {_size(workers, servers)}"
     click.echo(document if as_json else _text(report, title, home))
     return 0 if report.passed else 1
+
+
+def _size(workers: int, servers: int) -> str:
+    return f"up to {workers} workers" + (f", {servers} servers" if servers else "")
 
 
 def _completed(settings: dict[str, Any], agents: int) -> dict[str, Any]:

@@ -219,6 +219,9 @@ class Following(Axis):
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
         return self._find().all_gather_start(output, input, name)
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
+        self._find().reduce_scatter(output, input, name)
+
     def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
         return self._find().send_start(tensor, to, tag, name)
 

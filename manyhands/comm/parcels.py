@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import zmq
 from torch import Tensor
@@ -20,9 +21,10 @@ from manyhands.comm.transport import BURST, MAX_MESSAGE_BYTES, Curve, open_socke
 from manyhands.errors import UsageError
 
 __all__ = [
-    "MAX_FRAME_BYTES",
     "ParcelPort",
     "Placeholder",
+    "check_parcel",
+    "check_tensor",
     "dtype_name",
     "open_parcel_port",
     "pack",
@@ -34,6 +36,8 @@ __all__ = [
 
 MAX_FRAME_BYTES = 2**31
 MAX_FRAMES = 10_000
+# Whoever passes a header on may have something to add to it.
+MAX_HEADER_BYTES = MAX_MESSAGE_BYTES // 4
 MAX_DIMS = 64
 
 DTYPES = {
@@ -120,6 +124,18 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def check_tensor(tensor: Tensor, what: str) -> Tensor:
+    """`UsageError`, saying `what` it is, where it cannot be sent."""
+    if dtype_name(tensor) not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise UsageError(f"{what} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be sent.")
+    if tensor.nbytes > MAX_FRAME_BYTES:
+        raise UsageError(
+            f"{what} is a tensor of {tensor.nbytes / 1e9:.1f} GB; one may have {MAX_FRAME_BYTES / 1e9:.1f} GB.",
+            fix=["several smaller tensors"],
+        )
+    return tensor
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """A tensor's elements in order; copied only where they do not lie so in this host's memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -165,12 +181,34 @@ def pack(value: Any, what: str) -> list[Frame]:
         raise UsageError(f"{what} is nested too deeply to be sent.") from error
     except OverflowError as error:
         raise UsageError(f"{what} has a whole number of more than 64 bits in it.", fix=["text, or a float"]) from error
+    check_parcel(None, [tree, *buffers], what)
     return [tree, *buffers]
 
 
+def check_parcel(header: Any, frames: Sequence[Frame], what: str) -> None:
+    """`UsageError` where a message would be refused for its size, and nobody would hear of it."""
+    num_bytes = len(msgspec.msgpack.encode(header))
+    if len(frames) >= MAX_FRAMES:
+        raise UsageError(
+            f"{what} has {len(frames)} tensors in it; a message carries {MAX_FRAMES - 2}.",
+            fix=["torch.stack, or torch.cat, to make one of many"],
+        )
+    if num_bytes > MAX_HEADER_BYTES or len(frames[0]) > MAX_FRAME_BYTES:
+        raise UsageError(
+            f"{what} takes {max(num_bytes, len(frames[0])) / 1e6:.1f} MB beside its tensors.",
+            fix=["a tensor, for many numbers", "shorter names, and fewer of them"],
+        )
+
+
 def _plain(value: Any, what: str, buffers: list[Frame]) -> Any:
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    kinds: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind(value)  # not what is derived from it
     if isinstance(value, Tensor):
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_put(value, what, buffers)))
     if isinstance(value, Placeholder):
@@ -187,17 +225,8 @@ def _plain(value: Any, what: str, buffers: list[Frame]) -> Any:
 
 
 def _put(tensor: Tensor, what: str, buffers: list[Frame]) -> list[Any]:
-    name = dtype_name(tensor)
-    if name not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise UsageError(f"{what} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be sent.")
-    data = raw_bytes(tensor)
-    if len(data) > MAX_FRAME_BYTES:
-        raise UsageError(
-            f"{what} is a tensor of {len(data) / 1e9:.1f} GB; one may have {MAX_FRAME_BYTES / 1e9:.1f} GB.",
-            fix=["several smaller tensors"],
-        )
-    buffers.append(data)
-    return [name, list(tensor.shape), len(buffers) - 1]
+    buffers.append(raw_bytes(check_tensor(tensor, what)))
+    return [dtype_name(tensor), list(tensor.shape), len(buffers) - 1]
 
 
 def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda found: found) -> Any:

@@ -32,9 +32,9 @@ class KeyValues(Protocol):
 class ControlStore(dist.Store):  # type: ignore[misc, name-defined]
     """Calls come from C++ threads too; `values` must be safe from any thread."""
 
-    def __init__(self, values: KeyValues, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, values: KeyValues, prefix: str) -> None:
         super().__init__()
-        self._values, self._prefix, self._timeout_s = values, prefix, timeout_s
+        self._values, self._prefix, self._timeout_s = values, prefix, DEFAULT_TIMEOUT_S
 
     @property
     def timeout(self) -> timedelta:

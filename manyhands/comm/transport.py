@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-__all__ = ["MAX_MESSAGE_BYTES", "QUEUE_MESSAGES", "Curve", "Port", "open_port", "open_socket"]
+__all__ = ["MAX_MESSAGE_BYTES", "Curve", "Message", "Port", "open_port", "open_socket"]
 
 MAX_MESSAGE_BYTES = 2**20
 # Enough for every rank of a large host to meet in the store at once; beyond it messages are dropped, not hoarded.
@@ -32,6 +32,10 @@ class Curve(msgspec.Struct, frozen=True):
     secret: bytes
     server_key: bytes | None = None
     domain: bytes = b"run"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    """What travels. It is known by the name of its class, and refused where it has a field that nobody declared."""
 
 
 class Port(Generic[M]):

@@ -8,7 +8,7 @@ for ranks of one host.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from manyhands.comm.axis import Axis, Pending
 from manyhands.comm.parcels import Frame, pack, unpack
 
-__all__ = ["Messages", "Values", "frames_of", "headed"]
+__all__ = ["FollowingMessages", "Messages", "Values", "frames_of", "headed"]
 
 FIRST_BYTES = 2**16
 """Of the first message, at most. Gloo takes less than a receiver is ready for."""
@@ -94,6 +94,34 @@ class Values:
 
     def forget(self) -> None:
         self._going, self._coming = [], {}
+
+
+class FollowingMessages:
+    """Whatever way `find` gives at the time, for those who outlive a generation, as `Following` is for an axis."""
+
+    def __init__(self, find: Callable[[], Messages]) -> None:
+        first = find()
+        self._find, self.rank, self.size = find, first.rank, first.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """In this generation."""
+        return self._find().bytes_sent
+
+    def send(self, value: Any, to: int, tag: int, name: str) -> None:
+        self._find().send(value, to, tag, name)
+
+    def expect(self, source: int, tag: int, name: str) -> None:
+        self._find().expect(source, tag, name)
+
+    def receive(self, source: int, tag: int, name: str) -> Any:
+        return self._find().receive(source, tag, name)
+
+    def flush(self) -> None:
+        self._find().flush()
+
+    def forget(self) -> None:
+        self._find().forget()
 
 
 def headed(frames: Sequence[Frame]) -> list[Frame]:

@@ -6,8 +6,8 @@ import time
 
 from manyhands.control.crew import Crew
 from manyhands.control.desk import Desk
+from manyhands.control.host_messages import HostReport
 from manyhands.control.launch_request import LaunchRequest
-from manyhands.control.messages import HostReport
 from manyhands.control.premises import Premises
 from manyhands.control.questions import Status
 from manyhands.control.wishes import Wishes
@@ -30,6 +30,7 @@ class Account:
             host=self._host,
             slots=self._request.workers,
             workers_wanted=self._wishes.workers,
+            replica=self._wishes.replica,
             servers_wanted=self._wishes.servers,
             servers=at.servers_offered(self._wishes.servers),
             term=term,

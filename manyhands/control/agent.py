@@ -26,8 +26,9 @@ from manyhands.control.desk import Desk
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
+from manyhands.control.host_messages import Job, Orders, Plan
 from manyhands.control.launch_request import Display, LaunchRequest
-from manyhands.control.messages import Hello, Job, Orders, Plan, Refusal, StoreReply
+from manyhands.control.messages import Hello, Refusal, StoreReply
 from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, job_of, resolve
 from manyhands.control.premises import Premises
@@ -47,7 +48,7 @@ ADOPT_AFTER_S = 10.0
 
 
 def run_agent(request: LaunchRequest, display: Display) -> int:
-    """Run this host's part until the run ends; returns the exit code of DESIGN.md section 4.
+    """Run this host's part until the run ends; returns the exit code, as docs/cli.md has them.
 
     Raises a `ManyhandsError` where the run cannot start or this host cannot be part of it; its `exit_code` is the one
     to end with. Signals are handled when called from the main thread. The display is left open.
@@ -377,6 +378,7 @@ class Agent:
             self._desk.announce(self._crew, time.monotonic())  # ahead of the welcome: whoever is in knows its group
             self._desk.tell_servers(self._crew, time.monotonic())
         self._crew.servers.spare.is_wanted |= hello.facts.spare
+        self._wishes.replica = max(hello.facts.replica, self._wishes.replica)
         self._reception.greet(worker, hello.facts, self._crew, self._desk, self._wishes.stop_kind)
         servers = self._crew.plan.servers
         self._at.keeps_logs |= hello.facts.backup and len(self._at.servers_here(servers)) < servers

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import HostReport, MemberReport
+from manyhands.control.host_messages import HostReport, MemberReport
 from manyhands.control.policy import Ended
 from manyhands.control.roster import Member, Membership, Roster, parse_generation
 from manyhands.control.server_hosts import failed_server, lost_server
@@ -33,7 +33,6 @@ __all__ = [
     "quiet",
     "resumed",
     "stranded",
-    "tears",
 ]
 
 

@@ -22,7 +22,7 @@ from manyhands.control.coordinator import read_exactly
 from manyhands.control.refusals import DoorKeeper
 from manyhands.parallel.log_places import Flush, Flushed, Keep, Kept, log_directory, segment_path
 
-__all__ = ["BackupConfig", "Shelf", "serve"]
+__all__ = ["BackupConfig", "Shelf"]
 
 # When nothing has come for so long, what has is brought to where other hosts can read it.
 QUIET_S = 0.2

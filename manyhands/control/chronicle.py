@@ -10,8 +10,8 @@ import time
 
 from manyhands.control.book import Book
 from manyhands.control.failure import describe, escape
+from manyhands.control.host_messages import Plan
 from manyhands.control.launch_request import Display
-from manyhands.control.messages import Plan
 from manyhands.control.workers import Worker
 from manyhands.events import (
     Event,

@@ -20,11 +20,12 @@ from msgspec.structs import replace
 
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.elastic import open_generations
+from manyhands.control.host_messages import FromAgent, HostReport, Orders, Relay, Replay
 from manyhands.control.key_values import Client, Stores
 from manyhands.control.keys import client_curve, server_curve
 from manyhands.control.log import Log
 from manyhands.control.membership import begin, react, restored
-from manyhands.control.messages import FromAgent, HostReport, Orders, Refusal, Relay, Replay, StoreReply
+from manyhands.control.messages import Refusal, StoreReply
 from manyhands.control.orders import orders_for
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.roster import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from manyhands.comm.segments import HostMemory
 from manyhands.control.fence import kill_session
-from manyhands.control.groups import Groups, group_for
-from manyhands.control.messages import MemberReport, MemoryRequest, Plan
+from manyhands.control.groups import Groups, group_for, is_later
+from manyhands.control.host_messages import MemberReport, Plan
+from manyhands.control.messages import MemoryRequest
 from manyhands.control.output import Stream
 from manyhands.control.questions import MemberStatus
 from manyhands.control.seats import elastic_seat, server_seat, static_seat
@@ -207,6 +208,8 @@ class Crew:
             living = [worker.seat.incarnation for worker in self.workers if worker.alive]
             for rank in self.groups.gone(asked.generation, living):
                 self.memory.lose(rank, asked.generation)
+            if is_later(self.groups.last_loss, asked.generation):
+                self.memory.lose(None, asked.generation)
         return offset
 
     def free_left_generations(self) -> None:

@@ -18,11 +18,11 @@ import zmq
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.crew import Crew
 from manyhands.control.groups import group_for
+from manyhands.control.host_messages import Commit, Relay, Replay
 from manyhands.control.keys import weights_client_curve, weights_server_curve
 from manyhands.control.messages import (
     Announce,
     Appointed,
-    Commit,
     Committed,
     FromWorker,
     Goodbye,
@@ -35,8 +35,6 @@ from manyhands.control.messages import (
     PositionReply,
     Publish,
     Refusal,
-    Relay,
-    Replay,
     Report,
     ServersWanted,
     StopRequest,

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from manyhands.comm.transport import Message
 from manyhands.control.variables import Change
 
 __all__ = [
@@ -36,14 +37,10 @@ __all__ = [
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    pass
-
-
 # ---- a worker and the cluster ----------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, kw_only=True):
+class Hello(Message, frozen=True, kw_only=True):
     """A worker is ready. `number` is -1 where the cluster did not start it."""
 
     number: int
@@ -51,7 +48,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     host: str
 
 
-class NotReady(_Message, frozen=True, kw_only=True):
+class NotReady(Message, frozen=True, kw_only=True):
     """From a child that ends with an exception, such as one whose module of steps cannot be imported."""
 
     role: Literal["worker", "server"]
@@ -59,24 +56,24 @@ class NotReady(_Message, frozen=True, kw_only=True):
     what: str
 
 
-class Alive(_Message, frozen=True, kw_only=True):
+class Alive(Message, frozen=True, kw_only=True):
     """From a worker's second connection, and back: both ends are there. `worker` is its first one's identity."""
 
     worker: bytes
     known: bool = True
 
 
-class Leaving(_Message, frozen=True, kw_only=True):
+class Leaving(Message, frozen=True, kw_only=True):
     """From a worker that takes no further call, after all that it has to say."""
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True):
     number: int
     seed: int
     silent_s: float
 
 
-class Map(_Message, frozen=True, kw_only=True):
+class Map(Message, frozen=True, kw_only=True):
     """Where variables are; before the first call that may need to know."""
 
     servers: dict[int, str]
@@ -85,7 +82,7 @@ class Map(_Message, frozen=True, kw_only=True):
     """Variables by name: the number of their server."""
 
 
-class Run(_Message, frozen=True, kw_only=True):
+class Run(Message, frozen=True, kw_only=True):
     """A call; its arguments follow."""
 
     call: int
@@ -96,7 +93,7 @@ class Run(_Message, frozen=True, kw_only=True):
     """By server: the last commit up to the snapshot that concerns it."""
 
 
-class CallDone(_Message, frozen=True, kw_only=True):
+class CallDone(Message, frozen=True, kw_only=True):
     """The result follows, in `value_frames` frames, then one frame for each change."""
 
     call: int
@@ -105,7 +102,7 @@ class CallDone(_Message, frozen=True, kw_only=True):
     changes: list[Change]
 
 
-class CallFailed(_Message, frozen=True, kw_only=True):
+class CallFailed(Message, frozen=True, kw_only=True):
     call: int
     attempt: int
     error: str
@@ -113,14 +110,14 @@ class CallFailed(_Message, frozen=True, kw_only=True):
     traceback: str
 
 
-class CannotFinish(_Message, frozen=True, kw_only=True):
+class CannotFinish(Message, frozen=True, kw_only=True):
     """What the call was to see is gone, with a server that died: it has to begin again."""
 
     call: int
     attempt: int
 
 
-class Stop(_Message, frozen=True, kw_only=True):
+class Stop(Message, frozen=True, kw_only=True):
     pass
 
 
@@ -136,19 +133,19 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: int
 
 
-class ServerHello(_Message, frozen=True, kw_only=True):
+class ServerHello(Message, frozen=True, kw_only=True):
     server: int
     pid: int
     addresses: dict[str, str]
     """Where workers read: "ipc" for this host, and "tcp" where the cluster listens."""
 
 
-class ServerWelcome(_Message, frozen=True, kw_only=True):
+class ServerWelcome(Message, frozen=True, kw_only=True):
     applied: int
     kept: list[Kept]
 
 
-class Apply(_Message, frozen=True, kw_only=True):
+class Apply(Message, frozen=True, kw_only=True):
     """One commit; one frame for each change follows. Nobody will read what was before `oldest`."""
 
     commit: int
@@ -158,7 +155,7 @@ class Apply(_Message, frozen=True, kw_only=True):
     """Where the variables lie that it changes; those that it does not know are new."""
 
 
-class Applied(_Message, frozen=True, kw_only=True):
+class Applied(Message, frozen=True, kw_only=True):
     """This commit and all before it are in the memory that outlives the server."""
 
     commit: int
@@ -167,7 +164,7 @@ class Applied(_Message, frozen=True, kw_only=True):
 # ---- whoever reads, and a server -------------------------------------------------------------------------------
 
 
-class Read(_Message, frozen=True, kw_only=True):
+class Read(Message, frozen=True, kw_only=True):
     ticket: int
     name: str
     snapshot: int
@@ -175,7 +172,7 @@ class Read(_Message, frozen=True, kw_only=True):
     """To be answered once the server has applied this commit."""
 
 
-class Value(_Message, frozen=True, kw_only=True):
+class Value(Message, frozen=True, kw_only=True):
     """Its bytes follow, if it is there."""
 
     ticket: int

@@ -14,6 +14,7 @@ docs/protocols/elastic.md is the whole protocol. Start reading at `advance`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -37,7 +38,7 @@ from manyhands.control.failure import WorkerEnd, short
 from manyhands.control.policy import Ended, attribute, cannot_be_retried
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot, begun, next_generation
 from manyhands.control.server_hosts import enlist, have_servers, miss_server
-from manyhands.control.slots import bounds, count_death, lay_out, staff, surplus
+from manyhands.control.slots import bounds, count_death, lay_out, replicas_to_go, staff, surplus
 
 __all__ = ["advance", "enough", "form", "open_generations"]
 
@@ -325,6 +326,9 @@ def _take_back(state: Membership, roster: Roster) -> Membership:
 def _to_dismiss(state: Membership, roster: Roster) -> list[Member]:
     going = [member for member in roster.members if not _stays(state, member)]
     rest = [member for member in roster.members if _stays(state, member)]
+    if state.replica > 1:
+        replicas = replicas_to_go(state, roster)
+        return going + [member for member in rest if member.slot // state.replica in replicas]
     extra = max(0, surplus(state, roster))
     return going + rest[len(rest) - extra :]
 
@@ -335,8 +339,13 @@ def _stays(state: Membership, member: Member) -> bool:
 
 
 def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
-    """Those who offer themselves; nobody yet, while others that are being started may soon be ready too."""
+    """Those who offer themselves; nobody yet, while others that are being started may soon be ready too.
+
+    Of a replica that lacks others, nobody: all who train would wait for them.
+    """
     ready = offering(state, roster)
+    there = Counter(worker.slot // state.replica for worker in (*alive(roster), *ready))
+    ready = [worker for worker in ready if there[worker.slot // state.replica] == state.replica]
     if not ready or len(ready) == len(roster.joining):
         return ready
     return ready if now - min(worker.offered_at for worker in ready) >= JOIN_WINDOW_S else []

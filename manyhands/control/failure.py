@@ -13,7 +13,7 @@ import msgspec
 
 from manyhands.errors import UsageError
 
-__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short", "who"]
+__all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from manyhands.control.messages import Place, Plan
+from manyhands.control.host_messages import Place, Plan
 from manyhands.control.roster import parse_generation
 from manyhands.spec.seat import Group
 

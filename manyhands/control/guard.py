@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-__all__ = ["kill_all", "members"]
+__all__ = ["kill_all"]
 
 ROUNDS = 100
 PAUSE_S = 0.05

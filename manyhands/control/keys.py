@@ -23,7 +23,6 @@ from manyhands.control.launch_request import JoinTicket
 from manyhands.errors import ClusterError, EnvironmentProblem
 
 __all__ = [
-    "KEY_BYTES",
     "client_curve",
     "local_key",
     "new_key",
@@ -115,9 +114,9 @@ def key_of(ticket: JoinTicket, where: str = "the join ticket") -> bytes:
     return key
 
 
-def private_directory(parent: str | None = None) -> Path:
+def private_directory() -> Path:
     """A fresh 0700 directory with a path short enough for Unix sockets (their limit is 107 bytes)."""
-    bases = [parent] if parent else [f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
+    bases = [f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
     for base in bases:
         if os.path.isdir(base) and os.access(base, os.W_OK) and len(base) <= 70:
             return Path(tempfile.mkdtemp(prefix="mh-", dir=base))

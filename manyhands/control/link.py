@@ -13,8 +13,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from manyhands.comm.transport import Port, open_port
+from manyhands.control.host_messages import FromCoordinator
 from manyhands.control.keys import client_curve
-from manyhands.control.messages import FromCoordinator
 from manyhands.errors import EnvironmentProblem, JoinRefused
 
 __all__ = ["Link"]

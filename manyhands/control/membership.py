@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from manyhands.control import attendance, elastic
 from manyhands.control.ending import conclude, end_run, give_up_on_silent, stopped_code
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import Commit, HostReport, MemberReport
+from manyhands.control.host_messages import Commit, HostReport, MemberReport
 from manyhands.control.policy import Ended
 from manyhands.control.roster import (
     Event,
@@ -143,6 +143,7 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
         stop=state.stop or report.stop,
         stop_signal=state.stop_signal or report.stop_signal,
         servers_wanted=(report.servers_wanted if report.local else None) or state.servers_wanted,
+        replica=max(report.replica, state.replica),
     )
     if state.settings.elastic is not None:
         state = rescaled(state, report.workers_wanted) if report.local else state

@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from manyhands.control.attendance import call_of, finished, living
-from manyhands.control.messages import Orders, Place, Plan, PlannedWorker, WorkerPosition
+from manyhands.control.host_messages import Orders, Place, Plan, PlannedWorker
+from manyhands.control.messages import WorkerPosition
 from manyhands.control.roster import Member, Membership, Roster
 from manyhands.control.server_hosts import backups_for
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from manyhands.control.host_messages import Job
 from manyhands.control.keys import key_of, local_key, new_key
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
-from manyhands.control.messages import Job
 from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
 from manyhands.native import why_not
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
-from manyhands.control.messages import Commit
+from manyhands.comm.transport import Message
+from manyhands.control.host_messages import Commit
+from manyhands.control.messages import Value
 
 __all__ = ["Ask", "MemberStatus", "ServerStatus", "Status"]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    pass
-
-
-class Ask(_Message, frozen=True, kw_only=True):
+class Ask(Message, frozen=True, kw_only=True):
     what: Literal["status", "stop", "scale"]
     workers: int | None = None
     servers: int | None = None
     """scale: how many there should be; None: as before."""
 
 
-class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemberStatus(Value, frozen=True, kw_only=True):
     rank: int
     """-1: it is not in the newest generation (yet, or any more)."""
     pid: int
@@ -38,7 +34,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     call: int = 0
 
 
-class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerStatus(Value, frozen=True, kw_only=True):
     server: int
     pid: int
     status: str
@@ -52,7 +48,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     role: str = "server"
 
 
-class Status(_Message, frozen=True, kw_only=True):
+class Status(Message, frozen=True, kw_only=True):
     run: str
     run_dir: str | None
     generation: str | None

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from manyhands.control.failure import Failure
-from manyhands.control.messages import Commit, HostReport, Job
+from manyhands.control.host_messages import Commit, HostReport, Job
 from manyhands.control.policy import Ended, Signature
 
 __all__ = [
@@ -186,6 +186,8 @@ class Membership(_Value, frozen=True, kw_only=True):
     workers_wanted: int | None = None
     servers_wanted: int | None = None
     """As `mh scale` said last."""
+    replica: int = 1
+    """How many workers, in slots that follow each other, go and come together."""
     revision: int = 0
     """Grows with every state that is persisted; orders carry it, so that an agent can tell older ones."""
     history: tuple[Signature, ...] = ()

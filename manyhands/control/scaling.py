@@ -9,15 +9,20 @@ __all__ = ["why_not_scale"]
 
 
 def why_not_scale(
-    request: LaunchRequest, workers: int | None, servers: int | None, *, run: str, run_dir: str | None
+    request: LaunchRequest, workers: int | None, servers: int | None, replica: int, *, run: str, run_dir: str | None
 ) -> Refusal | None:
-    """None: it can. Numbers of None stay as they are."""
+    """None: it can. Numbers of None stay as they are; `replica` workers come and go together."""
     bounds = request.elastic
     if bounds is None:
         return _refusal(f"{run} is not elastic.", "mh run --elastic 1:4")
     if workers is not None and not bounds[0] <= workers <= bounds[1]:
         nearest = min(max(workers, bounds[0]), bounds[1])
         what = f"{workers} workers are outside of this run's bounds, {bounds[0]} to {bounds[1]}."
+        return _refusal(what, f"mh scale {run_dir} {nearest}")
+    if workers is not None and workers % replica:
+        whole = [number for number in range(bounds[0], bounds[1] + 1) if number % replica == 0]
+        nearest = min(whole, key=lambda number: abs(number - workers), default=bounds[1])
+        what = f"A replica of the model is {replica} workers: {workers} would leave some without their mates."
         return _refusal(what, f"mh scale {run_dir} {nearest}")
     return _why_not_servers(request, servers, run, run_dir) if servers is not None else None
 

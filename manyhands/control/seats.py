@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.control.groups import group_for
-from manyhands.control.messages import Plan, PlannedWorker
+from manyhands.control.host_messages import Plan, PlannedWorker
 from manyhands.spec.seat import Seat
 
 __all__ = ["elastic_seat", "server_seat", "static_seat"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import HostReport
+from manyhands.control.host_messages import HostReport
 from manyhands.control.policy import Ended
 from manyhands.control.roster import Host, Membership, Roster
 from manyhands.control.slots import open_to

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import FailedServer
+from manyhands.control.host_messages import FailedServer
 from manyhands.control.policy import cannot_be_retried
 from manyhands.control.priority import let_go
 from manyhands.control.questions import ServerStatus

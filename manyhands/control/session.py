@@ -1,35 +1,29 @@
 """A worker's or server's line to its agent: joining the run, its store, where it stands, its group, whether to stop.
 
-One background thread owns the socket; calls hand it messages through a queue and wait for a reply with a deadline.
-`report`, `committed` and `publish` never block. The thread also sends a heartbeat, whatever happens, and in an elastic
-run hears of newer generations: `newest` tells, `enter` goes over. A server, which is in no generation, hears who lives.
-Start reading at `Session.join`.
+It travels over a `Line`, on a thread of its own. `report`, `committed` and `publish` never block. The thread also sends
+a heartbeat, whatever happens, and in an elastic run hears of newer generations: `newest` tells, `enter` goes over. A
+server, which is in no generation, hears who lives. Start reading at `Session.join`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import itertools
 import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import zmq
 from msgspec.structs import replace
 
 from manyhands import errors
 from manyhands.comm.segments import Segment
-from manyhands.comm.transport import MAX_MESSAGE_BYTES, Curve, Port, open_port
+from manyhands.comm.transport import MAX_MESSAGE_BYTES, Curve
 from manyhands.control.groups import is_later
 from manyhands.control.key_values import generation_is_over
+from manyhands.control.line import Line
 from manyhands.control.messages import (
     Announce,
     Appointed,
@@ -64,9 +58,7 @@ __all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_open
 JOIN_TIMEOUT_S = 120.0
 # The agent clears what it hands out: seconds for many gigabytes.
 MEMORY_TIMEOUT_S = 300.0
-REPORT_EVERY_S = 0.1
 HEARTBEAT_EVERY_S = 0.2
-MAX_QUEUED = 10_000
 # A value shares its message with a key and a header.
 MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - 4096
 # The agent answers "too late" itself; this only covers an agent or coordinator that is away.
@@ -120,9 +112,7 @@ class Session:
         self.position: tuple[int, str] | None = None
         self.first_step: int | None = None
         self.call = 0
-        self._pid = os.getpid()
-        self._tickets = itertools.count(1)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._line = Line(seat.agent, ToWorker, self._take, self._due)
         self._in_vain_after_loss: set[int] = set()
         """Tickets of calls whose answer depends on members of the group."""
         self._heard = threading.Condition()
@@ -130,15 +120,10 @@ class Session:
         self._offering = 0
         self._stranded = False
         self._sent_at = 0.0
-        self._outbox: deque[Any] = deque()
-        self._dropped = 0
         self._report_due = False
-        self._closing = False
         if seat.memory_fd is not None:
             os.set_inheritable(seat.memory_fd, False)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="manyhands-session", daemon=True)
-        self._thread.start()
+        self._line.start()
         _open_sessions.add(self)
         global _was_opened
         _was_opened = True
@@ -147,13 +132,16 @@ class Session:
     def join(self, facts: RunFacts) -> None:
         """Say Hello and wait for Welcome. Raises what the agent answers: `RunDirectoryInUse`, `RunFinished`, ..."""
         hello = Hello(**self._header(), rank=self.seat.rank, pid=os.getpid(), facts=facts)
-        welcome = self._call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
+        welcome = self._line.call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
         self.run, self.run_dir = welcome.run, Path(welcome.run_dir)
         self.run_call = max(self.run_call, welcome.run_call)
         if self._announced is not None and self._announced.group.generation == self.group.generation:
             self.group = self._announced.group  # exact, where hosts have different numbers of workers
         self.stop_requested = self.stop_requested or welcome.stop
         self.curve, self.clients, self.as_client = welcome.curve, welcome.clients, welcome.as_client
+
+    def _header(self) -> dict[str, Any]:
+        return {"generation": self.group.generation, "incarnation": self.seat.incarnation}
 
     def server_endpoint(self, number: int) -> str:
         """Where a server is reached from here; under `curve` if it is a tcp:// endpoint."""
@@ -177,7 +165,7 @@ class Session:
     def enter(self, group: Group) -> None:
         """From now on this worker speaks for that generation."""
         self.group, self._offering = group, 0
-        self._post(Heartbeat(**self._header()))
+        self._line.post(Heartbeat(**self._header()))
 
     def await_group(self, timeout_s: float, *, stranded: bool = False) -> Group:
         """Wait for a generation later than this worker's; it is not entered yet. `PeerTimeout` if none comes.
@@ -186,10 +174,10 @@ class Session:
         """
         self._stranded = stranded
         if stranded and self.newest is None:
-            self._post(Heartbeat(**self._header(), stranded=True))
+            self._line.post(Heartbeat(**self._header(), stranded=True))
         try:
             with self._heard:
-                self._heard.wait_for(lambda: self.newest is not None or self._closing, timeout_s)
+                self._heard.wait_for(lambda: self.newest is not None or self._line.is_closing, timeout_s)
         finally:
             self._stranded = False
         if (newest := self.newest) is not None:
@@ -205,23 +193,23 @@ class Session:
         None: the run has moved past that call. `PeerTimeout` if neither comes to pass.
         """
         self._offering = call
-        self._post(Offer(**self._header(), call=call))
+        self._line.post(Offer(**self._header(), call=call))
         try:
             with self._heard:
-                self._heard.wait_for(lambda: self.newest or self.run_call > call or self._closing, timeout_s)
+                self._heard.wait_for(lambda: self.newest or self.run_call > call or self._line.is_closing, timeout_s)
         finally:
             self._offering = 0
         if (newest := self.newest) is not None:
             return newest
         if self.run_call > call:
-            self._post(Heartbeat(**self._header()))
+            self._line.post(Heartbeat(**self._header()))
             return None
         raise PeerTimeout(f"The run did not admit this worker to its call {call} within {timeout_s:g} s.")
 
     def await_end_of_call(self, call: int, timeout_s: float) -> None:
         """Wait until the run has moved past public call number `call`. `PeerTimeout` if it does not."""
         with self._heard:
-            self._heard.wait_for(lambda: self.run_call > call or self._closing, timeout_s)
+            self._heard.wait_for(lambda: self.run_call > call or self._line.is_closing, timeout_s)
         if self.run_call <= call:
             raise PeerTimeout(f"The run did not end its call {call} within {timeout_s:g} s.")
 
@@ -258,7 +246,7 @@ class Session:
         return bool(self._store("delete", [key]).number)
 
     def _store(self, op: Any, keys: list[str], *, timeout_s: float = 30.0, **fields: Any) -> StoreReply:
-        ticket = next(self._tickets)
+        ticket = self._line.new_ticket()
         request = StoreRequest(**self._header(), ticket=ticket, op=op, keys=keys, timeout_s=timeout_s, **fields)
         reply: StoreReply = self._call_group(ticket, request, timeout_s + REPLY_SLACK_S, f"{op} {keys[0]}")
         if not reply.ok:
@@ -270,7 +258,7 @@ class Session:
         """A call that other members of the group answer, if only by way of the store: in vain once one is lost."""
         self._in_vain_after_loss.add(ticket)
         try:
-            return self._call(ticket, message, timeout_s, what)
+            return self._line.call(ticket, message, timeout_s, what, in_vain=self._loss)
         finally:
             self._in_vain_after_loss.discard(ticket)
 
@@ -281,9 +269,9 @@ class Session:
         fd = self.seat.memory_fd
         if fd is None:
             raise EnvironmentProblem("This worker's agent has no memory to share.")
-        ticket = next(self._tickets)
+        ticket = self._line.new_ticket()
         request = MemoryRequest(**self._header(), ticket=ticket, name=name, num_bytes=num_bytes, ranks=ranks)
-        call = self._call_group if ranks else self._call
+        call = self._call_group if ranks else self._line.call
         reply: MemoryReply = call(ticket, request, MEMORY_TIMEOUT_S, f"memory for {name}")
         if reply.error:
             raise EnvironmentProblem(reply.error, fix=reply.fix)
@@ -296,23 +284,23 @@ class Session:
         first, self.position, self.call = self.position is None, (step, phase), call
         if first:
             self.first_step = step
-            self._post(Report(**self._header(), step=step, phase=phase, call=call))
-        elif not self._report_due:
+            self._line.post(Report(**self._header(), step=step, phase=phase, call=call))
+        else:
             self._report_due = True
 
     def committed(self, step: int, path: str) -> None:
-        self._post(Committed(**self._header(), step=step, path=path))
+        self._line.post(Committed(**self._header(), step=step, path=path))
 
     def publish(self, event: Event) -> None:
         """Steps may be quick, and whoever hears of one takes a whole turn: they go ten times a second, together."""
-        self._post(Publish(**self._header(), event=event), at_once=not isinstance(event, StepDone))
+        self._line.post(Publish(**self._header(), event=event), at_once=not isinstance(event, StepDone))
 
     def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""
-        ticket = next(self._tickets)
+        ticket = self._line.new_ticket()
         question = WhereIsEveryone(**self._header(), ticket=ticket)
         try:
-            reply: PositionReply = self._call(ticket, question, timeout_s, "positions")
+            reply: PositionReply = self._line.call(ticket, question, timeout_s, "positions")
         except ManyhandsError:
             return {}
         return reply.positions
@@ -320,97 +308,49 @@ class Session:
     def await_stop(self) -> None:
         """Wait until this process is asked to stop; for those who have nothing else to do until then."""
         with self._heard:
-            self._heard.wait_for(lambda: self.stop_requested is not None or self._closing)
+            self._heard.wait_for(lambda: self.stop_requested is not None or self._line.is_closing)
 
     def await_appointment(self) -> bool:
         """Of a spare server: wait until its seat has a number. False: it is asked to stop instead."""
         with self._heard:
-            self._heard.wait_for(lambda: not self.seat.is_spare or self.stop_requested is not None or self._closing)
+            self._heard.wait_for(
+                lambda: not self.seat.is_spare or self.stop_requested is not None or self._line.is_closing
+            )
         return not self.seat.is_spare and self.stop_requested is None
 
     def close(self) -> None:
         """Send what is queued, say goodbye, and end the thread. Safe to call twice."""
-        if self._closing or os.getpid() != self._pid:
+        if not self._line.is_open:
             return
-        self._flush_report()
-        self._post(Goodbye(**self._header()))
-        self._closing = True
+        for report in self._unsent_report():
+            self._line.post(report)
+        self._line.end(Goodbye(**self._header()))
         with self._heard:
             self._heard.notify_all()
-        self._nudge()
-        self._thread.join(5.0)
+        self._line.join()
         _open_sessions.discard(self)
         atexit.unregister(self.close)
-        os.close(self._wake)
 
-    # ---- the thread and its queue ----------------------------------------------------------------------------
+    # ---- on the line's thread --------------------------------------------------------------------------------
 
-    def _header(self) -> dict[str, Any]:
-        return {"generation": self.group.generation, "incarnation": self.seat.incarnation}
+    def _due(self, is_sending: bool) -> Iterator[Any]:
+        """Where this worker is. Without news a sign of life, which says anew what may have been missed."""
+        now = time.monotonic()
+        for report in self._unsent_report():
+            is_sending = True
+            yield report
+        if is_sending:
+            self._sent_at = now
+        elif now - self._sent_at >= HEARTBEAT_EVERY_S and not self._line.is_closing:
+            self._sent_at, call = now, self._offering
+            beat = Heartbeat(**self._header(), stranded=self._stranded)
+            yield Offer(**self._header(), call=call) if call else beat
 
-    def _post(self, message: Any, *, at_once: bool = True) -> None:
-        if self._closing or os.getpid() != self._pid:
-            return
-        if len(self._outbox) >= MAX_QUEUED:
-            self._dropped += 1
-            return
-        self._outbox.append(message)
-        if at_once:
-            self._nudge()
-
-    def _nudge(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # The counter is full: the thread will wake anyway.
-            os.eventfd_write(self._wake, 1)
-
-    def _call(self, ticket: int, message: Any, timeout_s: float, what: str) -> Any:
-        if self._closing or os.getpid() != self._pid:
-            raise ManyhandsError("This session is closed, or belongs to the process that forked this one.")
-        future: Future[Any] = Future()
-        self._waiting[ticket] = future
-        try:
-            if ticket in self._in_vain_after_loss and (loss := self._loss()) is not None:
-                raise loss
-            self._post(message)
-            return future.result(timeout_s)
-        except FutureTimeout:
-            raise EnvironmentProblem(f"No answer within {timeout_s:g} s from the agent: {what}.") from None
-        finally:
-            self._waiting.pop(ticket, None)
-
-    def _serve(self) -> None:
-        context: zmq.Context[Any] = zmq.Context()
-        port: Port[ToWorker] = open_port(context, zmq.DEALER, self.seat.agent, ToWorker)
-        poller = zmq.Poller()
-        poller.register(port.socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        while not (self._closing and not self._outbox):
-            ready = dict(poller.poll(round(REPORT_EVERY_S * 1000)))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            for _, message in port.receive():
-                self._take(message)
-            self._flush_report()
-            self._beat()
-            while self._outbox:
-                port.send(self._outbox.popleft())
-        port.close(linger_ms=1000)
-        context.term()
-
-    def _flush_report(self) -> None:
+    def _unsent_report(self) -> Iterator[Report]:
         if self._report_due and self.position is not None:
             self._report_due = False
             step, phase = self.position
-            self._outbox.append(Report(**self._header(), step=step, phase=phase, call=self.call))
-
-    def _beat(self) -> None:
-        """A sign of life, which also says anew what may have been missed: the generation, and the offer."""
-        now = time.monotonic()
-        if self._outbox:
-            self._sent_at = now
-        elif now - self._sent_at >= HEARTBEAT_EVERY_S and not self._closing:
-            self._sent_at, call = now, self._offering
-            beat = Heartbeat(**self._header(), stranded=self._stranded)
-            self._outbox.append(Offer(**self._header(), call=call) if call else beat)
+            yield Report(**self._header(), step=step, phase=phase, call=self.call)
 
     def _take(self, message: ToWorker) -> None:
         match message:
@@ -428,11 +368,11 @@ class Session:
             case Announce():
                 self._hear(message)
             case Welcome():
-                self._settle(0, message)
+                self._line.settle(0, message)
             case Refusal():
-                self._settle(0, _error(message))
+                self._line.settle(0, _error(message))
             case StoreReply(ticket=ticket) | PositionReply(ticket=ticket) | MemoryReply(ticket=ticket):
-                self._settle(ticket, message)
+                self._line.settle(ticket, message)
 
     def _hear(self, announced: Announce) -> None:
         before = self._announced
@@ -443,7 +383,7 @@ class Session:
             self._heard.notify_all()
         if (loss := self._loss()) is not None:
             for ticket in list(self._in_vain_after_loss):
-                self._settle(ticket, loss)
+                self._line.settle(ticket, loss)
 
     def _hear_of(self, stop: str | None, living: dict[int, int] | None, servers: int) -> None:
         before = self.stop_requested, self.living, self.servers_wanted
@@ -452,12 +392,6 @@ class Session:
             self._heard.notify_all()
         if before != (stop, living, servers) and self.on_change is not None:
             self.on_change()
-
-    def _settle(self, ticket: int, result: Any) -> None:
-        future = self._waiting.get(ticket)
-        if future is None or future.done():
-            return
-        future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
 
 
 def _error(refusal: Refusal) -> ManyhandsError:

@@ -16,7 +16,7 @@ from manyhands.control.failure import WorkerEnd
 from manyhands.control.policy import signature
 from manyhands.control.roster import Host, Member, Membership, Roster, Slot
 
-__all__ = ["budget_is_spent", "count_death", "lay_out", "open_to", "rescaled", "staff", "surplus", "wanted"]
+__all__ = ["bounds", "count_death", "lay_out", "open_to", "replicas_to_go", "rescaled", "staff", "surplus"]
 
 FORGIVING_STEPS = 10
 FIRST_DELAY_S = 0.5
@@ -123,13 +123,33 @@ def _goes(state: Membership, slot: Slot) -> bool:
     return host is None or host.leaving
 
 
+def replicas_to_go(state: Membership, roster: Roster) -> set[int]:
+    """The numbers of those that are too many: first the ones that lack somebody, then the last."""
+    held = _held(roster)
+    sizes = Counter(number // state.replica for number, slot in roster.slots.items() if not _goes(state, slot))
+    there = Counter(number // state.replica for number in held)
+    going, left = set[int](), surplus(state, roster)
+    for replica in sorted(sizes, key=lambda number: (there[number], -number)):
+        if sizes[replica] <= left:
+            going.add(replica)
+            left -= sizes[replica]
+    return going
+
+
+def _held(roster: Roster) -> set[int]:
+    return {member.slot for member in roster.members if member.status != "dead"}
+
+
 def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
-    held = {member.slot for member in roster.members if member.status != "dead"}
+    held = _held(roster)
     free = [number for number in roster.slots if number not in held]
     unwanted = [number for number in free if _goes(state, roster.slots[number])]
     joining = {worker.slot for worker in roster.joining}
     rest = sorted(set(free) - set(unwanted), key=lambda number: (number not in joining, number), reverse=True)
-    unwanted += rest[: max(0, surplus(state, roster))]
+    if state.replica > 1:
+        unwanted += [number for number in rest if number // state.replica in replicas_to_go(state, roster)]
+    else:
+        unwanted += rest[: max(0, surplus(state, roster))]
     if not unwanted:
         return state
     return replace(
@@ -143,7 +163,7 @@ def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
 
 
 def _move(state: Membership, roster: Roster, now: float) -> Membership:
-    held = {member.slot for member in roster.members if member.status != "dead"}
+    held = _held(roster)
     for number, slot in sorted(roster.slots.items()):
         host = state.hosts.get(slot.agent)
         if number not in held and host is not None and host.silent and (other := _with_room(state, roster)) is not None:
@@ -181,8 +201,7 @@ def _placed(roster: Roster, number: int, slot: Slot) -> Roster:
 
 
 def _fill(state: Membership, roster: Roster, now: float) -> Membership:
-    held = {member.slot for member in roster.members if member.status != "dead"}
-    held |= {worker.slot for worker in roster.joining}
+    held = _held(roster) | {worker.slot for worker in roster.joining}
     vacant = [
         (number, slot)
         for number, slot in sorted(roster.slots.items())

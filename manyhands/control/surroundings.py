@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from manyhands.control.fence import Guard
+from manyhands.control.host_messages import Job, Plan
 from manyhands.control.memory import MemoryWatch
-from manyhands.control.messages import Job, Plan
 from manyhands.control.output import Stream
 from manyhands.control.workers import Worker, torchrun_environment
 from manyhands.spec.seat import Seat

@@ -21,6 +21,8 @@ __all__ = ["Change", "Commit", "Ledger", "VariableInfo", "Versions"]
 # Sent and not yet acknowledged, by server; and in all. Beyond it no further calls are handed out.
 WINDOW = 64
 MOST_BEHIND = 256
+# What a list of all variables may take: workers, and servers that are started again, are sent one in a single message.
+MOST_LISTED_BYTES = 2**19
 
 V = TypeVar("V")
 
@@ -73,6 +75,7 @@ class Ledger:
     def __init__(self) -> None:
         self.commits = 0
         self._catalogue: dict[str, VariableInfo] = {}
+        self._listed_bytes = 0
         self._servers: dict[int, _Behind] = {}
 
     @property
@@ -99,6 +102,11 @@ class Ledger:
             return "It changes a variable twice."
         if changes and not self._servers:
             return "It changes variables, and this cluster has no server to keep them."
+        fresh = sum(_listed_bytes(change) for change in changes if change.name not in self._catalogue)
+        if fresh and self._listed_bytes + fresh > MOST_LISTED_BYTES:
+            return (
+                f"There are {len(self._catalogue)} variables: with more, or with names so long, no message lists them."
+            )
         return next((why for change in changes if (why := self._refusal(change))), None)
 
     def _refusal(self, change: Change) -> str | None:
@@ -136,6 +144,7 @@ class Ledger:
         assert self.refusal(changes) is None
         for info in fresh:
             self._catalogue[info.name] = info
+            self._listed_bytes += _listed_bytes(info)
             self._servers[info.server].num_bytes += info.num_bytes
         if not changes:
             return self.commits
@@ -171,6 +180,10 @@ class Ledger:
         """All that it has not acknowledged is to be sent once more, after the commit that is returned."""
         self._servers[server].num_sent = 0
         return self._servers[server].acknowledged
+
+
+def _listed_bytes(one: Change | VariableInfo) -> int:
+    return 64 + len(one.name.encode()) + 9 * len(one.shape)
 
 
 class Versions(Generic[V]):

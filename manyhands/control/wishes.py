@@ -22,6 +22,8 @@ class Wishes:
         """Its kind, and the signal for workers that do not speak our protocol. The first one counts."""
         self.workers: int | None = None
         self.servers: int | None = None
+        self.replica = 1
+        """How many workers go and come together, as they say."""
 
     @property
     def stop_kind(self) -> str | None:
@@ -40,7 +42,7 @@ class Wishes:
         return None
 
     def _ask_scale(self, workers: int | None, servers: int | None, run: str, run_dir: str | None) -> Refusal | None:
-        refusal = why_not_scale(self._request, workers, servers, run=run, run_dir=run_dir)
+        refusal = why_not_scale(self._request, workers, servers, self.replica, run=run, run_dir=run_dir)
         if refusal is None and self.stop is not None:
             refusal = Refusal(error="UsageError", what=f"{run} has been asked to stop.")
         if refusal is not None:

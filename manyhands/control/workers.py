@@ -22,13 +22,13 @@ from manyhands.control.failure import WorkerEnd
 from manyhands.control.fence import Sweep, kill_session
 from manyhands.control.groups import is_later
 from manyhands.control.hang import Pulse, Verdict, main_stack
+from manyhands.control.host_messages import MemberReport
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import MemberReport
 from manyhands.control.output import Stream, WorkerLog
 from manyhands.control.records import MAX_RECORD_BYTES, STACK_SIGNAL, Raised, Record, Returned, WantsStore, decode
 from manyhands.spec.seat import Seat, seat_environment
 
-__all__ = ["DONE_CODES", "Worker", "torchrun_environment"]
+__all__ = ["Worker", "torchrun_environment"]
 
 READ_BYTES = 65536
 # What a dead worker's pipes still hold, and what a grandchild that outlives it may have put there.

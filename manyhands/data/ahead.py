@@ -23,7 +23,7 @@ from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
 from manyhands.errors import DataFetchFailed
 
-__all__ = ["LEAST_AHEAD", "Ahead", "how_far"]
+__all__ = ["Ahead", "how_far"]
 
 LEAST_AHEAD = 2
 

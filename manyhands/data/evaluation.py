@@ -69,7 +69,7 @@ def eval_pieces(
         assert exchange is not None, "files that some workers lack need an exchange"
         pieces = _of_shared_files(source, batch_size, seed, rank, world_size, exchange)
     else:
-        pieces = _of_rows(source, batch_size, seed, eval_slices(source.num_rows, batch_size, world_size, rank))
+        pieces = _of_rows(source, seed, eval_slices(source.num_rows, batch_size, world_size, rank))
     for piece in pieces:
         if target is not None:
             piece.batch = to_device(piece.batch, target)
@@ -84,7 +84,7 @@ def _job(each: EvalSlice, seed: int) -> Job:
     return Job(0, each.index, np.arange(each.start, each.stop), slice_key(seed, 0, each.index, "evaluate"))
 
 
-def _of_rows(source: RowSource, batch_size: int, seed: int, mine: list[EvalSlice]) -> Iterator[Piece]:
+def _of_rows(source: RowSource, seed: int, mine: list[EvalSlice]) -> Iterator[Piece]:
     if not mine:
         return
     jobs = (_job(piece, seed) for piece in mine)
@@ -148,7 +148,7 @@ def _of_apart(source: ApartSource, batch_size: int, seed: int) -> Iterator[Piece
         if isinstance(part, StreamSource):
             pieces = _of_stream(part, batch_size, own_seed, lambda _index: True)
         else:
-            pieces = _of_rows(part, batch_size, own_seed, eval_slices(part.num_rows, batch_size, 1, 0))
+            pieces = _of_rows(part, own_seed, eval_slices(part.num_rows, batch_size, 1, 0))
         for piece in pieces:
             piece.index = piece.index * source.num_slices + v
             yield piece

@@ -30,8 +30,6 @@ __all__ = [
     "Schedule",
     "SharedFilesFeed",
     "cut",
-    "plan_at",
-    "plan_steps",
     "start_fetcher",
     "total_steps",
 ]

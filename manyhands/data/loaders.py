@@ -7,6 +7,7 @@ ends.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -117,7 +118,11 @@ class Loader:
         return start(self._loader)
 
     def close(self) -> None:
-        self._loader = None  # the last reference; the processes end with it
+        """Whatever became of the processes."""
+        if self._loader is not None and self._loader._iterator is not None:
+            with contextlib.suppress(RuntimeError):  # one that crashes while it ends has nothing left to give
+                self._loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._loader = None
 
 
 def stream_loader(dataset: Dataset[Any], ahead: int) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ from manyhands.data.exchange import RowExchange
 from manyhands.data.fetch import Job
 from manyhands.errors import DataError
 
-__all__ = ["Collate", "DatasetReader", "Reader", "RowSource", "is_table"]
+__all__ = ["Collate", "DatasetReader", "Reader", "RowSource"]
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]

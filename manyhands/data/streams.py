@@ -24,7 +24,7 @@ from manyhands.data.randomness import randomness
 from manyhands.data.rows import Collate
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
-__all__ = ["LoadedStreamFeed", "Opener", "StreamFeed", "StreamSource", "read_steps"]
+__all__ = ["LoadedStreamFeed", "Opener", "StreamFeed", "StreamSource"]
 
 
 class StreamSource:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import TrainingFailed
 
-__all__ = ["ForeignState", "NormLayer", "StepBuffers", "changing_state", "norm_layers"]
+__all__ = ["ForeignState", "NormLayer", "StepBuffers", "changing_state"]
 
 # A frozen parameter this large is not a statistic: it is watched, but no copy is kept to restore it from.
 MAX_SHADOW_NUMEL = 2**20
@@ -138,6 +138,8 @@ class StepBuffers:
 
     def united(self, earlier: Tensor, later: Tensor) -> Tensor:
         """Two contributions of one slice, which went through different layers."""
+        if self._alone:
+            return self._nothing
         size = len(self._owner)
         touched = later[size:] > 0
         averages = torch.where(touched[self._owner], later[:size], earlier[:size])

@@ -16,7 +16,7 @@ from torch import Tensor
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
 
-__all__ = ["PIECE_BYTES", "Combination", "exchange_in_pair", "to_first_rank"]
+__all__ = ["Combination", "exchange_in_pair", "to_first_rank"]
 
 PIECE_BYTES = 4 * 2**20
 Combine = Callable[[Tensor], Tensor]

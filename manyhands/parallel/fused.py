@@ -1,28 +1,28 @@
-"""Optimizers as one pass over memory: which of torch's there is a fused version of, and its numbers of each step.
+"""Optimizers as one pass over memory: which of torch's there is a fused version of here, and how it is applied.
 
 A fused update reads gradients, weights and states once and writes them once (see native/update.c), and keeps its
 states where torch keeps them, under torch's names: a checkpoint does not tell which of the two ran. It follows torch's
 own operations; square roots may differ in the last bit. For the result not to depend on the number of workers, a run
-uses it everywhere or nowhere. Start reading at `fusible`, then `Fused.apply`.
+uses it everywhere or nowhere. Its numbers of each step: `fused_kinds`. Start reading at `fusible`, then `Fused.apply`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import Optimizer
 
 from manyhands.native import library, why_not
+from manyhands.parallel.fused_kinds import KINDS, Group
 from manyhands.parallel.tree import ONE
 
 __all__ = [
     "BLOCK",
-    "MAX_STATES",
     "WORTH_A_THREAD",
     "Batch",
     "Fused",
@@ -41,12 +41,11 @@ BLOCK = 1024
 """Elements of weights that native updates at a time, and has digests of: MH_BLOCK_BYTES of core.h."""
 # Below so many elements each, handing work to a thread takes longer than it saves.
 WORTH_A_THREAD = 2**17
-Group = Mapping[str, Any]
 
 
 def fusible(optimizer: Optimizer, params: Iterable[Tensor]) -> str:
     """Why this optimizer has no fused version here; empty where it has."""
-    kind = _KINDS.get(type(optimizer))
+    kind = KINDS.get(type(optimizer))
     if library is None:
         return why_not()
     if kind is None:
@@ -67,7 +66,7 @@ def fusible(optimizer: Optimizer, params: Iterable[Tensor]) -> str:
 
 def has_fused(optimizer: Optimizer) -> bool:
     """Whether there is a fused version of its kind, which treats every element by itself."""
-    return type(optimizer) in _KINDS
+    return type(optimizer) in KINDS
 
 
 def state_names(optimizer: Optimizer) -> list[str]:
@@ -77,132 +76,18 @@ def state_names(optimizer: Optimizer) -> list[str]:
 
 def names_by_group(optimizer: Optimizer) -> list[list[str]]:
     """The same by group of parameters."""
-    states = _KINDS[type(optimizer)].states
+    states = KINDS[type(optimizer)].states
     return [[name for name in states(group) if name is not None] for group in optimizer.param_groups]
 
 
 def counts_steps(optimizer: Optimizer) -> bool:
     """Whether it keeps, for each parameter, the number of its steps beside those states."""
-    return _KINDS[type(optimizer)].counts_steps
+    return KINDS[type(optimizer)].counts_steps
 
 
 def _numbers(group: Group) -> list[Any]:
     plain = [value for name, value in group.items() if name != "params" and not isinstance(value, tuple)]
     return [*plain, *group.get("betas", ())]
-
-
-class _How(NamedTuple):
-    """`struct mh_update` of core.h, field by field."""
-
-    optimizer: int
-    first: int = 0
-    nesterov: int = 0
-    maximize: int = 0
-    extra: int = 0
-    factor: float = 1.0
-    clip: float = 1.0
-    step_size: float = 0.0
-    weight_decay: float = 0.0
-    shrink: float = 1.0
-    momentum: float = 0.0
-    gradient_share: float = 1.0
-    second_keep: float = 0.0
-    second_share: float = 0.0
-    root_divisor: float = 1.0
-    eps: float = 0.0
-
-    def pack(self, factor: float, clip: float) -> bytes:
-        return struct.pack("5i11f", *self._replace(factor=factor, clip=clip))
-
-
-class _Kind(NamedTuple):
-    """One optimizer: the states that a group's settings ask for, in native's order, and its numbers of a step."""
-
-    states: Callable[[Group], Sequence[str | None]]
-    counts_steps: bool
-    how: Callable[[Group, int], _How]
-    """Of the group's settings and how many steps a parameter has taken, this one included; 0 where none are counted
-    and there is no state yet."""
-    starts_at: Callable[[Group], float] = lambda group: 0.0
-
-
-def _sgd(group: Group, steps: int) -> _How:
-    return _How(
-        optimizer=library.SGD,
-        first=steps == 0,
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group["maximize"]),
-        step_size=-group["lr"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        gradient_share=1 - group["dampening"],
-    )
-
-
-def _adam(group: Group, steps: int) -> _How:
-    (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    decoupled = group.get("decoupled_weight_decay", False)
-    return _How(
-        optimizer=library.ADAM,
-        maximize=bool(group["maximize"]),
-        extra=bool(group["amsgrad"]),
-        step_size=-(group["lr"] / (1 - beta1**steps)),
-        weight_decay=0.0 if decoupled else decay,
-        shrink=1 - group["lr"] * decay if decoupled else 1.0,
-        gradient_share=1 - beta1,
-        second_keep=beta2,
-        second_share=1 - beta2,
-        root_divisor=(1 - beta2**steps) ** 0.5,
-        eps=group["eps"],
-    )
-
-
-def _adagrad(group: Group, steps: int) -> _How:
-    return _How(
-        optimizer=library.ADAGRAD,
-        maximize=bool(group["maximize"]),
-        step_size=-(group["lr"] / (1 + (steps - 1) * group["lr_decay"])),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-    )
-
-
-def _rmsprop(group: Group, steps: int) -> _How:
-    return _How(
-        optimizer=library.RMSPROP,
-        maximize=bool(group["maximize"]),
-        extra=bool(group["centered"]),
-        step_size=-group["lr"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        second_keep=group["alpha"],
-        second_share=1 - group["alpha"],
-        eps=group["eps"],
-    )
-
-
-_ADAM = _Kind(
-    states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None),
-    counts_steps=True,
-    how=_adam,
-)
-_KINDS: dict[type[Optimizer], _Kind] = {
-    SGD: _Kind(lambda group: ("momentum_buffer",) if group["momentum"] else (), counts_steps=False, how=_sgd),
-    Adam: _ADAM,
-    AdamW: _ADAM,
-    Adagrad: _Kind(
-        lambda group: ("sum",), counts_steps=True, how=_adagrad, starts_at=lambda g: g["initial_accumulator_value"]
-    ),
-    RMSprop: _Kind(
-        lambda group: (
-            "square_avg",
-            "momentum_buffer" if group["momentum"] > 0 else None,
-            "grad_avg" if group["centered"] else None,
-        ),
-        counts_steps=True,
-        how=_rmsprop,
-    ),
-}
 
 
 class Piece(NamedTuple):
@@ -267,7 +152,7 @@ class Fused:
     def __init__(self, optimizer: Optimizer, make_state: Callable[[Tensor, str, float], Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self.params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
-        self._kind = _KINDS[type(optimizer)]
+        self._kind = KINDS[type(optimizer)]
         self._make_state = make_state or (lambda param, name, start: torch.full_like(param, start))
         self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._members = [
@@ -379,8 +264,10 @@ class Fused:
             if name is not None:
                 state[name] = self._make_state(self.params[place], name, start)
 
-    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0) -> bytes:
-        return self._kind.how(self.optimizer.param_groups[batch.group], batch.steps).pack(factor, clip)
+    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0, *, past_caches: bool = False) -> bytes:
+        """`past_caches`: pieces are short, but belong to what is too long for new values to be found in a cache."""
+        how = self._kind.how(self.optimizer.param_groups[batch.group], batch.steps)
+        return how.pack(factor, clip, past_caches)
 
     def is_whole_group(self, batch: Batch) -> bool:
         return batch.members is self._members[batch.group]

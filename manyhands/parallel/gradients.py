@@ -15,7 +15,7 @@ Start reading at `GradientSum`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.waiting import Waiting
-from manyhands.errors import TrainingFailed
+from manyhands.errors import BadLoss, TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
 
-__all__ = ["Bucket", "GradientSum", "Gradients", "add_lists", "copy_gradients_", "take"]
+__all__ = ["Bucket", "GradientSum", "Gradients", "add_lists", "copy_gradients_", "take", "total_weight"]
 
 Gradients = list[Tensor | None]
 # The first bucket is small so that something travels early; the rest are as large as asked.
@@ -374,3 +374,11 @@ def add_lists(left: Gradients, right: Gradients) -> Gradients:
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def total_weight(weights: Iterable[float], step: int) -> float:
+    """Of a step's slices: what the sum of their losses is divided by. `BadLoss` where that is nothing."""
+    weight = sum(weights)
+    if weight <= 0:
+        raise BadLoss(f"The weights of step {step} sum to {weight:g}; the mean needs them above 0.")
+    return weight

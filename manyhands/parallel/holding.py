@@ -22,8 +22,9 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.own_reduction import OwnReduction, Reduction
 from manyhands.parallel.owned_weights import OwnedWeights, ownable
 from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.shared_gradients import SharedGradients, Sharing, summable
+from manyhands.parallel.shared_gradients import SharedGradients, summable
 from manyhands.parallel.shared_weights import SharedWeights, shareable
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.updates import LocalUpdate, Update, runs_fused
 
 __all__ = ["HeldByServers", "Holding", "Mapped"]

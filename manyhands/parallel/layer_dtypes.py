@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from manyhands.errors import SpecError
 from manyhands.spec.load import nearest
 
-__all__ = ["DTYPES", "set_dtypes_"]
+__all__ = ["set_dtypes_"]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

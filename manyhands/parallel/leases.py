@@ -1,11 +1,11 @@
 """Who computes what under parameter servers: slices of steps are leased, and a lease is what counts once. Pure.
 
-A `Course` is the steps of one call, as arithmetic. The `Book` is kept by the first server: who has which slice, which
-ones to hand out again because whoever had them is gone, and when all meet. It can be lost and written anew at any time:
-what has been applied is in the servers' own memory, workers say again what they hold, and what nobody could say again
-is in its `Minutes`. In sync and ssp a step is applied when all of its slices are there, and a slice may be computed
-with weights that lack at most the last `ahead` of the steps before it; so ssp(0) is sync. In async a step is computed
-by one worker, and is applied on arrival. The protocol: docs/protocols/parameter-server.md. Start reading at `Book.ask`.
+The `Book` of a course is kept by the first server: who has which slice, which ones to hand out again because whoever
+had them is gone, and when all meet. It can be lost and written anew at any time: what has been applied is in the
+servers' own memory, workers say again what they hold, and what nobody could say again is in its `Minutes`. In sync and
+ssp a step is applied when all of its slices are there, and a slice may be computed with weights that lack at most the
+last `ahead` of the steps before it; so ssp(0) is sync. In async a step is computed by one worker, and is applied on
+arrival. The protocol: docs/protocols/parameter-server.md. Start reading at `Book.ask`.
 """
 
 from __future__ import annotations
@@ -16,59 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from manyhands.data.order import num_slices
+from manyhands.parallel.course import Course
 
-__all__ = ["WINDOW", "Book", "Course", "Grant", "Held", "Item", "Meet", "Minutes", "Rule", "Standing"]
+__all__ = ["WINDOW", "Book", "Grant", "Held", "Item", "Meet", "Minutes", "Rule", "Standing"]
 
 WINDOW = 4096
 """How many steps beyond the first that is not applied may be handed out: what a server remembers is bounded by it."""
-
-
-class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one call over rows by number, from wherever it began."""
-
-    call: int
-    first: int
-    """Number of the first step, and below, of the last."""
-    last: int
-    start_row: int
-    """Rows of the first step's epoch that were consumed before it."""
-    num_rows: int
-    batch_size: int
-    slices: int
-    whole: bool
-    """A step is computed by one worker, all its slices one after the other."""
-
-    def rows(self, step: int) -> int:
-        return min(self.batch_size, self.num_rows - self.start(step))
-
-    def places(self, step: int) -> int:
-        """How many slices a step is cut into; none of them is empty."""
-        rows = self.rows(step)
-        return num_slices(rows, self.slices, short=rows < self.batch_size)
-
-    def items(self, step: int) -> int:
-        """In how many pieces a step is handed out."""
-        return 1 if self.whole else self.places(step)
-
-    def ends_epoch(self, step: int) -> bool:
-        return self._steps_from(self.start(step)) == 1
-
-    def next_end(self, step: int) -> int:
-        """The first step from this one on after which all meet: an epoch's last, or the call's."""
-        return min(self.last, step - 1 + self._steps_from(self.start(step)))
-
-    def start(self, step: int) -> int:
-        """Rows of its epoch that are consumed before a step. The first epoch may begin anywhere, all others at 0."""
-        steps = step - self.first
-        in_first = self._steps_from(self.start_row)
-        if steps < in_first:
-            return self.start_row + steps * self.batch_size
-        return (steps - in_first) % self._steps_from(0) * self.batch_size
-
-    def _steps_from(self, row: int) -> int:
-        """How many steps the rest of an epoch takes."""
-        return -(-(self.num_rows - row) // self.batch_size)
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec, aligned
 from manyhands.parallel.tree import finish
 
-__all__ = ["LETTER_BYTES", "Letters", "most_numel", "new_letters"]
+__all__ = ["Letters", "most_numel", "new_letters"]
 
 # Before encoding: small enough that the first is under way early, and one is encoded while another travels.
 LETTER_BYTES = 2**20

@@ -6,7 +6,7 @@ are from them. Start reading at `AgreedWeights.begin` and `.apply`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -127,11 +127,11 @@ class AgreedWeights:
         self._arrived = {int(fragment): row.clone() for fragment, row in state["arrived"].items()}
 
 
-def mean_of_ranks_(tensors: Sequence[Tensor], axis: Axis, name: str, rule: Callable[[Tensor], Tensor] = mean) -> None:
+def mean_of_ranks_(tensors: Sequence[Tensor], axis: Axis, name: str) -> None:
     """Every floating tensor becomes the mean over the ranks; any other, rank 0's."""
     numbers = [one for one in tensors if one.is_floating_point()]
     if numbers:
-        combination = Combination(flat(numbers), axis, rule, None, name)
+        combination = Combination(flat(numbers), axis, mean, None, name)
         combination.begin()
         unflatten_(combination.finish(), numbers)
     axis.broadcast_([one for one in tensors if not one.is_floating_point()], name)

@@ -19,12 +19,23 @@ from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
 from manyhands.parallel.traced import Traced
 
-__all__ = ["blocks_of", "cut", "measure", "sizes_of"]
+__all__ = ["blocks_of", "check_enough", "cut", "measure", "sizes_of"]
 
 
 def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
     """A Sequential's own; another model's as they are called with these inputs. The model itself is left alone."""
     return Chain(model) if is_chain(model) else Traced(model, inputs, stages, at)
+
+
+def check_enough(blocks: Blocks, workers: int, chunks: int) -> None:
+    """`SpecError` where there are fewer blocks than stages."""
+    count = len(blocks.names)
+    if count < workers * chunks > workers:
+        fewer = [f"chunks={count // workers}"] if count >= workers else [f"stages={count}, chunks=1"]
+        raise SpecError(
+            f"{workers} workers with {chunks} stages each need {workers * chunks} blocks; the model has {count}.",
+            fix=[*fewer, "smaller blocks: a longer nn.Sequential, or more modules in the model"],
+        )
 
 
 def cut(

@@ -34,8 +34,8 @@ class RowOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number = -1
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise SpecError(f"lr is {self.lr:g}, but must be above 0.", where=type(self).__name__)
+        if not isinstance(self.lr, int | float) or not self.lr > 0:
+            raise SpecError(f"lr is {self.lr!r}, but must be a number above 0.", where=type(self).__name__)
         self.check()
 
     def check(self) -> None:
@@ -165,8 +165,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
-        if not self.name:
-            raise SpecError("A table has no name.", fix=['name="items"'])
+        if not self.name or not isinstance(self.name, str):
+            raise SpecError(f"A table's name is {self.name!r}.", fix=['name="items"'])
         if not isinstance(self.optimizer, RowOptimizer):
             kind = type(self.optimizer).__name__
             raise SpecError(f"optimizer is a {kind}, which cannot run on rows.", where=where, fix=["mh.rows.Adagrad()"])
@@ -174,10 +174,12 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(f"init is {self.init!r}.", where=where, fix=[f'init="{name}"' for name in _STARTS])
         if not self.scale >= 0:
             raise SpecError(f"scale is {self.scale:g}, but must not be below 0.", where=where)
-        numbers = {"dim": self.dim, "admit_after": self.admit_after, "keep_steps": self.keep_steps, "cache": self.cache}
-        for name, value in numbers.items():
-            if value is not None and not 1 <= value <= MOST:
-                raise SpecError(f"{name} is {value}, but must be from 1 to {MOST}.", where=where)
+        for name in ("dim", "admit_after", "keep_steps", "cache"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and 1 <= value <= MOST):
+                raise SpecError(f"{name} is {value!r}, but must be a whole number from 1 to {MOST}.", where=where)
+        if self.max_bytes is not None and not isinstance(self.max_bytes, int):
+            raise SpecError(f"max_bytes is {self.max_bytes!r}, but must be a number of bytes.", where=where)
 
     @property
     def num_states(self) -> int:

@@ -65,24 +65,31 @@ class Room(NamedTuple):
         return -(-int(library.rows_bytes(tuple(self))) // _PAGE) * _PAGE
 
 
-def most_room(spec: TableSpec) -> Room:
-    """As many rows as `max_bytes` allows. The journal of an update comes on top: it depends on what is touched."""
+def most_room(spec: TableSpec, parts: int = 1) -> Room:
+    """As many rows as `max_bytes` allows for one of so many parts of a table.
+
+    The journal of an update comes on top: it depends on what is touched.
+    """
     num_states, per_row = spec.num_states, 1 if spec.admit_after > 1 else 0
     if spec.max_bytes is None:
         return Room(spec.dim, num_states, MOST, MOST * per_row, 0)
     low, high = 0, MOST
     while low < high:  # the most that fit
         rows = (low + high + 1) // 2
-        fits = library.rows_bytes((spec.dim, num_states, rows, rows * per_row, 0)) <= spec.max_bytes
+        fits = library.rows_bytes((spec.dim, num_states, rows, rows * per_row, 0)) <= spec.max_bytes // parts
         low, high = (rows, high) if fits else (low, rows - 1)
     if low == 0:
         least = library.rows_bytes((spec.dim, num_states, 1, per_row, 0))
         raise SpecError(
-            f"max_bytes is {spec.max_bytes}, which is less than one row takes.",
+            f"max_bytes is {spec.max_bytes}, which is less than one row{_in_each(parts)} takes.",
             where=f"table {spec.name!r}",
-            fix=[f"max_bytes={least} or more"],
+            fix=[f"max_bytes={parts * least} or more"],
         )
     return Room(spec.dim, num_states, low, low * per_row, 0)
+
+
+def _in_each(parts: int) -> str:
+    return f" in each of its {parts} parts" if parts > 1 else ""
 
 
 def larger(room: Room, wanted: Room, most: Room) -> Room:
@@ -130,15 +137,17 @@ def open_region(spec: TableSpec, memory: Memory, where: bytes) -> tuple[int, Seg
 class RowTable:
     """One table. One process at a time changes it; opening it undoes an update that another was killed in."""
 
-    def __init__(self, spec: TableSpec, memory: Memory = private_memory, *, num_rows: int = FIRST_ROWS) -> None:
-        """`num_rows`: how many there is room for at first, for those who know."""
+    def __init__(
+        self, spec: TableSpec, memory: Memory = private_memory, *, num_rows: int = FIRST_ROWS, parts: int = 1
+    ) -> None:
+        """`num_rows`: how many there is room for at first, for those who know. It may be one of so many `parts`."""
         if why_not():
             raise EnvironmentProblem(
                 f"Embeddings by id are computed in C, and {why_not()}.",
                 fix=["a C compiler, and manyhands installed again", "torch.nn.Embedding"],
             )
         self.spec, self._memory, self._rule = spec, memory, spec.rule()
-        self._most = most_room(spec)
+        self._parts, self._most = parts, most_room(spec, parts)
         self.recovered = False
         """Whether an update was undone when the table was opened."""
         self._register = region_register(spec, memory)
@@ -316,7 +325,7 @@ class RowTable:
     def _too_small(self, count: int) -> SpecError:
         return SpecError(
             f"One update of {self._about} touches {count} ids, but max_bytes={self.spec.max_bytes} has room for "
-            f"{self._most.rows} rows.",
+            f"{self._most.rows} rows{_in_each(self._parts)}.",
             where="max_bytes",
             fix=[f"max_bytes={self.spec.max_bytes * -(-2 * count // self._most.rows)}" if self.spec.max_bytes else ""],
         )

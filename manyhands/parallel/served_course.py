@@ -1,7 +1,8 @@
-"""What a server knows while one course lasts: gradients that wait, updates, and in the first server leases and buffers.
+"""What a server knows while one course lasts: gradients that wait, updates, and in the first server buffers.
 
-Messages come from `served_server`, which also says when a course begins. An update counts once it is committed, with
-what was applied, to memory that outlives the server. Start reading at `Ongoing.fill` and `Ongoing.apply_one`.
+Messages come from `served_server`, which also says when a course begins; workers that want something to do turn to the
+first server's `served_reception`. An update counts once it is committed, with what was applied, to memory that outlives
+the server. Start reading at `Ongoing.fill` and `Ongoing.apply_one`.
 """
 
 from __future__ import annotations
@@ -13,37 +14,30 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.leases import Book, Grant, Item, Meet, Minutes, Rule, Standing
+from manyhands.parallel.factors import fits
+from manyhands.parallel.gradients import total_weight
 from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
-from manyhands.parallel.served_keeping import Keeper, first_minutes, statistics_from
+from manyhands.parallel.served_keeping import Keeper, statistics_from
 from manyhands.parallel.served_log import Past
 from manyhands.parallel.served_memory import ServedMemory, StateTorn
 from manyhands.parallel.served_messages import (
     Applied,
-    Ask,
     Done,
     Filled,
     Number,
     Open,
     Piece,
-    Reply,
-    Stand,
-    Values,
     Want,
 )
 from manyhands.parallel.served_part import Gradient, ServedPart
+from manyhands.parallel.served_reception import Outbox, Reception
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
 from manyhands.parallel.served_tables import Tables, pieces_of
 from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.sparse import Contribution as RowSum
 
-__all__ = ["MAX_TOLD", "Ongoing", "Outbox", "Saved", "more_of"]
-
-MAX_TOLD = 200
-"""Updates that one reply tells of."""
-
-Outbox = list[tuple[bytes, Any]]
+__all__ = ["Ongoing", "Saved", "more_of"]
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,14 +62,6 @@ def more_of(committed: bytes, opened: Open) -> bytes:
     """What lies beside the states in memory, as a server left them in this course, or else as it began."""
     saved = msgspec.msgpack.decode(committed, type=Saved) if committed else None
     return saved.more if saved is not None and saved.number == opened.number else opened.more
-
-
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
-    """The minutes of a book, with its number and its course's."""
-
-    course: Number
-    book: int
-    minutes: Minutes | None
 
 
 class Ongoing:
@@ -108,61 +94,17 @@ class Ongoing:
         """Step -> who waits to hear that it is applied."""
         self._rows_of, self._rows = -1, b""
         """Packed rows of embeddings, and how many updates they had seen."""
-        self.asks: dict[int, tuple[bytes, Ask]] = {}
-        self._values: dict[int, Values] = {}
-        """What workers have told of themselves. Lost with this server: they tell it again."""
-        self.book: Book | None = None
-        self._standings: dict[int, Standing] = {}
-        self._living: frozenset[int] | None = None
-        self._others_want: set[int] = set()
-        """Servers that would like a checkpoint."""
+        self.reception = Reception(opened, served, self.shard, keeper) if number == 0 else None
         if number == 0:
-            self._minutes = served.minutes()
             self._journal = served.journal()
             self._buffers = ServedBuffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
-
-    def hear_living(self, living: frozenset[int]) -> None:
-        self._living = living.intersection(self.opened.workers)
-        self.asks = {worker: ask for worker, ask in self.asks.items() if worker in living}
-        self._values = {worker: told for worker, told in self._values.items() if worker in living}
-        if self.book is not None:
-            self.book.lose(self._living)
-        else:
-            self._open_book()
-
-    def _open_book(self) -> None:
-        """Once it is known where every server stands, and who is there."""
-        opened = self.opened
-        if self._number or self._living is None or len(self._standings) < opened.servers:
-            return
-        found = self._minutes.value
-        before = msgspec.msgpack.decode(found, type=_Kept) if found else _Kept(opened.number, 0, None)
-        same = before.minutes if before.course == opened.number else None
-        standings = [self._standings[server] for server in range(opened.servers)]
-        self.book = Book(
-            opened.course,
-            Rule(ahead=opened.ahead, backups=opened.backups, alone=opened.alone),
-            standings,
-            num_rows=opened.rows,
-            number=before.book + 1,
-            minutes=same or first_minutes(opened, standings),
-        )
-        self._keep_minutes(self.book)
-        self.book.lose(self._living)
-        self.book.expect(self._living)
-
-    def _keep_minutes(self, book: Book) -> None:
-        """Before any answer goes out that rests on them."""
-        told = msgspec.msgpack.encode(_Kept(self.opened.number, book.number, book.minutes))
-        if told != self._minutes.value:
-            self._minutes.write(told)
 
     # ---- messages ----
 
     def fill(self, sender: bytes, message: Filled) -> Outbox:
         held = message.held
-        if self.book is not None:
-            self.book.filled(held)
+        if self.reception is not None:
+            self.reception.filled(held)
         if self.shard.is_applied(held.step):
             self.tables.drop([held.filling])
             return [(sender, self._applied(held.step))]
@@ -178,13 +120,21 @@ class Ongoing:
             absent=tuple(message.absent),
             changes=message.changes,
             tables=tuple(message.tables),
+            factored=tuple(message.factored.items()),
         )
-        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows and self._can_use(message)
         is_whole = self.tables.has(held.filling, message.pieces)
         if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
+
+    def _can_use(self, message: Filled) -> bool:
+        params, factored = self._served.params, message.factored
+        return not factored or (
+            self.opened.factors
+            and all(0 <= place < len(params) and fits(params[place], rows) for place, rows in factored.items())
+        )
 
     def _keep_handed(self, message: Filled) -> bool:
         if message.worker in self._away and message.handed:
@@ -214,77 +164,9 @@ class Ongoing:
     def committed(self) -> bytes:
         return self._register.value
 
-    def stands(self, message: Stand) -> None:
-        if 0 < message.server < self.opened.servers:
-            has = frozenset(Item(*item) for item in message.has)
-            self._stand(message.server, Standing(message.low, frozenset(message.seen), has))
-            (self._others_want.add if message.save else self._others_want.discard)(message.server)
-
     @property
     def wants_checkpoint(self) -> bool:
         return self.keeper is not None and self.keeper.wants_checkpoint
-
-    def _stand(self, server: int, standing: Standing) -> None:
-        if self.book is not None:
-            self.book.stands(server, standing)
-        else:
-            self._standings[server] = standing
-            self._open_book()
-
-    def answer(self) -> Outbox:
-        """Everybody for whom there is something."""
-        if self._number:
-            return []
-        self._stand(0, self.shard.standing())
-        if self.book is None:
-            return []
-        outbox: Outbox = []
-        for worker, (sender, ask) in list(self.asks.items()):
-            done, all_told = self._news(ask.told)
-            if ask.leaves:
-                self.book.leave(worker)
-            self._keep_values(ask)
-            answer = None
-            if all_told:
-                # Workers ask when they write nothing: the row of what is applied everywhere is nobody's.
-                holding = [held for held in ask.holding if not self.book.has_applied(held.step)]
-                answer = self.book.ask(worker, ask.book, ask.ticket, ask.met, ask.wish, holding)
-            if answer is None and not (done or ask.leaves) and ask.book == self.book.number:
-                continue
-            del self.asks[worker]
-            outbox.append((sender, self._reply(self.book, ask, answer, done)))
-        self._keep_minutes(self.book)
-        return outbox
-
-    def _keep_values(self, ask: Ask) -> None:
-        if ask.leaves:
-            self._values.pop(ask.worker, None)
-        elif ask.values:
-            self._values[ask.worker] = ask.values
-
-    def _reply(self, book: Book, ask: Ask, answer: Grant | Meet | None, done: list[Done]) -> Reply:
-        return Reply(
-            number=ask.number,
-            ticket=ask.ticket,
-            book=book.number,
-            version=answer.version if isinstance(answer, Grant) else book.low,
-            work=answer.held if isinstance(answer, Grant) else None,
-            meet=answer.step if isinstance(answer, Meet) else None,
-            why=answer.why if isinstance(answer, Meet) else 0,
-            done=done,
-            values=[told for worker, told in self._values.items() if worker != ask.worker],
-            soon=book.soon(ask.worker, ask.soon) if isinstance(answer, Grant) and ask.soon > 0 else [],
-            save=self.wants_checkpoint or bool(self._others_want),
-        )
-
-    def _news(self, told: int) -> tuple[list[Done], bool]:
-        """Updates that a worker has not heard of, and whether these are all."""
-        updates = self.shard.num_applied
-        if self.keeper is not None and self.shard.in_order and self.book is not None:
-            updates = min(updates, self.book.low)  # what some log lacks is computed again if the host is lost
-        found = [self._journal.read(number) for number in range(told + 1, min(updates, told + MAX_TOLD) + 1)]
-        done = [msgspec.msgpack.decode(one, type=Done) for one in found if one is not None]
-        return done, updates <= told + MAX_TOLD
 
     # ---- updates ----
 
@@ -357,11 +239,12 @@ class Ongoing:
         return self.part.update(version, gradient)
 
     def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
-        weight = sum(one.weight for one in due)
-        factor = self.opened.course.rows(due[0].step) / weight
+        step = due[0].step
+        factor = self.opened.course.rows(step) / total_weight((one.weight for one in due), step)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
+        damped = factor / (1 + self._staleness(due) if self.opened.damping else 1)
+        return Gradient(tuple(rows), present, damped, dict(due[0].factored))
 
     def _staleness(self, due: Sequence[Contribution]) -> int:
         return max(self.shard.num_applied - one.based_on for one in due)

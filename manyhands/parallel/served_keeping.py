@@ -26,7 +26,7 @@ from manyhands.parallel.shard import Contribution, Shard
 from manyhands.parallel.tree import finish
 from manyhands.parallel.update_log import Begin, Terms, Update
 
-__all__ = ["Keeper", "check_together", "first_minutes", "statistics_from"]
+__all__ = ["Keeper", "first_minutes", "statistics_from"]
 
 
 class Keeper:

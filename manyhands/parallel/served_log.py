@@ -253,10 +253,11 @@ class ServedLog:
         self._begun.clear()
         self._moved = None
 
-    def close(self, now: Begin) -> None:
-        """The run ends; if all of it is in the newest checkpoint, nothing is left."""
+    def close(self, now: Begin | None) -> None:
+        """The run ends; if all of it is in the newest checkpoint, nothing is left. None: there was no course."""
         self.end_segment()
-        self.forget_what_is_saved(now)
+        if now is not None:
+            self.forget_what_is_saved(now)
         if self._backups is not None:
             self._backups.close()
         with contextlib.suppress(OSError):  # not empty, or another server's

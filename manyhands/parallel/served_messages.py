@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from manyhands.parallel.leases import Course, Held, Item
+from manyhands.comm.transport import Message
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.rounds import Quorum
 
 __all__ = [
@@ -47,7 +49,7 @@ Number = tuple[int, int, int]
 """The generation of workers that opened the course, and how many it had opened before."""
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+class _Message(Message, frozen=True, kw_only=True):
     number: Number
 
 
@@ -106,6 +108,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """The run begins with this course: what is on disk of an earlier one does not count."""
     in_place: bool = False
     """There is one copy of the states, which updates change."""
+    factors: bool = False
+    """Gradients of matrices may be there as factors."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):
@@ -206,6 +210,8 @@ class Filled(_Message, frozen=True, kw_only=True):
     weight: float
     absent: list[int] = []
     """Parameters without a gradient in it."""
+    factored: dict[int, int] = {}
+    """Parameters that have two factors in the place of their gradient (`factors`), and how many rows both have."""
     pieces: int = 0
     """How many messages with gradients of rows this server was sent beside it."""
     handed: list[Handed] = []

@@ -6,6 +6,7 @@ another model than whoever opens a course says so and goes on as before: others 
 
 from __future__ import annotations
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_memory import layout_name
 from manyhands.parallel.served_messages import Open, Refused
+from manyhands.parallel.served_states import settings_of
 from manyhands.parallel.updates import runs_fused
 
 __all__ = ["check_room", "check_servable", "misfit", "refusal"]
@@ -95,6 +97,13 @@ def check_servable(precision: Precision, optimizer: Optimizer, model: nn.Module)
             "LBFGS evaluates the loss several times per step, which a parameter server cannot do.",
             fix=["another optimizer", 'strategy="mirrored"'],
         )
+    try:
+        msgspec.msgpack.encode(settings_of(optimizer))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SpecError(
+            f"The settings of {type(optimizer).__name__} cannot be sent to a parameter server: {error}.",
+            fix=["an optimizer whose param_groups have numbers, text and tuples", 'strategy="mirrored"'],
+        ) from error
     others = {str(param.device) for param in model.parameters() if param.device.type != "cpu"}
     if others:
         raise SpecError(

@@ -17,9 +17,10 @@ import torch
 
 from manyhands.parallel.aggregate import combine
 from manyhands.parallel.rounds import close_round
-from manyhands.parallel.served_course import Ongoing, Outbox
+from manyhands.parallel.served_course import Ongoing
 from manyhands.parallel.served_messages import Done
 from manyhands.parallel.served_part import Gradient
+from manyhands.parallel.served_reception import Outbox
 from manyhands.parallel.shard import Contribution
 
 __all__ = ["RoundCourse"]
@@ -53,10 +54,10 @@ class RoundCourse(Ongoing):
         """Whom the open round closes with now, in the order of their stretches; None: not yet with anybody."""
         waiting, now = {one.worker: one for one in self.shard.waiting}, self._clock()
         self._arrived = {one.filling: self._arrived.get(one.filling, now) for one in waiting.values()}
-        if not waiting or self.book is None:
+        if not waiting or self.reception is None or self.reception.book is None:
             return None
         begun = min(self._arrived.values())
-        expected = sorted(self.book.awaited() | waiting.keys())
+        expected = sorted(self.reception.book.awaited() | waiting.keys())
         closing = close_round(
             {worker: self._arrived[one.filling] - begun for worker, one in waiting.items()},
             expected,

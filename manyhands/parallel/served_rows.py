@@ -1,17 +1,20 @@
 """From backward to a row of memory that servers read: the gradient of one slice, or of a whole step's slices.
 
 Large gradients are copied into the row as soon as they are there, while they are in a cache; small ones all at the end.
-Several slices in one row are summed along the slice tree first. Start reading at `RowFiller.begin`.
+Several slices in one row are summed along the slice tree first. Where servers take factors in place of gradients, those
+of a single slice are written. Start reading at `RowFiller.begin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.parallel.copies import copy_large_
+from manyhands.parallel.factors import Factor, Factoring, fits, write
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.shared_gradients import AT_ONCE_BYTES
 from manyhands.parallel.tree import Stack
@@ -20,10 +23,15 @@ __all__ = ["RowFiller"]
 
 
 class RowFiller:
-    """Of the trained `params`. Per row: `begin`, backward of each slice with `after_backward` behind it, `finish`."""
+    """Of the trained `params`. Per row: `begin`, then of each slice the forward, `in_forward`, and `backward`; at the
+    end `finish`.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
+        self._factoring, self._factors_now = Factoring(self._params), False
+        self.factored: dict[int, int] = {}
+        """Parameters for which there are factors in the row, and how many rows each of the two has."""
         self._views: Sequence[Tensor] = ()
         self._at_once = False
         self._put: set[int] = set()
@@ -33,9 +41,11 @@ class RowFiller:
             if param.nbytes >= AT_ONCE_BYTES
         ]
 
-    def begin(self, views: Sequence[Tensor], num_slices: int) -> None:
-        """What follows goes into `views`, one for each parameter."""
+    def begin(self, views: Sequence[Tensor], num_slices: int, *, factors: bool = False) -> None:
+        """What follows goes into `views`, one for each parameter: gradients, or with `factors` perhaps those."""
         self._views, self._put, self._at_once = views, set(), num_slices == 1
+        self._factors_now, self.factored = factors and self._at_once, {}
+        self._factoring.forget()
         self._stack: Stack[Gradients] = Stack(num_slices, add=add_lists)
         for param in self._params:
             param.grad = None
@@ -51,7 +61,15 @@ class RowFiller:
 
         return arrived
 
-    def after_backward(self, v: int) -> None:
+    def in_forward(self) -> AbstractContextManager[object]:
+        return self._factoring if self._factors_now else nullcontext()
+
+    def backward(self, loss: Tensor, v: int) -> None:
+        """Of slice `v`."""
+        if self._factors_now and loss.grad_fn is not None:
+            self._factoring.backward(loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
         if not self._at_once:
             self._stack.push(v, [take(param) for param in self._params])
 
@@ -62,7 +80,12 @@ class RowFiller:
         else:
             (grads,) = self._stack.values()
         self._at_once = False
-        rest = [i for i in range(len(self._params)) if i not in self._put]
+        factors = {i: found for i, param in enumerate(self._params) if (found := self._factoring.take(param))}
+        alone = {i for i in factors if i not in self._put and grads[i] is None}
+        self.factored = {
+            i: write(self._views[i], factors[i]) for i in alone if fits(self._params[i], _rows(factors[i]))
+        }
+        rest = [i for i in range(len(self._params)) if i not in self._put and i not in self.factored]
         dense = [i for i in rest if grads[i] is not None]
         with torch.no_grad():
             if dense:  # torch refuses an empty list
@@ -70,8 +93,15 @@ class RowFiller:
             absent = [i for i in rest if grads[i] is None]
             for i in absent:
                 self._views[i].zero_()
-        return absent
+            for i in factors.keys() - self.factored.keys():
+                for one in factors[i]:
+                    self._views[i].addmm_(one.outputs.t(), one.inputs)
+        return [i for i in absent if i not in factors]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _rows(factors: Sequence[Factor]) -> int:
+    return sum(len(one.outputs) for one in factors)

@@ -21,7 +21,7 @@ from manyhands.comm.segments import all_bytes, free_bytes
 from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.placing import Chunk, divide, pinned
-from manyhands.parallel.served_course import Ongoing, Outbox, Saved
+from manyhands.parallel.served_course import Ongoing, Saved
 from manyhands.parallel.served_hatch import Hatch, Intake
 from manyhands.parallel.served_keeping import Keeper
 from manyhands.parallel.served_log import ServedLog
@@ -44,6 +44,7 @@ from manyhands.parallel.served_messages import (
 )
 from manyhands.parallel.served_misfit import check_room, misfit
 from manyhands.parallel.served_part import FusedPart, ServedPart, WholePart
+from manyhands.parallel.served_reception import Outbox
 from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
@@ -167,10 +168,10 @@ class PartServer:
                 return course.take(sender, message)
             case Want():
                 return course.give(sender, message)
-            case Ask() if self.is_first:
-                course.asks[message.worker] = sender, message
-            case Stand() if self.is_first:
-                course.stands(message)
+            case Ask() if course.reception is not None:
+                course.reception.asks[message.worker] = sender, message
+            case Stand() if course.reception is not None:
+                course.reception.stands(message)
         return []
 
     def _told(self, course: Ongoing, of: Of) -> bytes:
@@ -187,7 +188,7 @@ class PartServer:
         self.num_made += course.shard.num_applied - before
         if self._log is not None and not self._log.settle(more=self.has_work):
             return []
-        return [*self._settled(), *course.answer()]
+        return [*self._settled(), *(course.reception.answer() if course.reception is not None else ())]
 
     def _settled(self) -> Outbox:
         """What may be said now."""
@@ -198,8 +199,9 @@ class PartServer:
 
     def close(self) -> None:
         """The run ends."""
-        if self._course is not None and self._course.keeper is not None and self._log is not None:
-            self._log.close(self._course.keeper.begin(self._course.shard))
+        course = self._course
+        if self._log is not None:
+            self._log.close(course.keeper.begin(course.shard) if course is not None and course.keeper else None)
 
     @property
     def has_work(self) -> bool:
@@ -210,8 +212,8 @@ class PartServer:
         living = frozenset(workers)
         if living != self._living:
             self._living = living
-            if self._course is not None:
-                self._course.hear_living(living)
+            if self._course is not None and self._course.reception is not None:
+                self._course.reception.hear_living(living)
 
     def standing(self) -> Stand | None:
         """For the first server."""
@@ -325,8 +327,8 @@ class PartServer:
         self._held = []
         self._course.catch_up()
         served.set_version(self._number, self._course.shard.num_applied)
-        if self._living is not None:
-            self._course.hear_living(self._living)
+        if self._living is not None and self._course.reception is not None:
+            self._course.reception.hear_living(self._living)
 
     def _keep(self, served: ServedMemory, opened: Open) -> Keeper | None:
         if self._log is None:

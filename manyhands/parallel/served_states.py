@@ -108,11 +108,12 @@ def _state_names(optimizer: Optimizer, memory: ServedMemory) -> dict[int, list[s
         place_of[id(param)]: names
         for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True)
         for param in group["params"]
+        if id(param) in place_of  # others are not trained now
     }
 
 
 def _store(memory: ServedMemory, version: int, place: int, name: str, value: Any) -> _Entry:
-    if isinstance(value, Tensor) and value.numel() > 1:
+    if isinstance(value, Tensor) and value.numel() != 1:
         entry = _Entry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
         _copy(_tensor(memory, version, entry), value)
         return entry
@@ -136,13 +137,15 @@ def _load(memory: ServedMemory, version: int, entry: _Entry) -> Any:
 
 def _tensor(memory: ServedMemory, version: int, entry: _Entry) -> Tensor:
     segment, shape = _segment(memory, version, entry), tuple(entry.shape)
-    numel = torch.Size(shape).numel()
-    return torch.frombuffer(segment.buffer, dtype=getattr(torch, entry.dtype), count=numel).view(shape)
+    dtype, numel = getattr(torch, entry.dtype), torch.Size(shape).numel()
+    if not numel:  # torch refuses to look at nothing
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(segment.buffer, dtype=dtype, count=numel).view(shape)
 
 
 def _segment(memory: ServedMemory, version: int, entry: _Entry) -> Segment:
     num_bytes = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
-    num_bytes = -(-num_bytes // 4096) * 4096
+    num_bytes = -(-max(num_bytes, 1) // 4096) * 4096
     return memory.segment(f"state {entry.name} of {entry.place} {num_bytes} {version % memory.state_copies}", num_bytes)
 
 
@@ -168,10 +171,21 @@ def plain_schedule(scheduler: Any) -> dict[str, Any] | None:
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The numbers of each group of parameters, as a message carries them."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: _number(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    """A rate may be a tensor."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def load_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         for name, value in mine.items():
-            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+            before = group.get(name)
+            if isinstance(before, Tensor):
+                before.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(before, tuple) else value

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from manyhands.comm.transport import MAX_MESSAGE_BYTES
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import NEWEST, PARTS, RowTable, in_parts
 from manyhands.parallel.served_handing import MOST_MARKS, HandedOver
@@ -28,7 +28,6 @@ __all__ = [
     "PARTS",
     "Tables",
     "by_part",
-    "ids_from",
     "in_order",
     "part_of",
     "parts_of",
@@ -88,7 +87,7 @@ class Tables:
     def __init__(self, specs: Sequence[TableSpec], memory: Memory, parts: Sequence[int]) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._tables = {
-            (spec.name, part): RowTable(_share(spec), within(memory, part)) for spec in specs for part in parts
+            (spec.name, part): RowTable(spec, within(memory, part), parts=PARTS) for spec in specs for part in parts
         }
         self._parts = list(parts)
         self._pieces: dict[int, dict[int, RowGradients]] = {}
@@ -101,9 +100,9 @@ class Tables:
         return bool(self._specs)
 
     def look_up(self, asked: Lookup, version: int = 0) -> Rows | None:
-        """After so many updates. None: no such table, or ids that are not this server's."""
+        """After so many updates. None: no such table, ids that are not this server's, or more than an answer has."""
         spec = self._specs.get(asked.table)
-        if spec is None or len(asked.ids) % 8:
+        if spec is None or len(asked.ids) % 8 or len(asked.ids) // 8 * 4 * spec.dim > MAX_MESSAGE_BYTES:
             return None
         ids = ids_from(asked.ids)
         order, bounds = in_order(ids)
@@ -251,11 +250,6 @@ class Tables:
             }
             said = {"number": torch.tensor(number), "optimizer": saved["optimizer"]}
             self._tables[name, part].restore({**said, **mine, **rest})
-
-
-def _share(spec: TableSpec) -> TableSpec:
-    """A part's share of the bound."""
-    return spec if spec.max_bytes is None else msgspec.structs.replace(spec, max_bytes=spec.max_bytes // PARTS)
 
 
 def within(memory: Memory, part: int) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from manyhands.errors import SpecError
 from manyhands.spec.load import nearest
 
 __all__ = ["SeveralOptimizers", "divide_parameters"]
-
-Maker = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def divide_parameters(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, list[nn.Parameter]]:

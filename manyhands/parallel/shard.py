@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from manyhands.parallel.leases import WINDOW, Course, Item, Standing
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import WINDOW, Item, Standing
 
 __all__ = ["Contribution", "Shard"]
 
@@ -33,6 +34,8 @@ class Contribution(NamedTuple):
     changes: bytes
     tables: tuple[str, ...] = ()
     """Tables of rows that it has gradients for, this server's or others'."""
+    factored: tuple[tuple[int, int], ...] = ()
+    """Parameters that have factors in the place of their gradient, and of how many rows."""
 
     @property
     def item(self) -> Item:

@@ -29,45 +29,13 @@ from manyhands.parallel.coded_across_hosts import CodedDepartures
 from manyhands.parallel.flat import Flat, lay_out
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
+from manyhands.parallel.seat_notes import SeatNotes
 from manyhands.parallel.tree import ONE, Node, Stack, nodes_of, program
 
-__all__ = ["STAMP_BYTES", "SharedGradients", "Sharing", "summable"]
+__all__ = ["AT_ONCE_BYTES", "SharedGradients", "summable"]
 
 # From this size on a gradient is copied as soon as it is there, while it is in a cache; smaller ones all at the end.
 AT_ONCE_BYTES = 2**18
-STAMP_BYTES = 16
-
-
-class Sharing:
-    """The plane that a host's ranks meet on, memory for what they share, and their way to other hosts, if there are.
-
-    Where ranks come and go, they have `slots`, and `generation` is their group's. Memory outlives groups.
-    """
-
-    def __init__(
-        self,
-        plane: Plane,
-        memory: Callable[[str, int], Segment],
-        across: AcrossHosts | None = None,
-        *,
-        slots: Sequence[int] | None = None,
-        generation: str = "",
-    ) -> None:
-        self.plane, self.across, self.slots, self.generation, self._memory = plane, across, slots, generation, memory
-        self._layouts = 0
-
-    @property
-    def is_elastic(self) -> bool:
-        return self.slots is not None
-
-    def new_layout(self) -> str:
-        """A name for memory of one layout of the parameters; the same on every rank, as each asks for as many."""
-        self._layouts += 1
-        return f"layout {self.generation}/{self._layouts}"
-
-    def memory_of(self, layout: str) -> Callable[[str, int], Segment]:
-        """Memory by name. Every rank asks for the same."""
-        return lambda name, num_bytes: self._memory(f"{layout}/{name}", num_bytes)
 
 
 def summable(params: Sequence[Tensor]) -> bool:
@@ -110,8 +78,7 @@ class SharedGradients:
             self._row(slot, 0)
         if self.keeps_rows:
             self._segment("sums", self._row_bytes)
-        self.stamp = bytes(STAMP_BYTES)
-        """What a seat carries when it is complete; where ranks may be lost, no other step of the run has it."""
+        self.notes = SeatNotes(len(self.params), self._segment)
         self._shares: Sequence[range] | None = None
         self._overlapping = False
         self.bytes_sent = 0
@@ -153,7 +120,8 @@ class SharedGradients:
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
         """Start a step of `count` slices, of which rank r computes `shares[r]`."""
-        self._count, self._name, self._room = count, name, 0
+        self._count, self._name = count, name
+        self.notes.begin()
         if shares is not self._shares:
             self._set_shares(shares)
         if self._departures is not None:
@@ -219,13 +187,7 @@ class SharedGradients:
 
     def can_carry(self, num_bytes: int) -> bool:
         """Whether every rank's message of at most so many bytes can be seen by all after `finish`: all on this host."""
-        self._present_bytes = max(map(len, self._nodes)) * len(self.params)
-        needed = STAMP_BYTES + self._present_bytes + num_bytes
-        # From what is needed alone: whoever comes later finds the same memory.
-        self._room = max(4096, 1 << (needed - 1).bit_length())
-        self._messages = [
-            self._segment(f"messages of {self._room} of slot {slot}", self._room).buffer for slot in self._seats
-        ]
+        self.notes.make_room(self._seats, max(map(len, self._nodes)), num_bytes)
         return self._across is None
 
     def carry(self, message: bytes) -> None:
@@ -233,8 +195,7 @@ class SharedGradients:
 
     def carried(self) -> list[bytes]:
         """Every seat's message, followed by zeros; after `finish`."""
-        start = STAMP_BYTES + self._present_bytes
-        return [message[start : self._room] for message in self._messages]
+        return self.notes.messages()
 
     # ---- going on without a rank ----
 
@@ -246,10 +207,6 @@ class SharedGradients:
     def lost_seats(self) -> list[int]:
         """Seats of the step under way whose rank is no longer there."""
         return [seat for seat, slot in enumerate(self._seats) if slot not in self._slots]
-
-    def is_complete(self, seat: int) -> bool:
-        """Whether everything of this seat is in its rows."""
-        return self._room > 0 and self._messages[seat][:STAMP_BYTES] == self.stamp
 
     # ---- backward ----
 
@@ -337,14 +294,11 @@ class SharedGradients:
         if self._left:
             return
         self._left = True
-        if not self._room:
+        if not self.notes.has_room:
             self.can_carry(len(self._message))
         rows = [[grad is not None for grad in gradients] for gradients in self._held] if self._mine else []
         rows += [self._present] if self._mine else []
-        data = b"".join(map(bytes, rows)).ljust(self._present_bytes, b"\0") + self._message
-        buffer = self._messages[self._seat]
-        buffer[STAMP_BYTES : STAMP_BYTES + len(data)] = data
-        buffer[:STAMP_BYTES] = self.stamp  # last: a worker that is killed before leaves an incomplete seat
+        self.notes.write(self._seat, rows, self._message)
 
     def finish(self) -> None:
         """Meet the others: every row and message is there."""
@@ -355,7 +309,7 @@ class SharedGradients:
             self._departures.deposited(everything=True)  # a rank without a slice has none to wait for
             self._departures.depart(wait=True)
         self._plane.meet(f"gradients of {self._name}")
-        self.present = self._read_present()
+        self.present = self.notes.present([len(nodes) for nodes in self._nodes])
         if self._across is not None and self._departures is not None:
             self._arrive(self._across, self._departures)
 
@@ -379,18 +333,6 @@ class SharedGradients:
         when = {index: time for time, index in enumerate(arrival)}
         last = {max(bucket.members, key=lambda i: when.get(i, -1)) for bucket in departures.order}
         self._hook(self._large | last)
-
-    def _read_present(self) -> list[int]:
-        """Parameters that have a gradient in some slice."""
-        num_params, everyone = len(self.params), [False] * len(self.params)
-        for seat, nodes in enumerate(self._nodes):
-            for level in range(len(nodes)):
-                start = STAMP_BYTES + level * num_params
-                flags = self._messages[seat][start : start + num_params]
-                if flags.count(1) == num_params:
-                    return list(range(num_params))
-                everyone = [a or bool(b) for a, b in zip(everyone, flags, strict=True)]
-        return [i for i, there in enumerate(everyone) if there]
 
     def total(self) -> list[Tensor]:
         """The sums, in shared memory, by parameter. Every rank sums its part; all of it is there on return."""

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["Share", "even_ranges", "whole"]
+__all__ = ["Share", "even_ranges"]
 
 Range = tuple[int, int]
 """From, and up to but not with."""

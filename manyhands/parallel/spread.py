@@ -56,7 +56,7 @@ class Divided:
 
     local: nn.Module
     """Its parameters and buffers are the ones that are here."""
-    stand_in: nn.Module
+    stand_in: Any
     """What the user's loss and metrics are called with."""
     shares: Mapping[str, Share] = field(default_factory=dict)
     """Of tensors that are here in part, by their names in the user's model."""

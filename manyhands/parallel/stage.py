@@ -23,7 +23,7 @@ from manyhands.comm.values import Messages
 from manyhands.parallel.cutting import Inputs, Part
 from manyhands.parallel.halves import Entrance, InputsFirst, Roots, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
-from manyhands.parallel.stand_in import StandIn, call_up_to_model, call_with_model
+from manyhands.parallel.stand_in import Evaluated, call_up_to_model, call_with_model
 from manyhands.parallel.timeline import Span, needs
 
 __all__ = ["Hooks", "Slice", "StageRunner"]
@@ -286,9 +286,9 @@ class StageRunner:
     # ---- evaluation --------------------------------------------------------------------------------------------
 
     @property
-    def model(self) -> StandIn:
+    def model(self) -> Evaluated:
         """Stands for the whole model in evaluation: every rank of the line calls it alike, and has its output."""
-        return StandIn(self._whole, self.forward_only, once=False)
+        return Evaluated(self._whole, self.forward_only)
 
     def forward_only(self, inputs: Inputs) -> Any:
         """The model's output on every rank of the line. Without gradients."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
 
-__all__ = ["StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
+__all__ = ["Evaluated", "StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -65,10 +65,24 @@ class StandIn:
 
     def _refuse(self, name: str, frame: FrameType) -> NoReturn:
         raise SpecError(
-            f"The loss uses model.{name}, but in a pipeline each worker has a part of the model only.",
+            f"A loss or metric uses model.{name}, but in a pipeline each worker has a part of the model only.",
             where=_line(frame),
-            fix=["model(...) alone, with what the loss needs among its outputs", "mh.Mirrored or mh.Sharded"],
+            fix=["model(...) alone, with what is needed among its outputs", "mh.Mirrored or mh.Sharded"],
         )
+
+
+class Evaluated(StandIn):
+    """The same where the model is evaluated, as often as one likes, and in the mode that the engine sets."""
+
+    def __init__(self, model: nn.Module, run: Callable[[Inputs], Any]) -> None:
+        super().__init__(model, run, once=False)
+
+    def train(self, mode: bool = True) -> Evaluated:
+        self._model.train(mode)
+        return self
+
+    def eval(self) -> Evaluated:
+        return self.train(False)
 
 
 def call_up_to_model(loss: Callable[..., Any], model: nn.Module, batch: Any, run: Callable[[Inputs], Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 
 __all__ = ["Stretches"]
 

@@ -27,18 +27,7 @@ from torch.nn import functional
 from manyhands.comm.axis import Axis
 from manyhands.parallel.shares import Range
 
-__all__ = [
-    "Ranges",
-    "Split",
-    "all_parts",
-    "cut",
-    "enter",
-    "gather",
-    "leave_",
-    "leave_in_parts",
-    "slices_in_order",
-    "sum_",
-]
+__all__ = ["Ranges", "Split", "all_parts", "cut", "enter", "gather", "leave_", "leave_in_parts", "slices_in_order"]
 
 Ranges = tuple[tuple[Range, ...], ...]
 """Of one dim, for each rank: the ranges that it has, one after the other."""

@@ -13,7 +13,7 @@ import msgspec
 from manyhands.errors import ManyhandsError
 from manyhands.parallel.schedule import Op, Schedule
 
-__all__ = ["Durations", "Span", "Timeline", "draw", "needs", "play", "summary"]
+__all__ = ["Durations", "Span", "Timeline", "draw", "needs", "play"]
 
 
 class Durations(msgspec.Struct, frozen=True):

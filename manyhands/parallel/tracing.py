@@ -172,7 +172,7 @@ def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
     """What the model does with such inputs, in its present mode; `SpecError` with torch's reason where that fails."""
     tensors, constants = leaves_of(inputs)
     _check_plain("The model is called with", constants)
-    shell = _Shell(bare, inputs)
+    shell = _Shell(bare, units, inputs)
     # A size of 1 means something else than other sizes; torch keeps it fixed, and would warn.
     shapes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors)
     calls: list[Call] = []
@@ -205,9 +205,9 @@ class _Shell(nn.Module):
     output: list[Any]
     output_spec: pytree.TreeSpec
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[str], inputs: Inputs) -> None:
         super().__init__()
-        self.model, self._inputs = model, inputs
+        self.model, self._units, self._inputs = model, tuple(f"{unit}." for unit in units), inputs
         self.train(model.training)
 
     def train(self, mode: bool = True) -> _Shell:
@@ -218,11 +218,28 @@ class _Shell(nn.Module):
         leaves, spec = pytree.tree_flatten(self._inputs)
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+        before = self._buffers_between()
         result = self.model(*args, **kwargs, **_without_cache(self.model, kwargs))
+        _check_unchanged(self.model, before, self._buffers_between())
         leaves, self.output_spec = tree_flatten(result)
         self.output = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         _check_plain("The model returns", self.output)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _buffers_between(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer outside of blocks is, and how often it was written to."""
+        found = ((name, one) for name, one in self.model.named_buffers() if not name.startswith(self._units))
+        return {name: (id(one), one._version) for name, one in found}
+
+
+def _check_unchanged(model: nn.Module, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """What a block changes is its stage's; what lies between blocks every stage has, and none would tell the others."""
+    for name, known in after.items():
+        if before.get(name) != known:
+            raise SpecError(
+                f"{type(model).__name__} changes its buffer {name} outside of its blocks, where no stage keeps it.",
+                fix=["a module of its own that has the buffer and changes it", "mh.Tensor or mh.Sharded"],
+            )
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

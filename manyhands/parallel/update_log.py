@@ -3,7 +3,7 @@
 A segment is a file of frames. Its first tells what had been applied when it was begun, and so what counts of the
 segments before it; every other is one update. A frame has its length and a checksum, and says how much of the segment
 was on disk when it was written: what is broken behind that was never vouched for, and is cut off; what is broken before
-it was, and is an error. Pure; files are `served_log`'s business. Start reading at `read`, then `surviving`.
+it was, and is an error. Pure; files are `served_log`'s business. Start reading at `frames`, then `surviving`.
 """
 
 from __future__ import annotations

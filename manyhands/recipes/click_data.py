@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -131,16 +132,19 @@ def load(spec: DataSpec) -> Clicks:
         raise DataError(
             f"{spec.files} has no column {missing[0]!r}; it has {', '.join(columns)}.", where="[data] of the settings"
         )
-    clicked = torch.tensor(_floats(columns, spec.label))
+    clicked = torch.tensor(_floats(columns, spec.label, empty=math.nan))
     if not bool(((clicked == 0) | (clicked == 1)).all()):
-        raise DataError(f"The column {spec.label!r} has other values than 0 and 1.", where="[data] label")
+        raise DataError(f"The column {spec.label!r} has other values than 0 and 1, or none.", where="[data] label")
     ids = torch.stack([torch.tensor(_hashed(field, columns[field])) for field in spec.categories], 1)
     numbers = torch.tensor([_floats(columns, name) for name in spec.numbers]).T.reshape(len(ids), -1)
+    if not bool(numbers.isfinite().all()):
+        name = spec.numbers[int((~numbers.isfinite()).any(0).nonzero()[0])]
+        raise DataError(f"The column {name!r} has a value that is no finite number.", where="[data] numbers")
     held_out = torch.from_numpy(np.random.default_rng(0).random(len(ids)) < spec.held_out)
     kept = ~held_out
     if not 0 < int(kept.sum()) < len(ids):
         raise DataError(f"{spec.files} has {len(ids)} rows: too few to hold some out.", where="[data] held_out")
-    mean, deviation = numbers[kept].mean(0), numbers[kept].std(0).clamp(min=1e-6)
+    mean, deviation = numbers[kept].mean(0), numbers[kept].std(0, correction=0).clamp(min=1e-6)
     numbers = (numbers - mean) / deviation
     return Clicks(
         ((ids[kept], numbers[kept]), clicked[kept]),
@@ -159,14 +163,24 @@ def _read(spec: DataSpec) -> dict[str, Sequence[Any]]:
     for path in paths:
         if path.suffix not in read:
             raise DataError(f"{path} is neither .csv nor .parquet.", where="[data] files")
-        for name, values in read[path.suffix](path).items():
+        columns = read[path.suffix](path)
+        if found and columns.keys() != found.keys():
+            odd = sorted(columns.keys() ^ found.keys())[0]
+            raise DataError(f"{path} and {paths[0]} do not have the same columns: see {odd!r}.", where="[data] files")
+        for name, values in columns.items():
             found.setdefault(name, []).extend(values)
     return dict(found)
 
 
 def _read_csv(path: Path) -> Mapping[str, Iterable[Any]]:
-    with path.open(newline="") as file:
-        names, *rows = csv.reader(file)
+    with path.open(newline="", encoding="utf-8-sig") as file:  # some programs begin a file with a mark
+        reader = csv.reader(file)
+        names, rows = next(reader, []), list[list[str]]()
+        for row in filter(None, reader):  # not empty lines
+            if len(row) != len(names):
+                what = f"Line {reader.line_num} of {path} has {len(row)} values, and the first line {len(names)} names."
+                raise DataError(what, where="[data] files")
+            rows.append(row)
     return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(names, ())
 
 
@@ -179,9 +193,9 @@ def _read_parquet(path: Path) -> Mapping[str, Iterable[Any]]:
     return columns
 
 
-def _floats(columns: Mapping[str, Sequence[Any]], name: str) -> list[float]:
+def _floats(columns: Mapping[str, Sequence[Any]], name: str, empty: float = 0.0) -> list[float]:
     try:
-        return [0.0 if value in ("", None) else float(value) for value in columns[name]]
+        return [empty if value in ("", None) else float(value) for value in columns[name]]
     except (TypeError, ValueError) as error:
         raise DataError(f"The column {name!r} is not of numbers: {error}.", where="[data] of the settings") from error
 

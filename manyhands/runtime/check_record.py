@@ -26,6 +26,7 @@ class Record(msgspec.Struct):
     losses: list[float] = []
     norms: list[float] = []
     """Of the gradient, before it is clipped; where the script clips."""
+    precision: str = "fp32"
 
 
 class Checked(msgspec.Struct):
@@ -57,6 +58,7 @@ class Recording:
     def _finish(self) -> None:
         run = self._run()
         training, worker = run.ready(), run.worker
+        self._record.precision = worker.resolved.spec.train.precision
         weights = training.whole_weights()
         gradients = training.whole_gradients()
         if worker.is_chief:
@@ -88,7 +90,7 @@ def read_record(folder: Path) -> Checked | None:
 
 def deviation(a: Tensor, b: Tensor) -> float:
     """The largest, relative to the largest value of `a`."""
-    if not a.is_floating_point():
+    if not a.is_floating_point() or not a.numel():
         return float(not torch.equal(a, b))
     difference, size = (a.double() - b.double()).abs().max(), a.double().abs().max()
     value = float(difference / size) if size > 0 else float(difference > 0)

@@ -62,12 +62,12 @@ class Checking:
 
     def _compare_parts(self) -> None:
         """`Diverged` where replicas have unlike parts. Workers of one replica may compute unlike; then that is told."""
-        progress, place, whole = self._training.progress, self._worker.grid.place, self._training.whole
-        assert whole is not None
+        progress, formation, whole = self._training.progress, self._worker.formation, self._training.whole
+        assert whole is not None and formation is not None
         told = whole.hashes(self._worker.network)
         replicas = [
-            {(name, share, place(rank)._replace(data=0)): number for (name, share), number in one.items()}
-            for rank, one in enumerate(told)
+            {(name, share, place._replace(data=0)): number for (name, share), number in one.items()}
+            for place, one in zip(formation.places, told, strict=True)
         ]
         unlike = odd_parts(replicas)
         if not unlike:

@@ -19,7 +19,7 @@ from manyhands.control.launch_request import JoinTicket
 from manyhands.errors import EnvironmentProblem, SpecError, UsageError
 from manyhands.runtime.cluster_children import in_child
 from manyhands.runtime.solo import watch_ending
-from manyhands.runtime.step_functions import import_steps, places_of_steps
+from manyhands.runtime.step_functions import import_steps, places_of_steps, sendable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,11 +191,11 @@ class Cluster:
 
     def assign(self, name: str, value: Tensor) -> None:
         """Set a variable; one that is not there is created, on the server with the fewest bytes."""
-        self.hub.change(name, "assign", _tensor(value))
+        self.hub.change(name, "assign", sendable(name, value))
 
     def add(self, name: str, value: Tensor) -> None:
         """Add to a variable."""
-        self.hub.change(name, "add", _tensor(value))
+        self.hub.change(name, "add", sendable(name, value))
 
     def write_join_file(self, path: str | Path) -> None:
         """What a worker of another host needs to join, for `mh.Worker(path)`; it holds the cluster's key."""
@@ -203,9 +203,3 @@ class Cluster:
         if not address:
             raise UsageError("This cluster does not listen.", fix=['mh.Cluster(..., listen="10.0.0.1")'])
         write_join_file(Path(path), JoinTicket(address, "", self.hub.settings.key.hex()))
-
-
-def _tensor(value: Any) -> Tensor:
-    from torch import as_tensor
-
-    return as_tensor(value)

@@ -22,6 +22,7 @@ from manyhands.comm.parcels import (
     Frame,
     ParcelPort,
     Placeholder,
+    check_parcel,
     dtype_name,
     open_parcel_port,
     pack,
@@ -153,7 +154,7 @@ class WorkerSession:
             with randomness(slice_key(self.seed, run.call, 0, "compute")):
                 args, kwargs = unpack(frames, self._fill)
                 result = find_step(run.step)(context, *args, **kwargs)
-            value, changes = pack(result, f"what {run.step} returned"), context.changes
+            done, parts = _done(run, result, context.changes)
         except _SnapshotGone:
             self._hub.send(CannotFinish(call=run.call, attempt=run.attempt))
         except Exception as error:
@@ -161,18 +162,8 @@ class WorkerSession:
                 raise
             self._hub.send(_failure(run, error))
         else:
-            self._send_done(run, value, changes)
+            self._hub.send(done, parts)  # one message: the cluster has all of it, or nothing
             self.num_calls += 1
-
-    def _send_done(self, run: Run, value: list[Frame], changes: dict[str, tuple[str, Tensor]]) -> None:
-        done = CallDone(
-            call=run.call,
-            attempt=run.attempt,
-            value_frames=len(value),
-            changes=[_change(name, op, tensor) for name, (op, tensor) in changes.items()],
-        )
-        # One message: the cluster has all of it, or nothing.
-        self._hub.send(done, [*value, *(raw_bytes(tensor) for _, tensor in changes.values())])
 
     # ---- variables -------------------------------------------------------------------------------------------
 
@@ -215,6 +206,20 @@ class WorkerSession:
             return iter(self._fill(Placeholder("dataset", int(dataset), name)))
         with randomness(slice_key(self.seed, found.number, self.number, "fetch")):
             return find_step(found.name)(DatasetContext(self.number, self.seed))
+
+
+def _done(run: Run, result: Any, changes: dict[str, tuple[str, Tensor]]) -> tuple[CallDone, list[Frame]]:
+    """What a call has come to; `UsageError` where that cannot be sent."""
+    value = pack(result, f"what {run.step} returned")
+    done = CallDone(
+        call=run.call,
+        attempt=run.attempt,
+        value_frames=len(value),
+        changes=[_change(name, op, tensor) for name, (op, tensor) in changes.items()],
+    )
+    parts = [*value, *(raw_bytes(tensor) for _, tensor in changes.values())]
+    check_parcel(done, parts, f"what {run.step} returned and changed")
+    return done, parts
 
 
 def _change(name: str, op: Any, tensor: Tensor) -> Change:

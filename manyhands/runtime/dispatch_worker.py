@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.control.keys import client_curve, key_of, read_join_file
+from manyhands.errors import UsageError
 from manyhands.runtime.dispatch_session import WorkerConfig, WorkerSession
 from manyhands.runtime.step_functions import import_steps
 
@@ -62,8 +63,11 @@ class Worker:
             self._thread.join()
 
     def _enter(self) -> None:
+        if self.session is not None:
+            raise UsageError("This worker is in its cluster already.", where="mh.Worker", fix=["worker.stop() first"])
         import_steps(self.config.steps)
         self._stopping.clear()
+        self._error = None
         self.session = WorkerSession(self.config, client_curve(self._key) if self._key else None)
 
     def _serve(self) -> None:

@@ -110,7 +110,8 @@ class Coordinator:
         if isinstance(values, RemoteValue):
             return values.fetch()
         if isinstance(values, list | tuple):
-            return type(values)(self.fetch(value) for value in values)
+            found = [self.fetch(value) for value in values]
+            return type(values)(*found) if hasattr(values, "_fields") else type(values)(found)
         if isinstance(values, dict):
             return {key: self.fetch(value) for key, value in values.items()}
         return values

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.recompute import recompute
 from manyhands.parallel.schedule import default_chunks, make_schedule
 from manyhands.parallel.shares import Share
@@ -30,6 +30,7 @@ from manyhands.parallel.tensor_split import split_model_
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.base import LossFn
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline
+from manyhands.strategies.divided import Tensor as TensorChoice
 
 __all__ = ["Sample", "spread_of"]
 
@@ -74,8 +75,8 @@ def _divide(
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
     if grid.tensor > 1:
-        sequence = getattr(choice, "sequence", False)
-        plan = plan_tensor(model, grid.tensor, getattr(choice, "rules", None), sequence=sequence)
+        assert isinstance(choice, TensorChoice | Mesh)
+        plan = plan_tensor(model, grid.tensor, choice.rules, sequence=choice.sequence)
         shares = split_model_(model, plan, worker.lasting(lambda: worker.line("tensor")))
     if parts:
         return replace(_staged(worker, model, loss, parts, shares), costs=tuple(costs or ()))
@@ -93,7 +94,8 @@ def _cut(
     """All stages of the model, in their order, the same on every worker; and what its blocks cost."""
     choice = worker.strategy
     assert isinstance(choice, Pipeline | Mesh)
-    stages = worker.grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
+    chunks = choice.chunks or default_chunks(choice.schedule)
+    stages = worker.grid.pipeline * chunks
     if sample is None:
         raise SpecError(
             f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
@@ -102,6 +104,7 @@ def _cut(
         )
     inputs = learn_inputs(sample.call, model, sample.batch)
     blocks = blocks_of(model, inputs, stages, choice.cuts or ())
+    check_enough(blocks, worker.grid.pipeline, chunks)
     if choice.cuts:
         return list(cut(blocks, stages, at=choice.cuts)), ()
     if known is None:
@@ -125,7 +128,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     unused = [param for param in model.parameters() if id(param) not in placed and place.pipeline == 0]
     local = _Local([parts[stage] for stage in mine], unused)
     here = {id(param) for param in local.parameters()}
-    ties = _ties(worker, parts, schedule.ranks_of_stages)
+    ties = _ties(parts, schedule.ranks_of_stages)
     others = {id(param) for param, ranks in ties if ranks[0] != place.pipeline}
     counted = frozenset(
         id(param)
@@ -139,7 +142,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     met = [Tie(param, worker.lasting(partial(_tied, worker, ranks))) for param, ranks in ties if id(param) in here]
     return Divided(
         local=local,
-        stand_in=_Whole(model, local, row.runner.forward_only),
+        stand_in=row.runner.model,
         shares={name: share for name, share in shares.items() if name in present},
         present=present,
         counted=counted,
@@ -148,7 +151,7 @@ def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part
     )
 
 
-def _ties(worker: Worker, parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+def _ties(parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
     """Weights that stages of several ranks have, and the pipeline's ranks that do."""
     params = {name: param for part in parts for name, param in part.params.items()}
     found = [
@@ -190,23 +193,6 @@ class _Local(nn.Module):
         ]
         for number, param in enumerate({id(one): one for one in direct}.values()):
             self.register_parameter(f"weight {number}", param)
-
-
-class _Whole(nn.Module):
-    """Stands for the model where it is evaluated: the call goes through all stages, and each has the output."""
-
-    def __init__(self, model: nn.Module, local: nn.Module, run: Callable[[Inputs], Any]) -> None:
-        super().__init__()
-        self._local = local
-        self._hidden = (model, run)  # no child: most of it is not here
-
-    def train(self, mode: bool = True) -> _Whole:
-        self._hidden[0].train(mode)
-        self.training = mode
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hidden[1](Inputs(args, kwargs))
 
 
 class _Row:

@@ -24,7 +24,7 @@ from manyhands.parallel.served_local import Local
 from manyhands.parallel.served_reach import Reach
 from manyhands.parallel.served_remote import Remote
 from manyhands.parallel.served_step import ServedStep
-from manyhands.parallel.shared_gradients import Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Spread
 from manyhands.runtime.dividing import Sample, spread_of

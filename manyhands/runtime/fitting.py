@@ -72,27 +72,45 @@ class Fit:
 
     def _loop(self) -> None:
         self._steps.begin()
+        if self._is_epoch_open:
+            assert self._training.last_stats is not None
+            if self._after(self._training.last_stats, last_of_epoch=True):
+                return
         while (step := self._steps.next()) is not None:
             if step.number > self._announced:
                 self._announced = step.number
                 self._hooks.call("before_step", self._trainer, step.number)
             self._worker.report(step.number, "training")
+            group = self._worker.group.generation
             stats = self._train(step)
             if stats is None:
                 continue  # its slices are divided anew
-            if step.last_of_epoch:
-                self._end_epoch()
-                self._training.keep()
-            if stats.stop == LEAVE:
-                self._steps.leave()
-            self._steps.after_step(save=stats.stop == SAVE)
-            if stats.stop == END_FIT:
+            if self._after(stats, last_of_epoch=step.last_of_epoch):
                 return
-            if step.last_of_epoch and self._stopped_early():
-                self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
-                return
-            if stats.stop == REGROUP:
+            # If members went over meanwhile, there may be no newer group; if there is, the chief will say so again.
+            if stats.stop == REGROUP and self._worker.group.generation == group:
                 self._regrouping.change()
+
+    @property
+    def _is_epoch_open(self) -> bool:
+        """Whether this worker was admitted while the others evaluated what an epoch came to."""
+        progress = self._training.progress
+        return progress.row == 0 and progress.epoch_rows > 0
+
+    def _after(self, stats: StepStats, *, last_of_epoch: bool) -> bool:
+        """What follows a step that is committed. True: none follows it."""
+        if last_of_epoch:
+            self._end_epoch()
+            self._training.keep()
+        if stats.stop == LEAVE:
+            self._steps.leave()
+        self._steps.after_step(save=stats.stop == SAVE)
+        if stats.stop == END_FIT:
+            return True
+        if last_of_epoch and self._stopped_early():
+            self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
+            return True
+        return False
 
     def _train(self, step: Step) -> StepStats | None:
         """One step, committed; None if it has to begin anew, because members were lost and not all had begun it."""

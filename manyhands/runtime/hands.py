@@ -2,25 +2,22 @@
 
 The loop is the user's; which slices this worker gets, their randomness, weights, the sum over all workers, checkpoints
 and resuming are ours. Loops may differ in length between workers: one that has no slice in a step takes part in it
-without running the loop's body.
+without running the loop's body. How a step is taken: `stepped_loop`; where servers lease slices, `leased_loop`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batches import Step
 from manyhands.data.source import as_source
-from manyhands.errors import MemoryChanged, PeerLost, SpecError, UsageError
+from manyhands.errors import SpecError, UsageError
 from manyhands.events import Logged
-from manyhands.parallel.divergence import CopiesDiffer
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.entering import enter
 from manyhands.runtime.hooks import Hooks
@@ -30,11 +27,11 @@ from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
 from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
 from manyhands.runtime.serving import serve
+from manyhands.runtime.stepped_loop import SteppedLoop
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.training import Training
-from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
-from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepStats
+from manyhands.strategies.base import LossFn, MetricFn, PieceLike
 from manyhands.strategies.served import Served
 
 __all__ = ["Hands", "join"]
@@ -79,23 +76,16 @@ class Hands:
         self._worker, self._checkpoint = worker, checkpoint
         self._run: Run | None = None
         self._taken: Steps | None = None
-        self._step: Step | None = None
         self._piece: PieceLike | None = None
-        self._context: AbstractContextManager[None] | None = None
         self._backward_done = False
-        self._todo: list[int] = []
-        self._anew = False
-        self._lost: PeerLost | None = None
-        self._means = 0
-        self._last_step: Step | None = None
+        self._loop: SteppedLoop | LeasedLoop | None = None
+        """The one under way, or the last."""
         self._leased: LeasedLoop | None = None
         """The loop under way, where servers lease slices."""
-        self._stop_asked = self._is_over = self._was_left = False
+        self._was_left = False
         self._crossed = 0
         self.stepped = False
         """Whether the last call of `step` updated the weights."""
-        self.loss = float("nan")
-        """The mean loss over the last step's whole batch."""
 
     rank = property(lambda self: self._worker.rank)
     world_size = property(lambda self: self._worker.world_size)
@@ -110,6 +100,11 @@ class Hands:
     def steps_done(self) -> int:
         return self._training.progress.step
 
+    @property
+    def loss(self) -> float:
+        """The mean loss over the last step's whole batch."""
+        return self._loop.loss if self._loop is not None else float("nan")
+
     def setup(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -117,33 +112,7 @@ class Hands:
 
         In a parameter server's process this does not return: it serves until the run ends.
         """
-        if self._worker.resolved.spec.train.audit:
-            raise SpecError(
-                "audit computes a slice once more, and only mh.Trainer knows how: in a loop of your own, you do.",
-                where="audit",
-                fix=["audit = false", "mh.Trainer"],
-            )
-        if self._worker.grid.pipeline > 1:
-            raise SpecError(
-                "A pipeline runs several slices at a time through its stages, and a loop of your own has one: it could "
-                "not say what comes next.",
-                where="mh.join",
-                fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
-            )
-        if self._worker.is_divided and self._worker.is_elastic:
-            raise SpecError(
-                "A worker that takes the place of another in a divided model has to know the step, which in a loop of "
-                "your own you do.",
-                where="elastic",
-                fix=["mh.Trainer", "no elastic="],
-            )
-        if self._worker.strategy.takes_local_steps:
-            raise SpecError(
-                "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "
-                "could not tell when.",
-                where="mh.join",
-                fix=["mh.Trainer", "mh.LocalSGD(every=H), where workers average together"],
-            )
+        _refuse_own_loop(self._worker)
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         schedule = by_step(lambda _: scheduler)
         if self._worker.is_server:
@@ -192,8 +161,7 @@ class Hands:
             try:
                 if not joined and not run.calls.goes_on:
                     taken.save("first checkpoint", required=True)
-                self._is_over = self._stop_asked = False
-                yield from self._slices(taken) if not isinstance(training.engine, Served) else self._leases(taken)
+                yield from self._slices(training, taken)
                 self._worker.end_trial()
                 taken.checking.at_end()
                 taken.save("end of batches")
@@ -203,7 +171,8 @@ class Hands:
                 raise
             finally:
                 taken.end()
-                self._leave_slice()
+                if isinstance(self._loop, SteppedLoop):
+                    self._loop.leave_slice()
                 self._leased = None
                 taken.close()
         run.calls.finish(None)
@@ -212,24 +181,9 @@ class Hands:
         """Backward of this slice's loss: its mean, or a sum with its weight."""
         if self._piece is None or self._backward_done:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
-        self._leave_slice()
-        result = loss if weight is None else (loss, weight)
-        if self._leased is not None:
-            self._leased.backward(result)
-        else:
-            self._backward_in_step(self._piece, result)
+        assert self._loop is not None
+        self._loop.backward(loss if weight is None else (loss, weight))
         self._backward_done = True
-
-    def _backward_in_step(self, piece: PieceLike, result: Any) -> None:
-        engine = self._training.in_step
-        engine.phases.mark("forward")
-        try:
-            engine.backward(piece, result)
-        except PeerLost as lost:
-            if not self._worker.is_elastic:
-                raise
-            self._lost = lost  # `step` sees to it
-        engine.phases.mark("backward")
 
     def step(self) -> None:
         """Update the weights when this was the worker's last slice of the step; else do nothing.
@@ -240,14 +194,9 @@ class Hands:
         """
         if not self._backward_done:
             raise UsageError("step was called without backward for this slice.", fix=["hands.backward(loss)"])
-        assert self._piece is not None
+        assert self._loop is not None
         before = self.steps_done
-        if self._leased is not None:
-            self.stepped, self.loss = self._leased.step(), self._leased.loss
-        else:
-            assert self._step is not None
-            self._todo.remove(self._piece.index)
-            self.stepped = (not self._todo or self._lost is not None) and self._finish_step(self._step)
+        self.stepped = self._loop.step()
         self._crossed, self._piece = self.steps_done - before, None
 
     def every(self, steps: int) -> bool:
@@ -256,9 +205,8 @@ class Hands:
 
     def request_stop(self) -> None:
         """Have the loop over batches end on every worker: after the next step, or the work that is handed out."""
-        self._stop_asked = True
-        if self._leased is not None:
-            self._leased.stop_asked = True
+        if self._loop is not None:
+            self._loop.stop_asked = True
 
     def log(self, **values: float | Tensor) -> None:
         """Record values with the step's number; the chief's are kept."""
@@ -272,17 +220,9 @@ class Hands:
         nobody waits for anybody: it is the mean of `value` and of what the other living workers have said last, each
         weighted by the rows of its last slice. `loss` is exact there, too.
         """
-        if self._leased is not None:
-            return self._leased.mean(means.number(value))
-        if self._last_step is None:
-            raise UsageError("mean was called before a step, or after the loop.", fix=["hands.mean(value) in the loop"])
-        step, number = self._last_step, means.number(value)
-        if self._worker.is_elastic:
-            rows = means.rows_of(step, self._computed)
-            return self._known_run.regrouping.agreed(lambda: means.of_living(self._worker.axis, rows, number))
-        self._means += 1
-        key, timeout_s = f"mean/{step.number}/{self._means}", self._known_run.spec.comm.timeout_s
-        return means.of_all(self._worker, step, key, number, timeout_s)
+        if self._loop is None or (self._leased is None and isinstance(self._loop, LeasedLoop)):
+            raise UsageError("mean was called outside the loop.", fix=["hands.mean(value) in the loop"])
+        return self._loop.mean(means.number(value))
 
     def save(self) -> None:
         """Start a checkpoint beside the training; the chief writes it.
@@ -348,38 +288,20 @@ class Hands:
     def _training(self) -> Training:
         return self._known_run.ready()
 
-    def _slices(self, taken: Steps) -> Iterator[Any]:
-        engine, regrouping = self._training.in_step, self._known_run.regrouping
-        taken.begin()
-        while not self._is_over and (step := taken.next()) is not None:
-            self._step, self._anew, self._lost = step, False, None
-            self._worker.report(step.number, "training")
-            regrouping.division = self._worker.group.generation
-            engine.begin_step(
-                step, stop=taken.wish(step.number, end=self._stop_asked), collect=self._training.garbage.wanted
-            )
-            self._todo, self._computed = list(step.indices), list(step.indices)
-            pieces = step.mine()
-            if not self._todo:
-                self._finish_step(step)
-            while self._todo and not self._anew:
-                for piece in pieces:
-                    engine.phases.mark("load")
-                    self._piece, self._backward_done = piece, False
-                    self._context = engine.slice_context(piece)
-                    self._context.__enter__()
-                    yield piece.batch
-                    self._check_slice_done()
-                    if self._anew:
-                        break
-                pieces = map(step.slice, list(self._todo))
-
-    def _leases(self, taken: Steps) -> Iterator[Any]:
-        self._leased = LeasedLoop(self._training, taken, self._known_run.regrouping)
-        for piece in self._leased.slices():
+    def _slices(self, training: Training, taken: Steps) -> Iterator[Any]:
+        for piece in self._new_loop(training, taken):
             self._piece, self._backward_done = piece, False
             yield piece.batch
             self._check_slice_done()
+
+    def _new_loop(self, training: Training, taken: Steps) -> Iterator[PieceLike]:
+        regrouping = self._known_run.regrouping
+        if isinstance(training.engine, Served):
+            self._loop = self._leased = LeasedLoop(training, taken, regrouping)
+            return self._leased.slices()
+        if not isinstance(self._loop, SteppedLoop):
+            self._loop = SteppedLoop(training, regrouping, self._known_run.spec.comm.timeout_s)
+        return self._loop.slices(taken)
 
     def _check_slice_done(self) -> None:
         if self._piece is not None:
@@ -388,60 +310,36 @@ class Hands:
                 f"The loop went on without hands.{missing} for a slice.", fix=[f"hands.{missing} in the loop"]
             )
 
-    def _leave_slice(self) -> None:
-        if self._context is not None:
-            context, self._context = self._context, None
-            context.__exit__(None, None, None)
 
-    def _finish_step(self, step: Step) -> bool:
-        """Whether the step is committed. If not, there are slices of lost workers to do, or it begins anew."""
-        training, taken, self._todo = self._training, self._taken, []
-        assert taken is not None
-        while True:
-            try:
-                if self._lost is not None:
-                    raise self._lost
-                stats = training.in_step.end_step()
-            except MemoryChanged:
-                taken.checking.distrust_last()
-                raise
-            except CopiesDiffer as differ:
-                self._anew = True
-                taken.settle(differ)
-                return False
-            except PeerLost as lost:
-                self._lost = None
-                arrival = taken.recover(lost)
-                if arrival.received:  # others have committed it
-                    assert training.last_stats is not None
-                    self._after_step(step, training.last_stats)
-                    return True
-                if not (arrival.same_step and training.in_step.can_go_on):
-                    self._anew = True
-                    return False
-                self._todo = training.in_step.lost_slices()
-                self._computed = [*self._computed, *self._todo]
-                if self._todo:
-                    return False
-            else:
-                training.progress.results = {"loss": stats.loss}
-                if training.scheduler is not None and not stats.skipped:
-                    training.scheduler.step()
-                taken.done(step, stats)
-                self._after_step(step, stats)
-                return True
-
-    def _after_step(self, step: Step, stats: StepStats) -> None:
-        taken = self._taken
-        assert taken is not None
-        self._last_step, self._means, self.loss = step, 0, stats.loss
-        taken.settle_rows()
-        if stats.stop == LEAVE:
-            taken.leave()
-        taken.after_step(save=stats.stop == SAVE)
-        self._is_over = stats.stop == END_FIT
-        if stats.stop == REGROUP:
-            self._known_run.regrouping.change()
+def _refuse_own_loop(worker: Any) -> None:
+    """What only the trainer can do, because it knows how a slice is computed and what comes next."""
+    if worker.resolved.spec.train.audit:
+        raise SpecError(
+            "audit computes a slice once more, and only mh.Trainer knows how: in a loop of your own, you do.",
+            where="audit",
+            fix=["audit = false", "mh.Trainer"],
+        )
+    if worker.grid.pipeline > 1:
+        raise SpecError(
+            "A pipeline runs several slices at a time through its stages, and a loop of your own has one: it could "
+            "not say what comes next.",
+            where="mh.join",
+            fix=["mh.Trainer", "mh.Tensor, mh.Sharded or mh.Mesh without pipeline="],
+        )
+    if worker.is_divided and worker.is_elastic:
+        raise SpecError(
+            "A worker that takes the place of another in a divided model has to know the step, which in a loop of "
+            "your own you do.",
+            where="elastic",
+            fix=["mh.Trainer", "no elastic="],
+        )
+    if worker.strategy.takes_local_steps:
+        raise SpecError(
+            "Servers lease several batches at a time, and steps on them are not taken together: a loop of your own "
+            "could not tell when.",
+            where="mh.join",
+            fix=["mh.Trainer", "mh.LocalSGD(every=H), where workers average together"],
+        )
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

@@ -12,7 +12,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["EarlyStop", "Hooks", "smaller_is_better"]
+__all__ = ["EarlyStop", "Hooks"]
 
 MOMENTS = ("begin", "before_step", "after_step", "after_epoch", "end")
 

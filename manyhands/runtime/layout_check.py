@@ -25,7 +25,7 @@ from manyhands.runtime.trials import IN_A_TRIAL
 from manyhands.spec.check_order import CheckOrder
 from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment, nearest
 
-__all__ = ["Asked", "Finding", "Layout", "Report", "check", "layouts_for"]
+__all__ = ["Asked", "Finding", "Layout", "Report", "check", "layouts_for", "tolerance_for"]
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
@@ -114,10 +114,7 @@ def check(asked: Asked, say: Callable[[str], None]) -> Report:
     alone, why = _run(asked, ALONE)
     if alone is None:
         raise TrainingFailed(f"The script fails in one process, so there is nothing to compare with: {why}")
-    tolerance = TOLERANCE if all(one.dtype.itemsize >= 4 for one in alone.weights.values()) else HALF_TOLERANCE
-    if asked.flags.get("precision", "fp32") != "fp32":
-        tolerance = HALF_TOLERANCE
-    findings = []
+    tolerance, findings = tolerance_for(alone), list[Finding]()
     for layout in layouts:
         found, why = _run(asked, layout)
         finding = compare(layout, alone, found, tolerance) if found else _failed(layout, why)
@@ -139,6 +136,13 @@ def _chosen(asked: Asked) -> list[Layout]:
                 fix=[f"--only {name!r}" for name in nearest(wanted, names) or names],
             )
     return [layout for layout in fitting if layout.name.startswith(asked.only)]
+
+
+def tolerance_for(alone: Checked) -> float:
+    """Half precision, whoever asked for it, rounds a thousand times more."""
+    floats = [one for one in alone.weights.values() if one.is_floating_point()]
+    is_half = alone.record.precision != "fp32" or any(one.dtype.itemsize < 4 for one in floats)
+    return HALF_TOLERANCE if is_half else TOLERANCE
 
 
 def compare(layout: Layout, alone: Checked, found: Checked, tolerance: float) -> Finding:

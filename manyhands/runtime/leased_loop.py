@@ -17,7 +17,7 @@ from manyhands.data.evaluation import eval_pieces
 from manyhands.data.source import Source
 from manyhands.errors import UsageError
 from manyhands.events import StalenessSeen, Warned
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.parallel.served_messages import Values
 from manyhands.parallel.served_states import settings_of
 from manyhands.runtime import evaluating, means

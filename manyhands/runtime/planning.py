@@ -21,7 +21,7 @@ from manyhands.parallel.blocks import blocks_of as gathered_blocks
 from manyhands.parallel.cutting import Inputs, Part, shared_between
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
 from manyhands.parallel.peaks import Counted, Peaks, divided, gathered, in_shards, one_copy, replica
-from manyhands.parallel.pipelined import blocks_of, cut
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut
 from manyhands.parallel.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.parallel.stand_in import learn_inputs
@@ -136,11 +136,13 @@ class _Stages:
         self, model: nn.Module, choice: Pipeline | Mesh, grid: Grid, sample: Sample, slices: int | None
     ) -> None:
         inputs = learn_inputs(sample.call, model, sample.batch)
-        count = grid.pipeline * (choice.chunks or default_chunks(choice.schedule))
+        chunks = choice.chunks or default_chunks(choice.schedule)
+        count = grid.pipeline * chunks
         blocks = blocks_of(model, inputs, count, choice.cuts or ())
+        check_enough(blocks, grid.pipeline, chunks)
         measured = not choice.cuts and len(blocks.names) > count
         costs = sample.measure(model, blocks, inputs) if measured else None
-        self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs)
+        self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs, place=choice.place)
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
         self.alive = play(self.schedule).most_alive

@@ -34,7 +34,6 @@ from manyhands.events import (
 )
 
 __all__ = [
-    "PHASES",
     "PHASES_OF_MEMORY",
     "Tally",
     "clean",

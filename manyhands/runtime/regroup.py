@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ REPLACEMENT_S = 60.0
 CALL_S = 24 * 3600.0
 
 T = TypeVar("T")
+Evaluated = tuple[dict[str, float], int]
+"""Means over all rows, and their number."""
 
 
 class Dismissed(SystemExit):
@@ -69,6 +71,8 @@ class Standing(msgspec.Struct, frozen=True):
     mapped: Mapped | None = None
     parts: Division | None = None
     """How the model is divided, of one that has a part."""
+    result: Evaluated | None = None
+    """What it has the result of, if that is an evaluation."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -100,7 +104,15 @@ def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, 
 
 
 def _all_done(standings: Sequence[Standing], mine: Standing) -> bool:
-    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in standings)
+    """A newcomer is told the result."""
+    members = [one for one in standings if one.has_state]
+    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in members)
+
+
+def told_to_newcomers(standings: Sequence[Standing]) -> Evaluated | None:
+    """The result of an evaluation that no member has to repeat; None: newcomers take part in it, or there is none."""
+    last = min((one for one in standings if one.has_state), key=lambda one: one.place)
+    return last.result if _all_done(standings, last) else None
 
 
 class Regrouping:
@@ -113,6 +125,9 @@ class Regrouping:
         self._operation = 0
         self.division = ""
         self._takes_newcomers = True
+        self._result: Evaluated | None = None
+        self._told: Evaluated | None = None
+        """What the others came to in the evaluation that they were in when this worker was admitted."""
         self._is_short = False
         """Nobody of this worker's group can train before others have come."""
         self._listeners: list[Callable[[], None]] = []
@@ -133,7 +148,7 @@ class Regrouping:
         self._has_state = True
 
     def step_done(self) -> None:
-        self._operation, self.division = 0, ""
+        self._operation, self.division, self._told = 0, "", None
         self._name_place()
 
     @property
@@ -154,8 +169,19 @@ class Regrouping:
             )
         self.go_over(done=True, after_loss=False)
 
-    def agreed(self, work: Callable[[], T]) -> T:
-        """Do what all workers do together, again if a member is lost in it, until every member has its result."""
+    def evaluated(self, work: Callable[[], Evaluated]) -> Evaluated:
+        """An evaluation between two steps, which newcomers can join, too, or are told the result of."""
+        self._told, told = None, self._told
+        if told is not None:
+            self._operation += 1
+            return told
+        return self.agreed(work, joinable=True)
+
+    def agreed(self, work: Callable[[], T], *, joinable: bool = False) -> T:
+        """Do what all workers do together, again if a member is lost in it, until every member has its result.
+
+        It is `joinable` if newcomers do it, too, as the first thing after they were admitted.
+        """
         if not self._worker.is_elastic:
             return work()
         self._operation += 1
@@ -168,16 +194,20 @@ class Regrouping:
                 self._worker.axis.barrier(f"end of {self._worker.place}")
                 return results[0]
             except PeerLost:
-                if self.go_over(done=bool(results), in_step=False).all_done:
+                result: Any = results[0] if joinable and results else None
+                if self.go_over(done=bool(results), joinable=joinable, result=result).all_done:
                     return results[0]
                 results.clear()
 
-    def go_over(self, *, done: bool = False, after_loss: bool = True, in_step: bool = True) -> Arrival:
+    def go_over(
+        self, *, done: bool = False, after_loss: bool = True, joinable: bool = True, result: Evaluated | None = None
+    ) -> Arrival:
         """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it.
 
-        Between steps, or in one, members of a divided model can have newcomers among them; with `in_step` False not.
+        Between steps, or in one, members of a divided model can have newcomers among them; what is not `joinable` is
+        done by those who began it. `result` is that of an evaluation, which newcomers are told if nobody repeats it.
         """
-        self._takes_newcomers = in_step
+        self._takes_newcomers, self._result = joinable, result
         undone = self.training.go_back() if after_loss and self.training is not None else 0
         while True:
             group = self._next_group(stranded=after_loss)
@@ -270,12 +300,14 @@ class Regrouping:
             return self._arrive_in_parts(group, done)
         standings = self._tell_standings(done)
         source, needed, arrival = decide(standings, group.rank)
+        told = None if self._has_state or source is None else told_to_newcomers(standings)
         if any(one.has_state and one.mapped is None for one in standings):
             _ = worker.network  # connected by all at the same time: a newcomer asks for it later than the others
         if training is not None:
             training.engine.regroup(worker.axis, worker.sharing)
         if source is not None and needed:
             self._share_state(source, standings[source], arrival.received)
+        self._told = told
         for listener in (self._regrouped, *self._listeners):
             listener()
         return arrival
@@ -287,7 +319,7 @@ class Regrouping:
         formation = self._form(group)
         standings = self._tell_standings(done)
         division = next((one.parts for one in standings if one.parts is not None), None)
-        handover = hand_over(standings, formation)
+        handover, is_new = hand_over(standings, formation), not self._has_state
         if handover is None or division is None:
             raise PartLost("No step of the run is known whole any more: it goes back to its last checkpoint.")
         if not self._takes_newcomers and not all(one.has_state for one in standings):
@@ -301,6 +333,7 @@ class Regrouping:
                 take()
                 training.keep()
                 self._operation, self.division, self._has_state = 0, "", True
+        self._told = told_to_newcomers(standings) if is_new else None
         for listener in (self._regrouped, *self._listeners):
             listener()
         received = takes and (not mine.has_state or mine.step < handover.step)
@@ -335,6 +368,7 @@ class Regrouping:
             division=self.division,
             mapped=training.engine.held.mapped if training is not None and self._has_state else None,
             parts=training.division if training is not None and self._has_state else None,
+            result=self._result,
         )
 
     def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
@@ -350,6 +384,6 @@ class Regrouping:
 
 def _lost_outside_of_steps() -> PartLost:
     return PartLost(
-        "A worker was lost while all of them saved, evaluated or got ready, which no other can join: the run goes back "
-        "to its last checkpoint."
+        "A worker was lost while all of them saved, got ready or did something else that no other can join: the run "
+        "goes back to its last checkpoint."
     )

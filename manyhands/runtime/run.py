@@ -43,7 +43,7 @@ from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
-from manyhands.strategies.divided import microbatches
+from manyhands.strategies.divided import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import has_backups
 
@@ -129,6 +129,7 @@ class Run:
                 precision=spec.train.precision,
                 script=sys.argv[0],
                 backup=has_backups(worker.strategy),
+                replica=worker.one_replica.size if isinstance(worker.strategy, Mesh) else 1,
             )
         )
         self.regrouping.find_place()
@@ -195,7 +196,7 @@ class Run:
             set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
         if worker.is_elastic:
-            check_elastic(optimizer, spec.comm.reducer, on_servers=worker.strategy.on_servers)
+            check_elastic(optimizer, spec.comm.reducer)
         if spec.train.precision == "fp16" and worker.device.type == "cpu":
             operation, factor = fp16_slowdown()
             worker.warn(
@@ -348,15 +349,15 @@ class Run:
             division=training.pacing.division,
         )
 
-    def evaluate(self, source: Source, batch_size: int, *, tell: bool = True) -> dict[str, float]:
+    def evaluate(self, source: Source, batch_size: int, *, in_fit: bool = False) -> dict[str, float]:
         training, worker = self.ready(), self.worker
 
         def work() -> tuple[dict[str, float], int]:
             pieces = self.pieces(source, batch_size)
             return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
 
-        results, rows = self.regrouping.agreed(work)
-        if tell:
+        results, rows = self.regrouping.evaluated(work) if in_fit else self.regrouping.agreed(work)
+        if not in_fit:
             worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
         return results
 

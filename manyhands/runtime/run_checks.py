@@ -68,13 +68,13 @@ def check_counts(**asked: Any) -> None:
             )
 
 
-def check_elastic(optimizer: torch.optim.Optimizer, reducer: str, *, on_servers: bool) -> None:
+def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
     """A step that is lost half-way must leave everything as it was, and nobody may have what the others lack."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SpecError(
             "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
-            where="mh.ParameterServer" if on_servers else "elastic",
-            fix=["another optimizer", 'strategy="mirrored"' if on_servers else "a run without elastic="],
+            where="optimizer, in a run that goes on when workers die",
+            fix=["another optimizer", 'strategy="mirrored", without elastic='],
         )
     if reducer == "int8":
         raise SpecError(

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from manyhands.control.roster import parse_generation
 from manyhands.events import StalenessSeen
-from manyhands.parallel.leases import Course, Held, Item
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.served_memory import JOURNAL_LENGTH
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
@@ -30,6 +31,8 @@ class ServedFit(Fit):
 
     _why = 0
     """What all workers met for last."""
+    _kept_servers = 0
+    """How many servers it was said to go on with, though others are wanted."""
 
     def run(self) -> list[dict[str, float]]:
         self._staleness: Counter[int] = Counter()
@@ -93,10 +96,11 @@ class ServedFit(Fit):
         self._engine.soon = self._steps.batches.how_far
         scheduled = self._settings.scheduler_every == "step"
         self._engine.open(self._number(), course, self._training.scheduler, scheduled=scheduled)
-        if servers := self._engine.keeps_servers:
+        before, self._kept_servers = self._kept_servers, self._engine.keeps_servers
+        if self._kept_servers not in (0, before):
             self._worker.warn(
-                f"The run goes on with {servers} servers: where they write a log, their number is that of the log. "
-                "Stop the run, and start it again with another --servers."
+                f"The run goes on with {self._kept_servers} servers: where they write a log, their number is that of "
+                "the log. Stop the run, and start it again with another --servers."
             )
 
     def _number(self) -> Number:

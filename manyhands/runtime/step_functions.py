@@ -19,7 +19,7 @@ from manyhands.spec.load import nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Context", "DatasetContext", "find_step", "import_steps", "places_of_steps", "step", "step_name"]
+__all__ = ["Context", "DatasetContext", "find_step", "import_steps", "places_of_steps", "sendable", "step", "step_name"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -151,12 +151,13 @@ class Context:
 
     def assign(self, name: str, value: Tensor) -> None:
         """Set a variable when the call is done; one that is not there is created."""
-        self._changes[name] = ("assign", _copy(value))
+        self._changes[name] = ("assign", sendable(name, value).clone())
 
     def add(self, name: str, value: Tensor) -> None:
         """Add to a variable when the call is done, to whatever it is by then."""
+        value = sendable(name, value)
         op, before = self._changes.get(name, ("add", None))
-        self._changes[name] = (op, _copy(value) if before is None else before + value)
+        self._changes[name] = (op, value.clone() if before is None else before + value)
 
     @property
     def changes(self) -> dict[str, tuple[str, Tensor]]:
@@ -164,10 +165,15 @@ class Context:
         return dict(self._changes)
 
 
-def _copy(value: Any) -> Tensor:
+def sendable(name: str, value: Any) -> Tensor:
+    """A value for a variable; `UsageError` where none can have that value, or that name."""
     from torch import as_tensor
 
-    return as_tensor(value).detach().clone()
+    from manyhands.comm.parcels import check_tensor
+
+    if not isinstance(name, str):
+        raise UsageError(f"{name!r} is a {type(name).__name__}; variables have names.", fix=['"weights"'])
+    return check_tensor(as_tensor(value).detach(), f"Variable {name!r}")
 
 
 class Variables(Mapping[str, "Tensor"]):

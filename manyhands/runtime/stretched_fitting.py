@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from manyhands.data.batches import Step
 from manyhands.events import RoundsClosed
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 from manyhands.parallel.served_messages import Done
 from manyhands.parallel.stretches import Stretches
 from manyhands.runtime.served_fitting import ServedFit

@@ -187,7 +187,7 @@ class Trainer:
             scheduler_every=self._scheduler_every,
             early_stop=early_stop,
             goes_on=joined or run.calls.goes_on,
-            validate=None if held_out is None else lambda: run.evaluate(held_out, size, tell=False),
+            validate=None if held_out is None else lambda: run.evaluate(held_out, size, in_fit=True),
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)

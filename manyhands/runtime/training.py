@@ -6,8 +6,6 @@ again what a snapshot was; when that happens is `saving`'s business.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,19 +18,18 @@ from torch import Tensor, nn
 from manyhands.checkpoint.reader import check_model
 from manyhands.data.batches import Step
 from manyhands.data.order import Position
-from manyhands.errors import CheckpointMismatch, ManyhandsError
-from manyhands.events import Divided, StepDone, Straggler
+from manyhands.errors import CheckpointMismatch
+from manyhands.events import StepDone
 from manyhands.native import why_not
-from manyhands.parallel.balance import Slow
 from manyhands.parallel.spread import Division
 from manyhands.runtime.engines import AnyEngine
 from manyhands.runtime.garbage import Garbage
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.models import load_weights, read_weights
-from manyhands.runtime.pacing import Pacing, Verdict
+from manyhands.runtime.pace_report import report_pace
+from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.pipeline_report import report_pipeline
-from manyhands.runtime.solo import Solo
 from manyhands.runtime.state import (
     model_state,
     optimizer_state,
@@ -53,8 +50,6 @@ __all__ = ["Progress", "Training"]
 
 # How much the newest step counts in the speed that is told.
 SMOOTHING = 0.1
-# A worker on another host says what that is called, once it is told to be slow.
-HOST_NAME_TIMEOUT_S = 2.0
 
 
 class Progress(msgspec.Struct):
@@ -159,45 +154,7 @@ class Training:
             self.tell_used()
         verdict = self.pacing.add(step.shares, self.slices, stats.times)
         if verdict is not None:
-            self._tell_pace(step.number, verdict)
-
-    def _tell_pace(self, step: int, verdict: Verdict) -> None:
-        for slow in verdict.slow:
-            self._tell_slow(step, slow, is_over=False)
-        for slow in verdict.keeps_up:
-            self._tell_slow(step, slow, is_over=True)
-        if verdict.parts is not None:
-            self.worker.emit(Divided(time_s=time.time(), step=step, slices=list(verdict.parts)))
-
-    def _tell_slow(self, step: int, slow: Slow, *, is_over: bool) -> None:
-        worker, host = self.worker, self._host_name(slow.rank)
-        if worker.is_chief:
-            worker.emit(
-                Straggler(
-                    time_s=time.time(),
-                    rank=slow.rank,
-                    host=host,
-                    phase=slow.phase,
-                    factor=slow.factor,
-                    step=step,
-                    waiting=slow.waiting,
-                    is_over=is_over,
-                    generation=worker.group.generation,
-                )
-            )
-
-    def _host_name(self, rank: int) -> str:
-        """Of a worker, for the chief: one on another host has to say it, and does so here."""
-        worker, hosts = self.worker, self.worker.group.hosts
-        if isinstance(worker.session, Solo) or hosts[rank] == hosts[0]:
-            return socket.gethostname()
-        key = f"host name/{worker.group.generation}/{hosts[rank]}"
-        with contextlib.suppress(ManyhandsError):  # it is the name that is missing then, and nothing else
-            if worker.rank == rank:
-                worker.session.set(key, socket.gethostname().encode())
-            elif worker.is_chief:
-                return worker.session.get(key, HOST_NAME_TIMEOUT_S).decode()
-        return f"host {hosts[rank]}"
+            report_pace(self.worker, step.number, verdict)
 
     def regrouped(self) -> None:
         """This worker's rank, or their number, is another now."""

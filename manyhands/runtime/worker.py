@@ -18,13 +18,13 @@ from manyhands.comm.axis import Axis, Following, connect
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
 from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
-from manyhands.comm.values import Messages, Values
+from manyhands.comm.values import FollowingMessages, Messages, Values
 from manyhands.control.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
-from manyhands.parallel.shared_gradients import Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.runtime import process
 from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder
@@ -82,7 +82,9 @@ class Worker(InGrid):
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
         self._connected: dict[str, Axis] = {}
         self._meetings = 0
-        self._lasting: list[Callable[[], Axis]] = []
+        self._messages: dict[tuple[str, ...], Messages] = {}
+        """Of this generation of an elastic run, by the axes that they go along."""
+        self._lasting: list[Callable[[], object]] = []
 
     def report(self, step: int, phase: str) -> None:
         self.session.report(step, phase, self.call)
@@ -92,6 +94,7 @@ class Worker(InGrid):
         for axis in self._connected.values():
             axis.retire()
         self._connected.clear()
+        self._messages.clear()
         self._meetings, self._formation = 0, None
         assert isinstance(self.session, Session)
         self.session.enter(group)
@@ -124,13 +127,13 @@ class Worker(InGrid):
         """
         ranks = self._stand().line(self.rank, *axes)
         key = f"step along {' and '.join(axes)} from {ranks[0]}"
-        if len(ranks) == self.world_size:
+        if ranks == list(range(self.world_size)):  # where workers have come and gone, places need not follow ranks
             return self.axis
         if key not in self._connected:
             place, size, plane = ranks.index(self.rank), len(ranks), None
             follow = self.is_elastic or ranks == list(range(ranks[0], ranks[0] + size))
             if size > 1 and follow and not self.why_no_plane:
-                plane = self._connect_plane(key, place, size)
+                plane = self._connect_plane(key, place, size, ranks)
             if plane is not None:
                 plane.sockets = lambda: self.among(ranks, "step over sockets")
             self._connected[key] = plane or self._connect(key, self.device, place, size)
@@ -138,9 +141,20 @@ class Worker(InGrid):
 
     def messages(self, *axes: str) -> Messages:
         """From one to another of the same workers: through shared memory to those of this host, else over sockets."""
-        if self.is_elastic:
-            return Values(self.lasting(lambda: self.among(self._stand().line(self.rank, *axes), "messages")))
-        ranks, hosts = self._stand().line(self.rank, *axes), self.group.hosts
+        if not self.is_elastic:
+            return self._messages_among(self._stand().line(self.rank, *axes))
+
+        def find() -> Messages:
+            if axes not in self._messages:
+                self._messages[axes] = self._messages_among(self._stand().line(self.rank, *axes))
+            return self._messages[axes]
+
+        self._lasting.append(find)
+        return FollowingMessages(find)
+
+    def _messages_among(self, ranks: Sequence[int]) -> Messages:
+        """Of this generation, which has memory of its own for them."""
+        hosts = self.group.hosts
         shares = self._can_share() if len(set(hosts)) > 1 else isinstance(self.axis, PlaneAxis)
         near = [place for place, rank in enumerate(ranks) if shares and hosts[rank] == self.group.host]
         if len(near) < 2:
@@ -237,7 +251,9 @@ class Worker(InGrid):
             self._connected[key] = plane or self._connect(key, device, group.rank, group.world_size)
         return self._connected[key]
 
-    def _connect_plane(self, purpose: str, rank: int, size: int) -> PlaneAxis | None:
+    def _connect_plane(
+        self, purpose: str, rank: int, size: int, ranks: Sequence[int] | None = None
+    ) -> PlaneAxis | None:
         """Of this host's workers; where there is no memory for it, `why_no_plane` says so, the same on each."""
         session, comm, generation = self.session, self.resolved.spec.comm, self.group.generation
         if isinstance(session, Solo):
@@ -248,7 +264,7 @@ class Worker(InGrid):
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
-                ranks=range(self.rank - rank, self.rank - rank + size),
+                ranks=ranks or range(self.rank - rank, self.rank - rank + size),
                 here=self._ranks_here(),
                 missing=self._where_the_others_are,
             )

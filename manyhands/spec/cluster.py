@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.errors import ClusterError
 
-__all__ = ["JOBS", "Address", "ClusterSpec", "ClusterTask", "from_tf_config", "parse_address"]
+__all__ = ["Address", "ClusterSpec", "ClusterTask", "from_tf_config", "parse_address"]
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 MAX_BYTES = 2**20

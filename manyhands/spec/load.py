@@ -337,9 +337,9 @@ def seat(environ: Mapping[str, str] | None = None) -> Seat | None:
     return parse_seat(environment() if environ is None else environ)
 
 
-def master_port(environ: Mapping[str, str] | None = None) -> int | None:
+def master_port() -> int | None:
     """The port at which ranks started by torchrun, or by our agent in its stead, meet; None where there is none."""
-    text = (environment() if environ is None else environ).get("MASTER_PORT", "")
+    text = environment().get("MASTER_PORT", "")
     return int(text) if text.isdecimal() else None
 
 

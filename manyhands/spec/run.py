@@ -12,17 +12,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = [
-    "AVERAGING",
-    "DIVIDING",
-    "STORING",
-    "CheckpointSection",
-    "CommSection",
-    "LaunchSection",
-    "RunSection",
-    "RunSpec",
-    "TrainSection",
-]
+__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
 
 
 AVERAGING = ("local_sgd", "diloco")

@@ -32,7 +32,7 @@ from manyhands.parallel.own_state import (
 )
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.rounds import Rounds, fragments_of, pairs
-from manyhands.parallel.shared_gradients import Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.strategies.base import Engine, LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
 from manyhands.strategies.losses import as_loss
 from manyhands.strategies.own_part import OwnPart

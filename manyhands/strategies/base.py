@@ -21,7 +21,7 @@ from manyhands.parallel.divergence import Hashes
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.served_step import ServedStep
-from manyhands.parallel.shared_gradients import Sharing
+from manyhands.parallel.sharing import Sharing
 
 __all__ = ["Engine", "Evaluator", "LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
 

@@ -28,6 +28,11 @@ class Computing:
     def model(self) -> nn.Module:
         return self._model
 
+    @property
+    def _users_model(self) -> nn.Module:
+        """Whose names errors tell; `_model` may stand for it."""
+        return self._model
+
     def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]:
         """Loss and per-example metrics of each piece, with the model in evaluation mode."""
         assert self._loss_fn is not None
@@ -74,7 +79,7 @@ class Computing:
         return value.item() * times, weight, value if factor == 1.0 else value * factor
 
     def raise_non_finite(self, what: str) -> NoReturn:
-        name = first_non_finite(self._model)
+        name = first_non_finite(self._users_model)
         raise NonFinite(
             f"{what}; {name or 'every parameter is still finite'}.",
             fix=[

@@ -93,6 +93,8 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     pipeline: int = 1
     rules: dict[str, str] | None = None
     """As `Tensor` has them."""
+    sequence: bool = False
+    """As `Tensor` has it."""
     sharded: bool | str = False
     """Replicas divide what they have in common, as those of `Sharded` do: the "optimizer"'s states, "gradients" too, or
     "parameters" as well, which True stands for."""
@@ -110,6 +112,12 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
                 f"reducer puts all slices' gradients together, and with data={self.data} no worker has all of them.",
                 where="mh.Mesh",
                 fix=["data=1", "no reducer="],
+            )
+        if self.sequence and self.tensor == 1:
+            raise SpecError(
+                "sequence divides norms and dropout over the tensor axis, and with tensor=1 nothing is divided there.",
+                where="mh.Mesh",
+                fix=["tensor=2", "sequence=False"],
             )
         if self.level is not None:
             one_of("sharded", self.level, LEVELS, "mh.Mesh")

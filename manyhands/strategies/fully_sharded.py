@@ -96,11 +96,7 @@ class FullySharded(Replicated):
     @property
     def divided(self) -> Divided:
         before = self.spread.divided if self.spread is not None else Divided(self._model, self._model)
-        return before.again(self._whole, self._holding.shares)
-
-    def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
-        self._whole = model
-        super().setup(model, optimizer, joining=joining)
+        return before.again(self._users_model, self._holding.shares)
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights and buffers; the first time, its part of them."""

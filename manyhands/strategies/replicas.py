@@ -22,8 +22,8 @@ from manyhands.parallel.fingerprint import fingerprint, states_of
 from manyhands.parallel.holding import Holding
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_step import ServedStep
-from manyhands.parallel.shared_gradients import Sharing
 from manyhands.parallel.shared_weights import SharedWeights
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Divided, Division, Spread
 from manyhands.strategies.base import LossFn
@@ -74,7 +74,7 @@ class Replicas(Computing):
 
         Where each has a part of the model, `take_part` does that, too.
         """
-        self._model, self._local, self._optimizer = model, model, optimizer
+        self._whole, self._model, self._local, self._optimizer = model, model, model, optimizer
         if self.spread is not None:
             refuse_closures(optimizer, "divided")
             if joining:
@@ -84,6 +84,10 @@ class Replicas(Computing):
         self._make_ready(optimizer)
         if not joining:
             self.synchronise()
+
+    @property
+    def _users_model(self) -> nn.Module:
+        return self._whole
 
     def take_part(self, axis: Axis, known: Division) -> Divided:
         """Have a place beside ranks that are training, who have the model divided like this."""

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import BadLoss
 from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.divergence import Hashes
 from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
-from manyhands.parallel.gradients import GradientSum
+from manyhands.parallel.gradients import GradientSum, total_weight
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
+from manyhands.parallel.seat_notes import STAMP_BYTES
 from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.shared_gradients import STAMP_BYTES, Sharing
+from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
 from manyhands.parallel.spread import Passes, Spread
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
@@ -137,7 +137,8 @@ class Replicated(Replicas):
         found: list[int] = []
         self._lost = gradients.lost_seats()
         for turn, seat in enumerate(self._lost):
-            if turn % self._axis.size != self._axis.rank or (gradients.is_complete(seat) and exchange.is_whole(seat)):
+            is_whole = gradients.notes.is_complete(seat) and exchange.is_whole(seat)
+            if is_whole or turn % self._axis.size != self._axis.rank:
                 continue
             found += [slice_at[place] for place in exchange.shares[seat]]
             if not exchange.shares[seat]:
@@ -200,7 +201,7 @@ class Replicated(Replicas):
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
         if self.held.shared is not None:
-            self.held.shared.stamp = self._stamp(step.number)
+            self.held.shared.notes.stamp = self._stamp(step.number)
         self.held.gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
         self._rows.begin()
@@ -350,9 +351,7 @@ class Replicated(Replicas):
         if self.held.shared is not None and self.held.common is None:
             self.held.shared.collect()
         total = sum(report.total for report in reports)  # in slice order
-        weight = sum(report.weight for report in reports)
-        if weight <= 0:
-            raise BadLoss(f"The weights of step {self._step.number} sum to {weight:g}; the mean needs them above 0.")
+        weight = total_weight((report.weight for report in reports), self._step.number)
         loss = total / weight
         if not math.isfinite(loss) and not self._precision.scale:
             self.raise_non_finite(f"The loss of step {self._step.number} is {loss}")

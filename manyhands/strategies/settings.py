@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     or "fp16"."""
     memory_limit: int | str | None = None
     """Of each worker, in bytes or as "2GB": what the layout needs is predicted before it starts, and refused if it is
-    more. The interpreter, torch and the program count, too."""
+    more. The interpreter, torch and the program count."""
 
     @property
     def on_servers(self) -> bool:

@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.combining import to_first_rank
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.gradients import total_weight
+from manyhands.parallel.leases import Held
 from manyhands.parallel.local_rules import Accrue, Drift, Elastic, LocalRule, Pull
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.own_state import OwnState, check_optimizer, load_optimizer, states_of_optimizer
@@ -218,7 +220,8 @@ class Stretched(Served):
         self._buffers.begin(len(pieces), 2)
         results = [self._computed(piece, step) for piece in pieces]
         absent = set(filler.finish())
-        total, weight = sum(total for total, _, _, _ in results), sum(weight for _, weight, _, _ in results)
+        total = sum(total for total, _, _, _ in results)
+        weight = total_weight((weight for _, weight, _, _ in results), step.number)
         self._rule.step(self._scaled([i not in absent for i in range(len(self._grads))], step.rows / weight))
         self.phases.mark("update")
         if not stretch.rows:

@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.chaos.agents import Agents
 from manyhands.chaos.schedule import Fault
-from manyhands.chaos.strikes import Striker, Timeline, _limit_files
+from manyhands.chaos.strikes import Striker, Timeline, _forbid_files
 from manyhands.control.questions import ServerStatus, Status
 from manyhands.runtime.deadlock import HANG_SIGNAL
 
@@ -92,7 +92,7 @@ def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[s
 
     striker = Striker(tmp_path, Timeline(), nobody(tmp_path), print)
     assert tries() == "written"
-    striker._limits[child.pid] = _limit_files(child.pid, 0)
+    striker._limits[child.pid] = _forbid_files(child.pid)
     assert tries() == "File too large"
     striker._free_disk()
     assert tries() == "written"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +52,11 @@ def test_tensors_of_every_type_come_back_bit_for_bit(name: str) -> None:
 def test_placeholders_are_filled_by_whoever_unpacks() -> None:
     frames = pack((1, [Placeholder("dataset", 4, "numbers")]), "it")
     assert unpack(frames, lambda found: found.number) == (1, [4])
+
+
+def test_numbers_and_text_of_other_kinds_come_back_as_plain_ones() -> None:
+    given = [np.float64(2.5), np.int64(-3), np.bool_(True), np.str_("å"), HTTPStatus.OK]
+    assert same(unpack(pack(given, "it")), [2.5, -3, True, "å", 200])
 
 
 def test_what_leads_back_to_itself_is_refused() -> None:

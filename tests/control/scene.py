@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from test_membership import JOB, report, settings_for
 
 from manyhands.control.failure import WorkerEnd
+from manyhands.control.host_messages import HostReport, MemberReport, Plan
 from manyhands.control.membership import begin, react
-from manyhands.control.messages import HostReport, MemberReport, Plan
 from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Ticked
 

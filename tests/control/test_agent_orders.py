@@ -12,9 +12,9 @@ from conftest import Launcher, alive
 from msgspec.structs import replace
 
 from manyhands.comm.transport import open_port
+from manyhands.control.host_messages import FromAgent, HostReport, Job, Orders, Place, Plan, PlannedWorker
 from manyhands.control.keys import client_curve, new_key, server_curve
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import FromAgent, HostReport, Job, Orders, Place, Plan, PlannedWorker
 from manyhands.control.refusals import DoorKeeper
 
 pytestmark = pytest.mark.faults

@@ -18,21 +18,9 @@ from manyhands.control.desk import Desk
 from manyhands.control.fence import Guard
 from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
+from manyhands.control.host_messages import Job, Place, Plan, PlannedWorker
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import (
-    Announce,
-    Heartbeat,
-    Hello,
-    Job,
-    MemoryRequest,
-    Offer,
-    Place,
-    Plan,
-    PlannedWorker,
-    Report,
-    RunFacts,
-    ToWorker,
-)
+from manyhands.control.messages import Announce, Heartbeat, Hello, MemoryRequest, Offer, Report, RunFacts, ToWorker
 from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.native import library
@@ -170,6 +158,7 @@ def test_a_generation_that_began_with_a_loss_elsewhere_ends_the_planes_of_those_
     crew.follow(plan(3, [1, 2], lost=True))
     assert (lost_rank(crew, first), lost_rank(crew, second)) == (2, 2), "none of the two here"
     assert lost_rank(crew, ask(crew, "7.3")) == -1
+    assert lost_rank(crew, ask(crew, "7.2", name="late")) == 2
 
 
 def test_whoever_is_not_planned_is_killed_and_its_slot_filled_only_when_it_is_gone(hands):

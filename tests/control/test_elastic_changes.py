@@ -7,11 +7,14 @@ from msgspec.structs import replace
 from scene import CALL, Scene, die_in_slot_0, started
 from test_membership import report
 
+from manyhands.control.host_messages import MemberReport
 from manyhands.control.key_values import Stores
+from manyhands.control.launch_request import LaunchRequest, WorkerCommand
 from manyhands.control.membership import react, restored
-from manyhands.control.messages import MemberReport, StoreRequest
+from manyhands.control.messages import StoreRequest
 from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Refuse
+from manyhands.control.scaling import why_not_scale
 
 # ---- joining -----------------------------------------------------------------------------------------------------
 
@@ -142,6 +145,58 @@ def test_only_the_launching_agent_scales():
     scene = started(hosts=2, slots=2)
     scene.say("b", workers_wanted=1)
     assert scene.generation == "7.1"
+
+
+def in_replicas_of_two() -> Scene:
+    scene = started(slots=4, elastic=(2, 4))
+    scene.extra["a"] = {"replica": 2}
+    scene.say("a")
+    return scene
+
+
+def test_replicas_of_several_workers_leave_whole_whatever_their_ranks():
+    scene = in_replicas_of_two()
+    scene.kill(1)
+    scene.obey()
+    scene.set(5, offers=CALL)
+    scene.obey()
+    assert scene.group == [2, 3, 4, 5], "the one in slot 0 has the highest rank now"
+    scale(scene, 2)
+    assert (scene.group, scene.plan().dismissed, scene.plan().why) == ([2, 5], [3, 4], "2 left")
+
+
+def test_a_replica_that_lacks_a_worker_is_the_first_to_leave():
+    scene = in_replicas_of_two()
+    scene.kill(1)
+    scale(scene, 2)
+    scene.obey()
+    scene.tick(1.0)
+    assert scene.group == [3, 4] and scene.joining == []
+    assert [worker.slot for worker in scene.plan().workers] == [2, 3]
+
+
+def test_whoever_comes_waits_for_the_others_of_its_replica():
+    scene = in_replicas_of_two()
+    scale(scene, 2)
+    scene.obey()
+    for number in (3, 4):
+        scene.set(number, status="left", ended=True, exit_code=0)
+    scale(scene, 4)
+    scene.obey()
+    first, second = scene.joining
+    scene.set(first, offers=CALL)
+    scene.tick(5.0)
+    assert scene.group == [1, 2]
+    scene.set(second, offers=CALL)
+    assert scene.group == [1, 2, first, second]
+
+
+def test_a_number_that_leaves_a_replica_in_pieces_is_refused():
+    request = LaunchRequest(command=WorkerCommand(kind="script", target="train.py"), elastic=(2, 8))
+    refusal = why_not_scale(request, 5, None, 4, run="run", run_dir="runs/1")
+    assert refusal is not None and "A replica of the model is 4 workers" in refusal.what
+    assert refusal.fix == ["mh scale runs/1 4"]
+    assert why_not_scale(request, 8, None, 4, run="run", run_dir="runs/1") is None
 
 
 def test_scaling_down_dismisses_the_highest_ranks():

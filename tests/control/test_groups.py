@@ -6,7 +6,7 @@ import os
 
 from manyhands.comm.segments import HostMemory, Segment
 from manyhands.control.groups import Groups, group_for, is_later
-from manyhands.control.messages import Place, Plan
+from manyhands.control.host_messages import Place, Plan
 from manyhands.native import library
 
 

@@ -18,8 +18,9 @@ import zmq
 from conftest import alive, until
 
 from manyhands.comm.transport import open_port
+from manyhands.control.host_messages import FromAgent, HostReport
 from manyhands.control.keys import client_curve, new_key, read_join_file
-from manyhands.control.messages import FromAgent, FromWorker, HostReport
+from manyhands.control.messages import FromWorker
 from manyhands.control.questions import Ask
 from manyhands.control.refusals import NO_KEY, WRONG_KEY
 
@@ -135,7 +136,7 @@ def test_a_host_with_other_versions_or_another_runs_name_is_refused_by_name(laun
     assert other.wait() == 3
     assert "not another" in other.err
     context: zmq.Context = zmq.Context()
-    from manyhands.control.messages import FromCoordinator
+    from manyhands.control.host_messages import FromCoordinator
 
     port = open_port(
         context,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from manyhands.control.failure import WorkerEnd
+from manyhands.control.host_messages import Commit, HostReport, Job, MemberReport
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.membership import begin, parse_generation, react, restored
-from manyhands.control.messages import Commit, HostReport, Job, MemberReport
 from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Persist, Refuse, Settings, Tell, Ticked
 

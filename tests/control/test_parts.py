@@ -13,12 +13,13 @@ import zmq
 
 from manyhands.comm.transport import MAX_MESSAGE_BYTES, open_port
 from manyhands.control import key_values
+from manyhands.control.host_messages import Job
 from manyhands.control.key_values import KeyValues
 from manyhands.control.keys import client_curve, new_key, read_join_file, server_curve, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.control.log import Log
 from manyhands.control.membership import begin
-from manyhands.control.messages import Job, StoreReply, StoreRequest
+from manyhands.control.messages import StoreReply, StoreRequest
 from manyhands.control.output import KEPT_BYTES, WorkerLog
 from manyhands.control.preflight import check_command, parse_address, resolve
 from manyhands.control.questions import Ask

@@ -23,7 +23,7 @@ from manyhands.cli.scale import scale
 from manyhands.cli.status import status
 from manyhands.control.client import query, request_scale, request_stop
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import FailedServer
+from manyhands.control.host_messages import FailedServer
 from manyhands.control.orders import orders_for
 from manyhands.control.servers import Life, is_hopeless
 from manyhands.errors import UsageError

@@ -81,6 +81,22 @@ def change(ctx: Any, op: str, name: str, value: Any) -> None:
 
 
 @mh.step
+def change_oddly(ctx: Any, how: str) -> None:
+    match how:
+        case "type":
+            ctx.assign("odd", torch.ones(2).to(torch.float8_e4m3fn))
+        case "layout":
+            ctx.add("odd", torch.eye(2).to_sparse())
+        case "name":
+            ctx.assign(5, torch.ones(2))
+        case "long name":
+            ctx.assign("n" * 2**20, torch.ones(2))
+        case "many":
+            for number in range(10_001):
+                ctx.assign(f"odd {number}", torch.ones(1))
+
+
+@mh.step
 def twice(ctx: Any) -> list[int]:
     before = ctx.variables["both"].clone()
     ctx.add("both", torch.tensor(1))

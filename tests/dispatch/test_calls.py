@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -50,6 +51,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_scheduled(coordinator
         ("give_back", {"a": [object()]}, r"\['a'\]\[0\] is a object"),
         ("give_back", 2**70, "more than 64 bits"),
         ("give_back", torch.eye(2).to_sparse(), "cannot be sent"),
+        ("give_back", [torch.zeros(1)] * 10_000, "has 10001 tensors in it; a message carries 9998"),
         ("give_back", value, "is a RemoteValue"),
         ("give_bakc", 1, "(?s)No step is called 'give_bakc'.*try: \"give_back\""),
     ):
@@ -93,12 +95,15 @@ def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
 
 
 def test_a_failure_is_raised_once_cancels_the_rest_and_leaves_nothing_running(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, tmp_path: Path
 ) -> None:
     under_way = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
-    failing = coordinator.schedule("fail", ("one of these",))
-    waiting = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(20)]
+    with contextlib.closing(Meeting(tmp_path / "until all are scheduled")) as first:  # after a failure nobody can
+        coordinator.schedule("wait_at", (first.place,))
+        first.await_one()
+        failing = coordinator.schedule("fail", ("one of these",))
+        waiting = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(20)]
     with pytest.raises(StepFailed, match="raised ValueError: one of these"):
         failing.fetch()
     with pytest.raises(CallCancelled, match=r"wait_at.*was cancelled"):
@@ -180,6 +185,50 @@ def test_changes_that_cannot_be_made_fail_their_call(
     assert torch.equal(warm.read("fixed"), torch.ones(2))
     with pytest.raises(UsageError, match="No variable is called 'absent'"):
         warm.read("absent")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("type", "'odd' is a tensor of torch.float8_e4m3fn"),
+        ("layout", "'odd' is a tensor of torch.float32, torch.sparse_coo"),
+        ("name", "5 is a int; variables have names"),
+        ("long name", r"takes 1\.0 MB beside its tensors"),
+        ("many", "has 10002 tensors in it"),
+    ],
+)
+def test_changes_that_cannot_be_sent_fail_their_call_and_harm_nobody(
+    warm: mh.Cluster, coordinator: mh.Coordinator, how: str, why: str
+) -> None:
+    pids = warm.worker_pids, warm.server_pids
+    coordinator.schedule("change_oddly", (how,))
+    with pytest.raises(StepFailed, match=why):
+        coordinator.join()
+    assert coordinator.schedule("give_back", (1,)).fetch(60)["args"] == [1]
+    assert (warm.worker_pids, warm.server_pids) == pids
+
+
+def test_variables_that_cannot_be_kept_are_refused_from_outside_too(warm: mh.Cluster) -> None:
+    for name, value, why in (
+        ("odd", torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        ("odd", torch.eye(2).to_sparse(), "sparse_coo"),
+        (5, torch.ones(2), "variables have names"),
+        ("n" * 2**20, torch.ones(2), "no message lists them"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            warm.assign(name, value)  # type: ignore[arg-type]
+    warm.assign("even", torch.ones(2))
+    assert torch.equal(warm.read("even"), torch.ones(2))
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_results_take_the_place_of_remote_values_in_named_tuples(coordinator: mh.Coordinator) -> None:
+    found = coordinator.fetch(Pair(coordinator.schedule("give_back", (1,)), [2]))
+    assert found == Pair({"args": [1], "kwargs": {}}, [2])
 
 
 def test_a_thousand_bytes_and_none_are_kept_alike(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:

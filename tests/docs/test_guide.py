@@ -41,9 +41,3 @@ def test_every_example_of_the_page_runs(page: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "\n".join(program)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def test_every_page_that_the_readme_names_is_there() -> None:
-    pages = re.findall(r"\]\((docs/[^)]+)\)", (ROOT / "README.md").read_text())
-    missing = [page for page in pages if not (ROOT / page).exists()]
-    assert not missing

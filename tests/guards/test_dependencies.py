@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Everything that the core needs, and what that needs in turn. A new name gets a line in docs/decisions/.
@@ -73,6 +75,7 @@ def dry_run(requirements: Path, entries: list[str]) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", "pip", "install", *how], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_pip_takes_the_core_with_required_hashes_and_refuses_another_file(tmp_path: Path) -> None:
     core = {pin: entry for pin, entry in locked().items() if normal(pin.split("==")[0]) in CLOSURE}
     whole = dry_run(tmp_path / "whole.txt", list(core.values()))  # fails where something is needed that is not in it

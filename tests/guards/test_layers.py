@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -39,10 +40,15 @@ def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """The parts of manyhands that a file imports, also inside functions; type checking included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
@@ -92,8 +98,24 @@ def test_public_names_are_those_of_all_and_each_has_a_docstring() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [str(p.relative_to(ROOT)) for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [str(p.relative_to(ROOT)) for p in sources() if not ast.get_docstring(tree(p))]
     assert not silent
+
+
+def test_where_a_module_says_to_start_reading_there_is_something() -> None:
+    wrong = []
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {name.id for node in tree.body for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for said in re.findall(r"Start\s+reading\s+at\s+`([\w.]+)`", ast.get_docstring(tree) or ""):
+            *folder, name = said.split(".")
+            if path.name == "__init__.py":  # a module of the package, or something in one
+                found = (path.parent / f"{said.split('.')[0]}.py").exists()
+            else:
+                found = name in defined and set(folder) <= defined
+            wrong += [] if found else [f"{path.relative_to(ROOT)}: {said}"]
+    assert not wrong
 
 
 def test_importing_manyhands_is_light() -> None:

@@ -46,6 +46,7 @@ def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp_path: Path) -> None:
     installed = install(tmp_path, compiler="/bin/false")
     assert not list(installed.glob("manyhands/native/*.so"))

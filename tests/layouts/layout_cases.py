@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.parallel.tensor_parts import Parted
 
 FEATURES, CLASSES, WORDS, LENGTH = 16, 8, 24, 6
 
@@ -63,6 +64,17 @@ class TiedTransformer(nn.Module):
         return self.output(self.norm(x))
 
 
+class Noticing(nn.LayerNorm):
+    """Knows whether it was given parts of a sequence in training."""
+
+    seen: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            Noticing.seen = isinstance(x, Parted) and x.division.sequence
+        return super().forward(x)
+
+
 class UNet(nn.Module):
     """What goes down is added on the way up."""
 
@@ -73,6 +85,7 @@ class UNet(nn.Module):
         self.middle = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
         self.up2 = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
         self.up1 = nn.Linear(64, CLASSES)
+        self.classes = CLASSES
         self.unused = nn.Linear(3, 3)  # belongs to the model, and to its checkpoints, all the same
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,9 +156,39 @@ def train(model: str, strategy: Any, fit: dict[str, Any] | None = None, **argume
     }
 
 
+def norms_get_parts(strategy: Any) -> bool | None:
+    """Of a sequence, in a step of training."""
+
+    def make() -> nn.Module:
+        model = TiedTransformer()
+        model.norm = Noticing(16)
+        return model
+
+    Noticing.seen = None
+    trainer = mh.Trainer(make, loss, OPTIMIZERS["momentum"], strategy=strategy, slices=4)
+    trainer.fit(data_for("tied transformer"), steps=1, batch_size=16)
+    return Noticing.seen
+
+
 def saved_weights(trainer: mh.Trainer) -> dict[str, Any]:
     """The whole model's, on the chief."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         trainer.save(path)
         return {name: one.numpy() for name, one in load_file(path).items()} if trainer.is_chief else {}
+
+
+def attributes(model: nn.Module, batch: Any) -> Tensor:
+    """1 for every row, if the model says what is everybody's, and refuses what is not, with this line."""
+    try:
+        model.parameters()
+        refused = False
+    except mh.ManyhandsError as error:
+        refused = "layout_cases.py" in str(error)
+    return torch.full((len(batch[0]),), float(refused and model.classes == CLASSES and not model.training))
+
+
+def evaluate_with_attributes(strategy: Any) -> dict[str, float]:
+    metrics = {"attributes": attributes}
+    trainer = mh.Trainer(UNet, loss, OPTIMIZERS["momentum"], metrics=metrics, strategy=strategy)
+    return trainer.evaluate(data_for("U-Net"), batch_size=20)

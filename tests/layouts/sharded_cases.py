@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from manyhands.errors import ManyhandsError, Preempted
 from tests.listeners import listeners_of
+from tests.stopping import StopAt
 
 WIDTH = 72
 """Does not divide by 3 workers evenly where rows are concerned: 72 classes of weights, but 8 of outputs."""
@@ -221,17 +222,6 @@ def results_of(trainer: mh.Trainer, data: tuple[Tensor, Tensor], history: mh.His
         "predictions": tree_leaves(trainer.predict(data[0], batch_size=15))[0].float().numpy(),
         "weights": saved_weights(trainer),
     }
-
-
-class StopAt:
-    """Behaves like a SIGTERM to the launcher in the middle of step `step`."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def before_step(self, trainer: Any, step: int) -> None:
-        if step == self._step:
-            trainer._run.worker.session.stop_requested = "preempt"
 
 
 def train_until(strategy: Any, folder: str | None, step: int | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from layout_cases import data_for, make_trainer, saved_weights
-from test_layouts import LAYOUTS, assert_same_weights
+from test_layouts import BY_SEQUENCE, LAYOUTS, assert_same_weights
 
 import manyhands as mh
 from manyhands.testing import RankPool
@@ -40,16 +40,22 @@ def leg(model: str, strategy: Any, until: int, steps: int, optimizer: str) -> di
     return saved_weights(trainer)
 
 
+FOR_WORDS = [*LAYOUTS.values(), *BY_SEQUENCE.values()]
+FEW_WORKERS = [layout for layout in LAYOUTS.values() if layout[0] <= 4]
+
+
 # The biases of an attention's keys have a true gradient of 0, whose rounding noise Adam turns into steps of full size.
 @pytest.mark.parametrize(
-    ("model", "optimizer", "most_workers"),
-    [pytest.param("tied transformer", "momentum", 8, marks=pytest.mark.long), ("CNN", "AdamW", 4)],
+    ("model", "optimizer", "through"),
+    [
+        pytest.param("tied transformer", "momentum", FOR_WORDS, marks=pytest.mark.long, id="words"),
+        pytest.param("CNN", "AdamW", FEW_WORKERS, id="pictures"),
+    ],
 )
 def test_a_run_goes_through_all_layouts(
-    ranks: RankPool, tmp_path: Path, model: str, optimizer: str, most_workers: int
+    ranks: RankPool, tmp_path: Path, model: str, optimizer: str, through: list[tuple[int, Any]]
 ) -> None:
-    fitting = [layout for layout in LAYOUTS.values() if layout[0] <= most_workers]
-    layouts = [(1, mh.Single()), *fitting, (2, mh.Mirrored())]
+    layouts = [(1, mh.Single()), *through, (2, mh.Mirrored())]
     total = STEPS * len(layouts)
     for number, (workers, strategy) in enumerate(layouts, 1):
         results = ranks(workers, leg, model, strategy, number * STEPS, total, optimizer, run_dir=tmp_path / "run")

@@ -95,17 +95,29 @@ def assert_no_step_is_lost(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "killed"),
     [
-        ("mesh", "3"),
-        pytest.param("mesh", "0", marks=pytest.mark.long),
-        pytest.param("data and tensor", "1", marks=pytest.mark.long),
+        ("mesh", ["2 in evaluation", "3"]),
+        pytest.param("mesh", ["0"], marks=pytest.mark.long),
+        pytest.param("mesh", ["0 in evaluation"], marks=pytest.mark.long),
+        pytest.param("data and tensor", ["1"], marks=pytest.mark.long),
     ],
 )
 def test_in_an_elastic_mesh_whoever_comes_gets_its_part_from_a_living_replica(
-    ranks: RankPool, tmp_path: Path, layout: str, killed: str
+    ranks: RankPool, tmp_path: Path, layout: str, killed: list[str]
 ) -> None:
-    told = elastic(tmp_path, "4:4", layout, "model.safetensors", killed)
-    assert f"lost rank {killed}" in told and "1 joined" in told and "restarting" not in told
+    told = elastic(tmp_path, "4:4", layout, "model.safetensors", *killed)
+    assert f"lost rank {killed[0][0]}" in told and "restarting" not in told
+    assert told.count("SIGKILL") == told.count("1 joined") == len(killed)
     assert_no_step_is_lost(tmp_path)
+    [alone] = ranks(1, undisturbed)
+    assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.long
+@pytest.mark.faults
+def test_a_mesh_that_is_scaled_down_goes_on_with_a_whole_replica(ranks: RankPool, tmp_path: Path) -> None:
+    """Whoever came in place of the first worker has the highest rank, and is the mate of one that stays."""
+    told = elastic(tmp_path, "2:4", "mesh", "model.safetensors", "0", "scaled to 2")
+    assert "2 left" in told and "restarting" not in told
     [alone] = ranks(1, undisturbed)
     assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layout_cases import MODELS, train
+from layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, train
 
 import manyhands as mh
 from manyhands.testing import RankPool
@@ -28,6 +28,18 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "mesh 2 data x 2 pipeline, sharded": (4, mh.Mesh(data=2, pipeline=2, sharded=True)),
     "mesh 2 data x 2 tensor x 2 pipeline, sharded": (8, mh.Mesh(data=2, tensor=2, pipeline=2, sharded=True)),
 }
+
+BY_SEQUENCE: dict[str, tuple[int, Any]] = {
+    "mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2, sequence=True)),
+    "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2, sequence=True)),
+    "mesh 2 tensor x 2 pipeline, halves": (4, mh.Mesh(tensor=2, pipeline=2, sequence=True, schedule="zero_bubble")),
+    "mesh 2 data x 2 tensor, sharded": (4, mh.Mesh(data=2, tensor=2, sequence=True, sharded=True)),
+    "mesh 2 data x 2 tensor x 2 pipeline": (
+        8,
+        mh.Mesh(data=2, tensor=2, pipeline=2, sequence=True, recompute="blocks"),
+    ),
+}
+"""For what has sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,21 @@ def test_every_layout_ends_where_one_process_ends(
         assert np.array_equal(other["predictions"], results[0]["predictions"])
 
 
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=() if one.endswith("x 2 tensor") else LONG) for one in BY_SEQUENCE]
+)
+def test_meshes_by_sequence_end_where_one_process_ends(ranks: RankPool, alone: dict[str, Any], layout: str) -> None:
+    model = "tied transformer"
+    if model not in alone:
+        [alone[model]] = ranks(1, train, model, mh.Single())
+    workers, strategy = BY_SEQUENCE[layout]
+    assert_close(alone[model], ranks(workers, train, model, strategy)[0])
+
+
+def test_norms_of_a_mesh_get_parts_of_the_sequence(ranks: RankPool) -> None:
+    assert ranks(4, norms_get_parts, mh.Mesh(data=2, tensor=2, sequence=True)) == [True] * 4
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_replicas_of_a_pipeline_may_have_sums_of_several_slices_each(
     ranks: RankPool, alone: dict[str, Any], sharded: bool
@@ -94,3 +121,8 @@ def test_replicas_of_a_pipeline_may_have_sums_of_several_slices_each(
 def train_in_slices(strategy: Any, slices: int) -> dict[str, Any]:
     """The one row that is left for an epoch's last step is a slice of one replica; the other has none."""
     return train("CNN", strategy, {"batch_size": 39}, slices=slices, clip_norm=0.5)
+
+
+def test_metrics_of_a_pipeline_may_ask_for_plain_attributes_and_for_nothing_that_others_have(ranks: RankPool) -> None:
+    for evaluation in ranks(2, evaluate_with_attributes, mh.Pipeline(2)):
+        assert evaluation["attributes"] == 1.0

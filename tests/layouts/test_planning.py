@@ -54,6 +54,11 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     assert tensor.memory[0].weights < 2.1 * WIDE
 
 
+def test_blocks_that_are_pinned_to_a_stage_are_planned_there() -> None:
+    pinned = plan(mh.Pipeline(2, place={"1": 1}), 2)
+    assert [layer.stage for layer in pinned.layers] == [0, 1, 1, 1]
+
+
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
     assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model
@@ -101,6 +106,14 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     assert parts.memory[0].gradients == split.memory[0].gradients // 2
     alike = plan(mh.Mesh(data=4, sharded=True), 4), plan(mh.Sharded(), 4)
     assert alike[0].memory == alike[1].memory and alike[0].strategy == "mesh"
+
+
+def test_a_mesh_by_sequence_says_so() -> None:
+    torch.manual_seed(0)
+    model = MODELS["tied transformer"]()
+    sample, optimizer = Sample(data_for("tied transformer"), loss), torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = plan_model(model, optimizer, mh.Mesh(data=2, tensor=2, sequence=True), 4, sample).layers
+    assert {one.name for one in layers if "by sequence" in one.why} >= {"blocks.0.linear2", "blocks.0.norm1", "norm"}
 
 
 @pytest.mark.parametrize(

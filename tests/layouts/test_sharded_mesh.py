@@ -60,7 +60,11 @@ def test_each_of_two_replicas_keeps_half_between_steps(ranks: RankPool, axis: st
 
 @pytest.mark.parametrize(
     ("settings", "nearest"),
-    [({"sharded": True}, "data=2"), ({"data": 2, "sharded": "weights"}, 'sharded="parameters"')],
+    [
+        ({"sharded": True}, "data=2"),
+        ({"data": 2, "sharded": "weights"}, 'sharded="parameters"'),
+        ({"data": 2, "sequence": True}, "tensor=2"),
+    ],
 )
 def test_what_cannot_be_divided_is_refused_where_it_is_written(settings: dict[str, Any], nearest: str) -> None:
     with pytest.raises(SpecError) as error:

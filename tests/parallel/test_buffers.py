@@ -125,3 +125,21 @@ def test_a_large_frozen_parameter_that_changes_in_forward_is_refused_by_name() -
 
     with pytest.raises(TrainingFailed, match="table"):
         step_in_slices(Drifts(), [torch.ones(1), torch.ones(1)], [[0, 1]])
+
+
+def test_a_step_of_one_slice_through_two_stages_of_one_rank_leaves_the_right_values_by_itself() -> None:
+    torch.manual_seed(2)
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    expected, rows = copy.deepcopy(first), torch.randn(5, 4)
+    buffers = StepBuffers(nn.Sequential(first, second))
+    buffers.begin(1, 1)
+    told = []
+    for stage in (first, second):
+        buffers.enter(0)
+        stage(rows)
+        told.append(buffers.leave(0))
+        buffers.put_back()
+    buffers.commit([buffers.united(*told)])
+    expected(rows)
+    torch.testing.assert_close(first.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(second.state_dict(), expected.state_dict(), rtol=0, atol=0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Chain, Inputs, balance, shared_between, starts_at
-from manyhands.parallel.pipelined import blocks_of, cut, measure
+from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.traced import Traced
 from manyhands.parallel.units import units_of
 
@@ -58,6 +58,17 @@ def test_more_stages_than_blocks_are_refused_with_the_most_there_can_be() -> Non
     assert refused.value.fix[0] == "stages=3"
     with pytest.raises(SpecError, match="No cut into 2 stages keeps each below 5; the best has one of 8"):
         balance([1, 1, 1], 2, [4, 4, 4], 5)
+
+
+def test_workers_with_several_stages_are_told_how_many_there_can_be() -> None:
+    blocks = Chain(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
+    check_enough(blocks, 2, 2)
+    with pytest.raises(SpecError, match="2 workers with 3 stages each need 6 blocks; the model has 5") as refused:
+        check_enough(blocks, 2, 3)
+    assert refused.value.fix[0] == "chunks=2"
+    with pytest.raises(SpecError, match="need 12 blocks") as refused:
+        check_enough(blocks, 6, 2)
+    assert refused.value.fix[0] == "stages=5, chunks=1"
 
 
 def test_a_sequential_is_cut_into_its_own_modules_also_where_one_stands_twice() -> None:
@@ -134,6 +145,34 @@ def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_l
     assert "nn.Sequential" in refused.value.fix[0]
     assert str(refused.value.where).endswith("return self.two(x) if x.sum() > 0 else x")
     assert capfd.readouterr() == ("", ""), "torch's own words fill pages"
+
+
+class Counting(nn.Module):
+    """Changes buffers of its own; those of its blocks are the blocks' business."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.enter, self.norm = how, nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "in place":
+                self.seen.mul_(0.9).add_(x.mean(0))
+            elif self.how == "another":
+                self.seen = self.seen + 1
+        return self.norm(self.enter(x - self.seen))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "not at all"])
+def test_a_model_that_changes_a_buffer_between_its_blocks_is_refused_by_name(how: str) -> None:
+    model, inputs = Counting(how), Inputs((torch.randn(6, 4),), {})
+    if how == "not at all":
+        assert blocks_of(model, inputs, 2).names == ["enter", "norm"]
+        return
+    with pytest.raises(SpecError, match="Counting changes its buffer seen outside of its blocks") as refused:
+        blocks_of(model, inputs, 2)
+    assert refused.value.fix and not model.seen.any()
 
 
 @dataclass

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.row_rules import SGD, TableSpec
 from manyhands.parallel.rows import RowTable, private_memory
 from manyhands.parallel.served_messages import Lookup, RowGradients
 from manyhands.parallel.served_tables import PARTS, Tables, by_part, in_order, part_of, rows_from, to_bytes
+from manyhands.parallel.sparse import Contribution
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -62,3 +65,18 @@ def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None
 def test_ids_of_another_servers_parts_are_not_answered() -> None:
     tables = Tables([SPEC], private_memory, [0])
     assert tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(IDS))) is None
+
+
+def test_a_bound_is_the_whole_tables_and_is_told_as_such() -> None:
+    spec = msgspec.structs.replace(SPEC, max_bytes=2000)
+    with pytest.raises(SpecError, match=r"max_bytes is 2000, .* one row in each of its 16 parts") as refused:
+        Tables([spec], private_memory, range(PARTS))
+    least = int(refused.value.fix[0].removeprefix("max_bytes=").removesuffix(" or more"))
+    tables = Tables([msgspec.structs.replace(SPEC, max_bytes=least)], private_memory, range(PARTS))
+    with pytest.raises(SpecError, match=f"max_bytes={least} has room for 3 rows in each of its 16 parts"):
+        tables.apply(1, [Contribution("t", IDS, torch.zeros(len(IDS), SPEC.dim))], 1.0)
+
+
+def test_more_rows_than_an_answer_can_carry_are_not_even_looked_up() -> None:
+    wide = Tables([msgspec.structs.replace(SPEC, dim=2**20)], private_memory, range(PARTS))
+    assert wide.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(torch.arange(100)))) is None

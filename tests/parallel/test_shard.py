@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from manyhands.parallel.leases import WINDOW, Course, Item, Standing
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import WINDOW, Item, Standing
 from manyhands.parallel.shard import Contribution, Shard
 
 

@@ -109,6 +109,26 @@ def test_what_cannot_be_read_is_refused_with_the_column(tmp_path: Path) -> None:
         recommender._place(["user", "item"], "device")
 
 
+def test_files_as_other_programs_write_them_are_read_or_refused_by_the_line(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.csv", 30)
+    text, path = (tmp_path / "clicks.csv").read_text(), tmp_path / "other.csv"
+    path.write_text("\ufeff" + text + "\n\n")
+    for left, right in zip(flat(load(spec(tmp_path / "clicks.csv"))), flat(load(spec(path))), strict=True):
+        assert torch.equal(left, right)
+    for wrong, message in [
+        ("", "has no column 'clicked'"),
+        (text + "u1,a1\n", "Line 32 of .* has 2 values, and the first line 4 names"),
+        (text + "u1,a1,nan,1\n", "'price' has a value that is no finite number"),
+        (text + "u1,a1,1.5,\n", "'clicked' has other values than 0 and 1, or none"),
+    ]:
+        path.write_text(wrong)
+        with pytest.raises(DataError, match=message):
+            load(spec(path))
+    path.write_text("user,item,clicked\nu1,a1,1\n")
+    with pytest.raises(DataError, match="do not have the same columns: see 'price'"):
+        load(spec(tmp_path / "*.csv"))
+
+
 def test_the_documented_settings_are_taken(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "embeddings.md").read_text(), re.S)
     (tmp_path / "clicks.toml").write_text(text)

@@ -77,6 +77,7 @@ def test_bags_are_those_of_torch_with_padding_or_with_offsets(combiner) -> None:
         torch.testing.assert_close(layer(torch.arange(9)[:, None]), dense.weight - dense.weight.grad)
         assert not layer(torch.empty(2, 0, dtype=torch.int64)).any()
         assert not layer(torch.full((2, 4), -1)).any()
+    layer(torch.full((2, 4), -1)).sum().backward()  # a slice may have nothing but empty bags
 
 
 def test_only_what_backward_has_reached_changes_and_is_counted() -> None:
@@ -194,6 +195,8 @@ def test_what_cannot_work_is_refused_with_what_to_do() -> None:
         mh.EmbeddingBag(2, name="items", combiner="min")
     with pytest.raises(DataError, match="without offsets"):
         mh.EmbeddingBag(2, name="items")(torch.tensor([1, 2]))
+    with pytest.raises(DataError, match="offsets from -1 to 0"):
+        mh.EmbeddingBag(2, name="items", padding=0)(torch.tensor([1, 2]), torch.tensor([0, -1]))
     with pytest.raises(SpecError, match="Two layers have a table of the name 'items'"):
         Sparse(nn.ModuleList([mh.Embedding(2, name="items"), mh.Embedding(3, name="items")]))
     with pytest.raises(UsageError, match="no layer with rows"):

@@ -280,11 +280,10 @@ def test_a_stuck_terminal_holds_up_neither_steps_nor_the_end(ui, monkeypatch):
     monkeypatch.setattr(progress, "CLOSE_TIMEOUT_S", 0.2)
     stuck = Stuck()
     display = make_display(ui, stdout=io.StringIO(), stderr=stuck)
-    began = time.monotonic()
     for number in range(30_000):
         display.event(step(number))
     display.close()
-    assert time.monotonic() - began < 2.0
+    assert not stuck.go_on.is_set()  # and yet we are here
     stuck.go_on.set()
     display._thread.join(5)
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.runtime.regroup import Standing, decide
+from manyhands.runtime.regroup import Standing, decide, told_to_newcomers
+
+EVALUATED = ({"loss": 0.5}, 40)
 
 
 def standing(step: int, operation: int = 0, *, call: int = 1, done: bool = False, division: str = "") -> Standing:
-    return Standing(call=call, step=step, operation=operation, done=done, has_state=True, division=division)
+    return Standing(
+        call=call,
+        step=step,
+        operation=operation,
+        done=done,
+        has_state=True,
+        division=division,
+        result=EVALUATED if operation and done else None,
+    )
 
 
 NEWCOMER = Standing(call=1, step=0, operation=0, done=False, has_state=False)
@@ -54,6 +64,16 @@ def test_what_one_lacks_the_result_of_is_done_again_by_all() -> None:
     members = [standing(7, 2, done=True), standing(7, 2)]
     assert not decide(members, 0)[2].all_done
     assert not decide(members, 1)[2].all_done
+
+
+def test_a_newcomer_is_told_what_nobody_evaluates_again_and_else_takes_part() -> None:
+    done, past = standing(7, 1, done=True), standing(7, 2)
+    for members in ([done, done], [done, past]):
+        assert decide([*members, NEWCOMER], 0)[2].all_done
+        assert told_to_newcomers([*members, NEWCOMER]) == EVALUATED
+    assert not decide([done, standing(7, 1), NEWCOMER], 0)[2].all_done
+    assert told_to_newcomers([done, standing(7, 1), NEWCOMER]) is None
+    assert told_to_newcomers([standing(7, done=True), NEWCOMER]) is None, "between two steps there is nothing to tell"
 
 
 @given(

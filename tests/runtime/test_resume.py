@@ -12,6 +12,7 @@ from workloads import OPTIMIZERS, data, make_trainer, mean_loss, weights_of
 
 from manyhands.errors import CheckpointMismatch, Preempted
 from manyhands.testing import RankPool
+from tests.stopping import StopAt
 
 
 class Ledger:
@@ -27,17 +28,6 @@ class Ledger:
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         self.seen += [(step, row) for row in self._step]
         self._step = []
-
-
-class StopAt:
-    """Behaves like a SIGTERM to the launcher in the middle of step `step`."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def before_step(self, trainer: Any, step: int) -> None:
-        if step == self._step:
-            trainer._run.worker.session.stop_requested = "preempt"
 
 
 def train_with_ledger(run_dir: str, stop_at: int | None, arguments: dict[str, Any]) -> dict[str, Any]:

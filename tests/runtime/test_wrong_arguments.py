@@ -17,7 +17,7 @@ import manyhands as mh
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError
 from manyhands.runtime.models import load_weights, save_model
-from manyhands.runtime.run_checks import by_step, check_counts, check_elastic
+from manyhands.runtime.run_checks import by_step, check_counts
 
 DATA = torch.zeros(8, 4), torch.zeros(8, 1)
 
@@ -108,15 +108,6 @@ def test_a_schedule_that_waits_for_results_is_stepped_by_epochs() -> None:
         by_step(torch.optim.lr_scheduler.ReduceLROnPlateau)(optimizer)
     assert 'scheduler_every="epoch"' in refused.value.fix[0]
     assert by_step(torch.optim.lr_scheduler.ConstantLR)(optimizer).last_epoch == 0
-
-
-@pytest.mark.parametrize("on_servers", [False, True])
-def test_where_lbfgs_is_refused_is_what_was_asked_for(on_servers: bool) -> None:
-    optimizer = torch.optim.LBFGS(nn.Linear(4, 1).parameters())
-    with pytest.raises(SpecError) as refused:
-        check_elastic(optimizer, "exact", on_servers=on_servers)
-    assert refused.value.where == ("mh.ParameterServer" if on_servers else "elastic")
-    assert ("elastic" in refused.value.fix[1]) is not on_servers
 
 
 def test_a_loader_that_drops_rows_is_told_that_none_are_dropped() -> None:

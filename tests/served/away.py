@@ -14,8 +14,9 @@ from torch import nn
 import manyhands as mh
 from manyhands.comm.segments import HostMemory, Segment
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
+from manyhands.parallel.course import Course
 from manyhands.parallel.fused import state_names
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.leases import Held
 from manyhands.parallel.placing import divide
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import layout_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position
 from manyhands.data.source import as_source
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.parallel.log_places import Backups
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed
@@ -62,6 +63,10 @@ class Direct:
     def replace(self, number: int) -> None:
         """What the server was only told is gone; what it committed is not."""
         self._servers[number] = self._new_server(number)
+
+    def close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
 
     def open(self, message: Open) -> None:
         for server in self._servers:
@@ -123,12 +128,14 @@ class World:
         loss_fn: Any = loss,
         logs: Path | None = None,
         backups: Callable[[int], Backups] | None = None,
+        slices: int = SLICES,
     ) -> None:
         """With `logs`, a directory for those of servers, which outlives this host; `backups` are each server's."""
         self._mode, self._num_servers, self._settings = mode, servers, settings
         self._optimizer, self._clip, self._place = optimizer, clip, settings.get("place", {})
-        self._logs, self._backups = logs, backups
+        self._logs, self._backups, self._slices = logs, backups, slices
         self._host, self._known = HostMemory(), dict[str, int]()
+        weakref.finalize(self, self._host.close)
         self.is_async = mode == "async"
         self.link = Direct(servers, self._new_server)
         self.model = make_model()
@@ -193,10 +200,15 @@ class World:
             start_row=0,
             num_rows=ROWS,
             batch_size=BATCH,
-            slices=SLICES,
+            slices=self._slices,
             whole=self.is_async,
         )
         self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
+
+
+def batches_of_two_epochs(slices: int = SLICES) -> Batches:
+    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
+    return Batches(as_source(data()), batch_size=BATCH, slices=slices, position=start, epochs=2, **place)
 
 
 def train(
@@ -210,17 +222,17 @@ def train(
     backups: Callable[[int], Backups] | None = None,
     again: bool = False,
     answers: int = 10**9,
+    slices: int = SLICES,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
     """Two epochs, or so many `answers` of them; with `die_every`, after as many answers a server is replaced, in turns.
 
     `again`: as if from a checkpoint of the beginning.
     """
-    world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups)
+    world = World(mode, optimizer, clip, servers, settings, logs=logs, backups=backups, slices=slices)
     if again:
         world.engine.restore({})
-    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
-    batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, position=start, epochs=2, **place)
+    batches = batches_of_two_epochs(slices)
     told: list[Done] = []
     asked = itertools.count(1)
     for epoch in range(2):

@@ -7,6 +7,7 @@ loop over the same stretches in the same order, written from the formulas, that 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position, order
 from manyhands.data.source import as_source
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.served_link import Pushed
 from manyhands.parallel.served_local import Local
@@ -159,6 +161,7 @@ class World:
         self._die_in_rounds, self._begins_early, self.now_s = die_in_rounds, begins_early, 0.0
         self._living = {FIRST_WORKER + rank for rank in range(workers)}
         self._host, self._known, self._pushes = HostMemory(), dict[str, int](), itertools.count(1)
+        weakref.finalize(self, self._host.close)
         self.servers = [self._new_server(number) for number in range(servers)]
         self.lines = [Line(self, f"worker {number}".encode()) for number in range(workers)]
         self.told: list[Done] = []

@@ -59,8 +59,8 @@ def away() -> Iterator[Callable[..., Away]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    while made:
+        made.pop().close()
 
 
 def gradients(step: int) -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.errors import SpecError, TrainingFailed
+from manyhands.errors import BadLoss, SpecError, TrainingFailed
 from manyhands.native import why_not
 from manyhands.testing import RankPool
-from tests.served.direct import BATCH, SLICES, data, loss, make_model, train
+from tests.served.direct import BATCH, SLICES, World, batches_of_two_epochs, data, loss, make_model, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -88,3 +88,63 @@ def test_buffers_that_are_too_large_to_travel_are_refused(monkeypatch: pytest.Mo
 def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
     with pytest.raises(SpecError, match="LBFGS evaluates the loss several times"):
         train("sync", lambda params: torch.optim.LBFGS(params), clip=None, servers=1)
+    with pytest.raises(SpecError, match="The settings of SGD cannot be sent"):
+        train("sync", lambda params: with_setting(OPTIMIZERS["SGD"](params), object()), clip=None, servers=1)
+
+
+def with_setting(optimizer: torch.optim.Optimizer, value: Any) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["mine"] = value
+    return optimizer
+
+
+def half_frozen() -> torch.nn.Module:
+    model = make_model()
+    for param in model[0].parameters():  # type: ignore[index]
+        param.requires_grad_(False)
+    return model
+
+
+def test_an_optimizer_may_have_parameters_that_are_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.served.direct.make_model", half_frozen)
+    model, _, told = train("async", OPTIMIZERS["momentum"], clip=None, servers=2, die_every=3, answers=5)
+    begun, found = half_frozen().state_dict(), model.state_dict()
+    assert torch.equal(found["0.weight"], begun["0.weight"]) and not torch.equal(found["4.weight"], begun["4.weight"])
+    assert len(told) == 3
+
+
+class WithNothing(torch.nn.Linear):
+    """A parameter of it has no elements."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(10, 3)
+        self.nothing = torch.nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def test_a_parameter_may_have_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.served.direct.make_model", WithNothing)
+    assert len(train("async", OPTIMIZERS["NAdam"], clip=None, servers=2, die_every=3, answers=5)[2]) == 3
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    def losses(rate: Any) -> list[float]:
+        told = train("async", lambda params: torch.optim.Adam(params, lr=rate), clip=None, servers=1, answers=5)[2]
+        assert told[0].lr == pytest.approx(0.01)
+        return [done.loss for done in told]
+
+    assert losses(torch.tensor(0.01)) == pytest.approx(losses(0.01), rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_step_whose_weights_are_nothing_is_refused(mode: str) -> None:
+    world = World(mode, OPTIMIZERS["SGD"], None, 2, {}, loss_fn=lambda model, batch: (model(batch[0]).sum(), 0.0))
+    world.open(0)
+    batches = batches_of_two_epochs()
+    with pytest.raises(BadLoss, match="The weights of step 1 sum to 0"):
+        for _ in range(SLICES + 2):
+            reply = world.engine.ask(lambda: 0)
+            if reply.work is not None:
+                world.engine.compute(batches.at(reply.work.step), reply.work, reply.version)

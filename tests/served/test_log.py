@@ -19,7 +19,7 @@ from manyhands.parallel.served_log import ServedLog
 from manyhands.parallel.served_messages import Applied
 from manyhands.strategies.served import Served
 from manyhands.testing import RankPool
-from tests.served.direct import Direct, train
+from tests.served.direct import Direct, World, train
 from tests.served.test_direct import OPTIMIZERS, in_one_process, values_of
 
 pytestmark = [
@@ -127,3 +127,10 @@ def test_nobody_hears_of_an_update_before_it_is_on_disk(
     train(mode, OPTIMIZERS["SGD"], servers=1, answers=EARLY, logs=tmp_path, **ASKED)
     assert "told" in happened
     assert ("written", "told") not in pairwise(happened)
+
+
+def test_a_server_that_never_had_a_course_leaves_no_log(tmp_path: Path) -> None:
+    world = World("sync", OPTIMIZERS["SGD"], None, 1, {"durability": "wal"}, logs=tmp_path / "updates")
+    assert (tmp_path / "updates" / "server-0").is_dir()
+    world.link.close_servers()
+    assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from manyhands.data.batches import Batches
 from manyhands.data.order import Position
 from manyhands.data.source import as_source
 from manyhands.native import why_not
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.strategies.served import Served
 from tests.served.direct import OTHER, ROWS, WORKER, World, data, loss, make_model
 
@@ -80,6 +80,18 @@ class Two:
         last = self._other.ask(lambda: 0).done[-1]
         return self.slices - before, last.staleness
 
+    def step_without_it(self) -> None:
+        """The other one goes on while it is given work."""
+        while (reply := self._other.ask(lambda: 0)).work is not None:
+            self._other.compute(self._batches.at(reply.work.step), reply.work, reply.version)
+
+    def hear(self) -> list[int]:
+        """Of all updates that the worker has not heard of."""
+        heard: list[int] = []
+        while (reply := self._worker.ask(lambda: 0)).work is None:
+            heard += [done.update for done in reply.done]
+        return heard + [done.update for done in reply.done]
+
     def _step(self, engine: Served) -> None:
         reply = engine.ask(lambda: 0)
         assert reply.work is not None
@@ -106,3 +118,13 @@ def test_a_worker_that_is_overtaken_computes_once_more_and_then_makes_copies_unt
     assert two.step_while(COPIES - 1) == (SLICES, COPIES - 1), "a copy stays as it is, however stale"
     assert two.step_while(0) == (SLICES, 0)
     assert two.step_while(COPIES - 1) == (2 * SLICES, 0), "in place again"
+
+
+def test_a_worker_that_is_slow_to_hear_of_updates_misses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("served_memory", "served_reception"):
+        monkeypatch.setattr(f"manyhands.parallel.{module}.JOURNAL_LENGTH", 8)
+    monkeypatch.setattr("manyhands.parallel.served_reception.MAX_TOLD", 3)
+    two = Two()
+    two.step_without_it()
+    assert two.hear() == list(range(1, 8)), "as many as are kept, but for one that may be under way"
+    assert two.step_while(2) == (SLICES, 2), "and work goes on"

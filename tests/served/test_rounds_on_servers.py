@@ -15,7 +15,8 @@ import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.aggregate import Rule, combine, nesterov
-from manyhands.parallel.leases import Book, Course, Grant, Minutes, Standing
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Book, Grant, Minutes, Standing
 from manyhands.parallel.leases import Rule as Admission
 from manyhands.parallel.rounds import Quorum
 from manyhands.parallel.served_messages import Done

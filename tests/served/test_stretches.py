@@ -15,7 +15,7 @@ import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.buffers import StepBuffers
-from manyhands.parallel.leases import Course
+from manyhands.parallel.course import Course
 from manyhands.parallel.stretches import Stretches
 from tests.served.stretching import World, gradients, make_model
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from . import served_checker, served_history, served_world
+from . import served_checker, served_world
 from .checker import violations
 from .history import Fault, Generation
 from .world import run
@@ -30,7 +30,7 @@ def campaign_served(first: int, count: int) -> int:
     for seed in range(first, first + count):
         history = served_world.run(seed)
         dropped += history.dropped
-        faults += len(history.of(served_history.Fault))
+        faults += len(history.of(Fault))
         if problems := served_checker.violations(history):
             failed += 1
             print(f"seed {seed}: {problems[0]}  (python -m tests.simulation --served --seed {seed})", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manyhands.control.failure import WorkerEnd
-from manyhands.control.messages import HostReport, MemberReport, Orders, Plan
+from manyhands.control.host_messages import HostReport, MemberReport, Orders, Plan
 
 from .history import Started
 from .workers import Worker, number

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 
 
 class Content(NamedTuple):
@@ -74,12 +75,6 @@ class Left:
 class Died:
     at: float
     worker: int
-
-
-@dataclass(frozen=True)
-class Fault:
-    at: float
-    what: str
 
 
 @dataclass

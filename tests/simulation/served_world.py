@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from manyhands.parallel.leases import Course, Rule
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Rule
 
 from .clock import Clock
-from .served_history import Died, Fault, History
+from .history import Fault
+from .served_history import Died, History
 from .served_processes import Memory, Row, Server, Worker
 
 TROUBLE_S = 3.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.parallel.leases import Course, Held
+from manyhands.parallel.course import Course
+from manyhands.parallel.leases import Held
 
+from .history import Fault
 from .served_checker import violations
-from .served_history import Committed, Content, Died, Fault, Granted, History, Left, Met, Part, Started
+from .served_history import Committed, Content, Died, Granted, History, Left, Met, Part, Started
 from .served_world import Defects, run
 
 CHUNKS, SEEDS_EACH = 2, 80

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from manyhands.control.host_messages import HostReport, Job, Orders
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.membership import begin, react, restored
-from manyhands.control.messages import HostReport, Job, Orders
 from manyhands.control.orders import orders_for
 from manyhands.control.roster import Heard, Membership, Output, Persist, Settings, Tell, Ticked
 
