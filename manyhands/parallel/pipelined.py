@@ -73,7 +73,10 @@ def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, in
         if not found:
             raise SpecError(f"place: no block is called {pattern!r}.", fix=[f"one of {', '.join(blocks.names)}"])
         if not 0 <= stage < stages:
-            raise SpecError(f"place: {pattern!r} is to be on stage {stage}, of {stages}.", fix=[f"{stages - 1}"])
+            raise SpecError(
+                f"place: {pattern!r} is to be on stage {stage}, of {stages}.",
+                fix=[f"place={{{pattern!r}: {stages - 1}}}"],
+            )
         pins |= dict.fromkeys(found, stage)
     return pins
 

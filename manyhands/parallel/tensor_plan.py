@@ -116,8 +116,9 @@ def _given(names: Mapping[str, nn.Module], patterns: Mapping[str, str]) -> dict[
             raise SpecError(f"{pattern!r} asks for {kind!r}, which is no kind of split.", fix=[*map(repr, near)])
         matching = [name for name in names if name and _matches(name, pattern)]
         if not matching:
-            near = get_close_matches(pattern.lstrip("*."), [name for name in names if name], 3, 0.3)
-            raise SpecError(f"The pattern {pattern!r} matches no layer.", fix=[*map(repr, near)])
+            there = [name for name in names if name]
+            near = get_close_matches(pattern.lstrip("*."), there, 3, 0.3) or there[:3]
+            raise SpecError(f"The pattern {pattern!r} matches no layer.", where="rules", fix=[*map(repr, near)])
         fitting = [name for name in matching if fits_kind(names[name], kind)]
         if not fitting:
             kinds = [repr(other) for other in KINDS if fits_kind(names[matching[0]], other)]

@@ -176,7 +176,7 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case PipelineTimed():
             bubble = f"bubble {event.measured:.0%} in step {event.step}, {event.theory:.0%} in theory"
             return f"pipeline {event.schedule}, {event.microbatches} microbatches: {bubble}; {event.path}"
-        case StalenessSeen():
+        case StalenessSeen() if event.updates:
             told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
             return f"updates by the staleness of their gradients: {told}"
         case RoundsClosed():

@@ -131,6 +131,7 @@ def test_patterns_come_before_rules() -> None:
     ("patterns", "degree", "words"),
     [
         ({"encoder.layer.*": "rows"}, 2, ["'encoder.layer.*' matches no layer", "try: 'encoder.layers'"]),
+        ({"QQ": "rows"}, 2, ["'QQ' matches no layer", "asked for in: rules", "try: '"]),
         ({"out": "colums"}, 2, ["'colums'", "no kind of split", "try: 'columns'"]),
         ({"decoder.norm1": "rows"}, 2, ["decoder.norm1 is a LayerNorm, which cannot be divided by rows", "'whole'"]),
         ({}, 8, ["The 4 heads of encoder.layers.0.self_attn cannot be divided evenly among 8", "mh.Tensor(4)"]),

@@ -25,6 +25,7 @@ from manyhands.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    StalenessSeen,
     StepDone,
     Straggler,
     Warned,
@@ -140,6 +141,11 @@ def test_every_kind_of_event_has_its_line_or_none():
     lost = WorkerLost(rank=1, host="b", pid=41, reason="SIGKILL")
     assert line_of(lost) == "lost rank 1 on b (pid 41): SIGKILL"
     assert line_of(WorkerLost(rank=0, host="b", pid=42, reason="reset", collateral=True)) is None
+    assert (
+        line_of(StalenessSeen(step=3, updates={0: 2, 1: 1}))
+        == "updates by the staleness of their gradients: 0: 2, 1: 1"
+    )
+    assert line_of(StalenessSeen(step=0, updates={})) is None, "no update, no line"
     assert line_of(Warned(text="careful")) == "warning: careful"
     assert line_of(RunEnded(exit_code=0, step=9, reason="", dropped=3), elapsed_s=61) == (
         "finished at step 9 after 1m01s (3 events not recorded)"
