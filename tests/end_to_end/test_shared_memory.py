@@ -34,6 +34,7 @@ def test_a_run_on_one_host_opens_no_tcp_listener(tmp_path: Path) -> None:
     assert "workers talk through shared memory" in err
 
 
+@pytest.mark.long
 def test_over_gloo_only_loopback_listens_and_the_first_line_says_why(tmp_path: Path) -> None:
     job = Job(tmp_path, "run", 2, "--pause", "0.05", flags=("--plane", "gloo"))
     job.wait_for_step(3)

@@ -71,6 +71,7 @@ def two_workers_on_each(
 SMALL_BUCKETS = ("--bucket-bytes", "1024")
 
 
+@pytest.mark.long
 def test_two_workers_on_each_of_two_hosts_end_where_one_process_ends(
     hosts: tuple[list[str], list[str]], tmp_path: Path, undisturbed: str
 ) -> None:
