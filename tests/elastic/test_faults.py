@@ -84,7 +84,6 @@ def test_a_run_scaled_from_2_to_1_to_3_ends_where_one_worker_ends(elastic: Start
     assert not [event for event in run.generations() if "died" in event.why]
 
 
-@pytest.mark.long
 def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, undisturbed: Any) -> None:
     places = [{"slot": 1, "step": 10, "at": "backward"}]
     run = elastic({"steps": 20, "faults": places}, "-n", "2", "--elastic", "2:2")

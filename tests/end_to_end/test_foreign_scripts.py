@@ -69,7 +69,6 @@ def test_a_ddp_script_runs_unmodified_with_torchruns_flags(mh_run: Any, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_ranks_that_train_on_the_same_samples_are_told_so_once(mh_run: Any) -> None:
     _, err = mh_run("-n", "2", str(SCRIPTS / "same_samples.py"), "join")
     (line,) = warnings_in(err)
