@@ -9,6 +9,8 @@ import pytest
 from conftest import alive, until
 from elastic_run import Elastic, by_slot
 
+from manyhands.control.client import query
+
 pytestmark = pytest.mark.faults
 
 HANGING = """
@@ -106,10 +108,10 @@ def test_whoever_waits_for_others_is_not_killed_for_it(elastic):
 def test_an_agent_that_was_suspended_itself_does_not_blame_its_workers(elastic):
     run = elastic(heartbeat_s=1.0)
     run.members([0, 1, 2])
-    time.sleep(0.5)  # the workers have reported steps
+    until(lambda: all(member.step for member in query(run.run.run_dir()).members), what="steps of all workers")
     run.run.process.send_signal(signal.SIGSTOP)
-    time.sleep(1.7)
+    time.sleep(1.7)  # longer than a heart may be silent
     run.run.process.send_signal(signal.SIGCONT)
-    time.sleep(0.7)
+    time.sleep(0.7)  # long enough to blame somebody
     run.end()
     assert run.run.events("WorkerLost") == []

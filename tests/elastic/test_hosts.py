@@ -99,6 +99,7 @@ def test_a_worker_killed_on_the_other_host_is_replaced(run_on_two_hosts: Any, un
     check_commits(run)
 
 
+@pytest.mark.long
 def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_ends(
     run_on_two_hosts: Any, undisturbed: Any
 ) -> None:

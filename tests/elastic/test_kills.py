@@ -23,7 +23,9 @@ def faults(*places: tuple[int, int, str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("places", "clip"),
     [
-        ([(1, 8, "backward"), (0, 11, "before the sum"), (2, 14, "after the sum")], None),
+        pytest.param(
+            [(1, 8, "backward"), (0, 11, "before the sum"), (2, 14, "after the sum")], None, marks=pytest.mark.long
+        ),
         ([(3, 8, "before its part"), (0, 11, "after its part"), (1, 14, "before the flip")], None),
         pytest.param(
             [(2, 8, "after the sum"), (1, 11, "after its part"), (0, 14, "forward")], 0.5, marks=pytest.mark.long

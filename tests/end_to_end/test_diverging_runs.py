@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_runs import MH
@@ -31,10 +32,13 @@ def events(folder: Path, kind: type) -> list:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    code, weights, err = run(tmp_path_factory.mktemp("undisturbed"), "-n", "1")
-    assert code == 0, err
-    return weights
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, once: Any) -> str:
+    def train() -> str:
+        code, weights, err = run(tmp_path_factory.mktemp("undisturbed"), "-n", "1")
+        assert code == 0, err
+        return weights
+
+    return str(once("broken-training", train))
 
 
 def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_they_agreed(
@@ -52,9 +56,8 @@ def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_t
     assert weights == undisturbed
 
 
-@pytest.mark.parametrize(
-    "elastic", [pytest.param((), marks=pytest.mark.long), ("--elastic", "1:3")], ids=["static", "elastic"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:3")], ids=["static", "elastic"])
 def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_had_been(
     tmp_path: Path, undisturbed: str, elastic: tuple[str, ...]
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -64,10 +65,13 @@ def digest(output: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    code, out, err = Job(tmp_path_factory.mktemp("undisturbed"), "run", 1).end()
-    assert code == 0, err
-    return digest(out)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, once: Any) -> str:
+    def train() -> str:
+        code, out, err = Job(tmp_path_factory.mktemp("undisturbed"), "run", 1).end()
+        assert code == 0, err
+        return digest(out)
+
+    return str(once("small-training", train))
 
 
 @pytest.mark.faults

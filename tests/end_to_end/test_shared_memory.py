@@ -34,6 +34,7 @@ def test_a_run_on_one_host_opens_no_tcp_listener(tmp_path: Path) -> None:
     assert "workers talk through shared memory" in err
 
 
+@pytest.mark.long
 def test_over_gloo_only_loopback_listens_and_the_first_line_says_why(tmp_path: Path) -> None:
     job = Job(tmp_path, "run", 2, "--pause", "0.05", flags=("--plane", "gloo"))
     job.wait_for_step(3)
@@ -46,7 +47,7 @@ def test_over_gloo_only_loopback_listens_and_the_first_line_says_why(tmp_path: P
 
 @pytest.mark.faults
 def test_a_worker_that_stands_still_is_named_with_its_step_and_operation(tmp_path: Path) -> None:
-    job = Job(tmp_path, "run", 3, "--pause", "0.05", flags=("--timeout", "1", "--max-restarts", "0"))
+    job = Job(tmp_path, "run", 2, "--pause", "0.05", flags=("--timeout", "1", "--max-restarts", "0"))
     job.wait_for_step(5)
     stopped = job.workers()[1]
     stopped.send_signal(signal.SIGSTOP)

@@ -79,6 +79,7 @@ def test_trials_measure_a_loop_of_ones_own_and_leave_nothing_of_it(tmp_path: Pat
     assert left_in(tmp_path) == set()
 
 
+@pytest.mark.long
 def test_a_script_tunes_itself_and_goes_on_with_the_choice(tmp_path: Path) -> None:
     """An exact run of one slice: all there is to try is the allocator, and the bits stay the same."""
     done = run(tmp_path, TRAINER)

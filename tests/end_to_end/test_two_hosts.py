@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 from namespaces import ADDRESSES, two_hosts, why_not
+from test_runs import MH, SCRIPT, digest
+from test_runs import undisturbed as undisturbed
 
 from manyhands.events import StepDone
 from manyhands.runtime.recorder import read_events
 
-SCRIPT = Path(__file__).with_name("small_training.py")
-MH = [sys.executable, "-m", "manyhands.cli.main"]
 REASON = why_not()
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -44,41 +44,11 @@ def wait_for(path: Path, deadline_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def digest(output: str) -> str:
-    found = re.search(r"weights (\w+)", output)
-    assert found, output
-    return found.group(1)
-
-
 def lead(prefix: list[str], cwd: Path, name: str, *words: str, workers: int = 1) -> subprocess.Popen[str]:
     return start(
         prefix, *MH, "run", "-n", str(workers), "--run-dir", name, "--hosts-wanted", "2", "--listen", ADDRESSES[0],
         "--join-file", f"{name}.join", *words, str(SCRIPT), "--strategy", "multi_worker", "--pause", "0.05", cwd=cwd,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
-    alone = subprocess.run(
-        [*MH, "run", "-n", "1", "--ui", "none", "--run-dir", "alone", str(SCRIPT)],
-        cwd=tmp_path_factory.mktemp("alone"), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    return digest(alone.stdout)
-
-
-def test_two_hosts_end_where_one_process_ends_bit_for_bit(
-    hosts: tuple[list[str], list[str]], tmp_path: Path, of_one_process: str
-) -> None:
-    first = lead(hosts[0], tmp_path, "both", "--insecure-data-plane")
-    wait_for(tmp_path / "both.join")
-    assert (tmp_path / "both.join").stat().st_mode & 0o777 == 0o600
-    second = start(hosts[1], *MH, "agent", "--join", "both.join", cwd=tmp_path)
-    out, err = first.communicate(timeout=60)
-    second.communicate(timeout=30)
-    assert first.returncode == second.returncode == 0, err
-    assert digest(out) == of_one_process
-    assert "2 workers" in err
-    assert re.search(r"in the clear|not encrypted|insecure", err), "the first lines say that tensors are not encrypted"
 
 
 @contextlib.contextmanager
@@ -101,15 +71,16 @@ def two_workers_on_each(
 SMALL_BUCKETS = ("--bucket-bytes", "1024")
 
 
+@pytest.mark.long
 def test_two_workers_on_each_of_two_hosts_end_where_one_process_ends(
-    hosts: tuple[list[str], list[str]], tmp_path: Path, of_one_process: str
+    hosts: tuple[list[str], list[str]], tmp_path: Path, undisturbed: str
 ) -> None:
     with two_workers_on_each(hosts, tmp_path, "four", *SMALL_BUCKETS) as (first, second):
         out, err = first.communicate(timeout=60)
         _, err_of_second = second.communicate(timeout=30)
     assert first.returncode == second.returncode == 0, err + err_of_second
     assert "4 workers" in err
-    assert digest(out) == of_one_process
+    assert digest(out) == undisturbed
 
 
 def wait_for_step(run_dir: Path, step: int, deadline_s: float = 40.0) -> None:
@@ -158,11 +129,12 @@ def test_without_asking_for_the_insecure_data_plane_nothing_starts(
 
 
 @pytest.mark.faults
-def test_strangers_are_refused_and_told_of_once_while_the_run_goes_on(
-    hosts: tuple[list[str], list[str]], tmp_path: Path
+def test_two_hosts_end_where_one_process_ends_and_strangers_are_refused_and_told_of_once(
+    hosts: tuple[list[str], list[str]], tmp_path: Path, undisturbed: str
 ) -> None:
     first = lead(hosts[0], tmp_path, "guarded", "--insecure-data-plane")
     wait_for(tmp_path / "guarded.join")
+    assert (tmp_path / "guarded.join").stat().st_mode & 0o777 == 0o600
     ticket = json.loads((tmp_path / "guarded.join").read_text())
     for name, key in (("wrong", "ab" * 32), ("other", "17" * 32)):
         (tmp_path / f"{name}.join").write_text(json.dumps({**ticket, "key": key}))
@@ -176,8 +148,10 @@ def test_strangers_are_refused_and_told_of_once_while_the_run_goes_on(
     second = start(hosts[1], *MH, "agent", "--join", "guarded.join", cwd=tmp_path)
     out, err = first.communicate(timeout=60)
     second.communicate(timeout=30)
-    assert first.returncode == 0, err
-    assert digest(out)
+    assert first.returncode == second.returncode == 0, err
+    assert digest(out) == undisturbed
+    assert "2 workers" in err
+    assert re.search(r"in the clear|not encrypted|insecure", err), "the first lines say that tensors are not encrypted"
     refusals = [line.partition("refused a join from ")[2] for line in err.splitlines() if "refused a join" in line]
     assert f"{ADDRESSES[1]}: a wrong key, or another run's" in refusals, err
     assert any("no key" in refusal for refusal in refusals), err

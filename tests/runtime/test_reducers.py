@@ -292,6 +292,7 @@ def digits_right(reducer: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_digits_are_learned_as_well_as_with_exact_sums(ranks: RankPool) -> None:
     exact = ranks(2, digits_right, "exact")[0]
     assert exact > 0.95

@@ -76,23 +76,26 @@ def test_a_meter_is_due_every_ten_seconds() -> None:
 @pytest.mark.slow
 def test_loader_processes_count_alive_and_ended() -> None:
     context = multiprocessing.get_context("spawn")
-    done = context.Event()
-    child = context.Process(target=_busy_until, args=(0.3, done))
+    done, seen = context.Event(), context.Event()
+    child = context.Process(target=_busy_until, args=(0.3, done, seen))
     meter = Meter(rank=0, world_size=1)
     meter.add(StepStats(loss=0.0, rows=4))
     child.start()
     assert done.wait(30)
     alive = meter.used(1)
+    seen.set()
     child.join(30)
     ended = meter.used(1)
     assert alive is not None and ended is not None
     assert 0.25 < alive.cpu_s <= ended.cpu_s + 0.02, "a tick of the kernel's clock is 10 ms"
 
 
-def _busy_until(seconds: float, done: multiprocessing.synchronize.Event) -> None:
+def _busy_until(
+    seconds: float, done: multiprocessing.synchronize.Event, seen: multiprocessing.synchronize.Event
+) -> None:
     busy(seconds)
     done.set()
-    time.sleep(0.2)
+    assert seen.wait(30)
 
 
 def test_each_worker_has_a_line_and_many_workers_one_for_all() -> None:

@@ -110,6 +110,7 @@ def test_others_go_on_without_a_worker_that_leaves_its_loop_by_break_and_it_is_t
     assert re.search(r"evaluate needs all workers.*\n +try: hands.request_stop\(\)", run.output())
 
 
+@pytest.mark.long  # `make test` runs it with the page that it stands on
 def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path: Path) -> None:
     [example] = [block for block in blocks("docs/parameter-servers.md") if "mh.join" in block]
     (tmp_path / "loop.py").write_text(example)

@@ -1,4 +1,4 @@
-"""Thousands of runs full of faults, and a checker that must find nothing; and runs with a defect, where it must."""
+"""A thousand runs full of faults, and a checker that must find nothing; and runs with a defect, where it must."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .checker import violations
 from .history import Adopted, Applied, Entered, Fault, Generation, History, Refused
 from .world import Defects, run
 
-CHUNKS, SEEDS_EACH = 4, 500
+CHUNKS, SEEDS_EACH = 4, 250
 
 
 def troubled(seeds: range, defects: Defects | None = None) -> list[History]:
