@@ -134,7 +134,12 @@ static void commit(struct table *t, uint64_t number) {
 
 /* ---- finding ---- */
 
-static inline void ask_for_entry(const struct table *t, int64_t id) { __builtin_prefetch(&t->index[home_of(t, id)]); }
+/* Where it should be. */
+static inline size_t ask_for_entry(const struct table *t, int64_t id) {
+    size_t home = home_of(t, id);
+    __builtin_prefetch(&t->index[home]);
+    return home;
+}
 
 /* To read only: another process may be about to change it. */
 static inline void ask_for_row(const struct table *t, uint64_t row, size_t floats) {
@@ -148,36 +153,44 @@ static inline void ask_to_change(const struct table *t, const struct spot *spot)
     for (size_t j = 0; j < t->stride; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, spot->row) + j, 1);
 }
 
-static inline struct spot spot_of(const struct table *t, int64_t id) {
-    size_t slot = slot_of(t, id);
+static inline struct spot spot_from(const struct table *t, int64_t id, size_t home) {
+    size_t slot = slot_from(t, id, home);
     struct entry entry = t->index[slot];
     uint64_t row = has_row(&entry) && entry.place <= t->num_rows ? entry.place - 1 : NOWHERE;
     return (struct spot){entry.place ? slot : NOWHERE, row};
 }
 
 static void find(const struct table *t, const int64_t *ids, size_t count, struct spot *spots) {
+    size_t homes[AHEAD];
     for (size_t i = 0; i < count + AHEAD; i++) {
-        if (i < count) ask_for_entry(t, ids[i]);
-        if (i >= AHEAD) spots[i - AHEAD] = spot_of(t, ids[i - AHEAD]);
+        if (i >= AHEAD) spots[i - AHEAD] = spot_from(t, ids[i - AHEAD], homes[i % AHEAD]);
+        if (i < count) homes[i % AHEAD] = ask_for_entry(t, ids[i]);
     }
+}
+
+/* Rows of a few lengths are copied without a call. */
+static inline void copy_weights(float *to, const float *row, uint32_t dim) {
+    if (dim == 16) memcpy(to, row, 16 * sizeof *to);
+    else memcpy(to, row, dim * sizeof *to);
 }
 
 /* Entries are found AHEAD of ids behind those that are asked for, and rows copied as many behind that. */
 static void look_up(const struct table *t, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to) {
     uint32_t dim = t->dim;
+    size_t homes[AHEAD];
     uint64_t rows[AHEAD];
     for (size_t i = 0; i < count + 2 * AHEAD; i++) {
-        if (i < count) ask_for_entry(t, ids[i]);
+        size_t at = i % AHEAD; /* what was put there AHEAD of ids ago is used before it is replaced */
         if (i >= 2 * AHEAD) {
             size_t done = i - 2 * AHEAD;
-            uint64_t row = rows[done % AHEAD];
-            if (row != NOWHERE) memcpy(to + done * dim, row_at(t, row), dim * sizeof(float));
+            if (rows[at] != NOWHERE) copy_weights(to + done * dim, row_at(t, rows[at]), dim);
             else mh_row_weights(rule, ids[done], to + done * dim, dim);
         }
         if (i >= AHEAD && i < count + AHEAD) {
-            rows[i % AHEAD] = spot_of(t, ids[i - AHEAD]).row;
-            ask_for_row(t, rows[i % AHEAD], dim);
+            rows[at] = spot_from(t, ids[i - AHEAD], homes[at]).row;
+            ask_for_row(t, rows[at], dim);
         }
+        if (i < count) homes[at] = ask_for_entry(t, ids[i]);
     }
 }
 
