@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import DataError, SpecError
-from manyhands.parallel.row_autograd import take_rows
 from manyhands.parallel.row_rules import Adagrad, Init, RowOptimizer, TableSpec
 from manyhands.parallel.sparse import RowLayer
 
@@ -67,8 +66,7 @@ class Embedding(RowLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         _check_ids(ids, self.spec.name)
-        rows, inverse = self.rows_of(ids)
-        return take_rows(rows, inverse)
+        return self.rows_at(ids)
 
     def extra_repr(self) -> str:
         return f"{self.spec.dim}, name={self.spec.name!r}, optimizer={self.spec.optimizer}"

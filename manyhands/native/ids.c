@@ -3,6 +3,7 @@
 #include "rows.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define AHEAD 16
 
@@ -58,6 +59,17 @@ int64_t mh_unique(const int64_t *ids, size_t count, int64_t *different, int64_t 
     for (size_t i = 0; i < count; i++) inverse[i] = places[inverse[i]];
     free(places), free(first);
     return (int64_t)num;
+}
+
+void mh_first_places(const int64_t *inverse, size_t count, int64_t *first) {
+    for (size_t i = count; i-- > 0;) first[inverse[i]] = (int64_t)i;
+}
+
+void mh_repeat_rows(float *rows, const int64_t *inverse, const int64_t *first, size_t count, size_t dim) {
+    for (size_t i = 0; i < count; i++) {
+        size_t from = (size_t)first[inverse[i]];
+        if (from != i) memcpy(rows + i * dim, rows + from * dim, dim * sizeof *rows);
+    }
 }
 
 MH_FOR_THIS_CPU void mh_add_rows(float *to, const float *values, const int64_t *inverse, size_t count, size_t dim) {

@@ -77,15 +77,16 @@ int mh_rows_has_past(const struct table *t, uint64_t at_most) {
 }
 
 int mh_rows_look_back(const struct table *t, const struct mh_rows_room *room, const struct mh_rows_rule *rule,
-                      const int64_t *ids, size_t count, float *to) {
+                      const int64_t *ids, size_t count, const struct target *target) {
     struct past p;
     int failed = open_past(&p, t, room);
     for (size_t i = 0; !failed && i < count; i++) {
         struct entry entry = found_then(&p, ids[i]);
+        float *to = place_of(target, i, t->dim);
         if (has_row(&entry) && entry.place <= t->num_rows) {
-            memcpy(to + i * t->dim, row_then(&p, entry.place - 1), t->dim * sizeof(float));
+            memcpy(to, row_then(&p, entry.place - 1), t->dim * sizeof(float));
         } else {
-            mh_row_weights(rule, ids[i], to + i * t->dim, t->dim);
+            mh_row_weights(rule, ids[i], to, t->dim);
         }
     }
     free(p.marks);

@@ -62,6 +62,16 @@ struct spot {
 
 static inline void in_order(void) { atomic_signal_fence(memory_order_seq_cst); }
 
+/* Where rows that are looked up go: one after the other, or where each is said to. */
+struct target {
+    float *to;
+    const int64_t *places; /* NULL: in order */
+};
+
+static inline float *place_of(const struct target *target, size_t number, uint32_t dim) {
+    return target->to + (target->places ? (size_t)target->places[number] : number) * dim;
+}
+
 static inline float *row_at(const struct table *t, uint64_t row) { return t->rows + row * t->stride; }
 
 static inline int has_row(const struct entry *entry) { return entry->place && !(entry->place & MH_ROW_CANDIDATE); }
@@ -95,6 +105,6 @@ int mh_rows_has_past(const struct table *t, uint64_t at_most);
 
 /* Rows as they were before it. 0 or MH_NO_MEMORY. */
 int mh_rows_look_back(const struct table *t, const struct mh_rows_room *room, const struct mh_rows_rule *rule,
-                      const int64_t *ids, size_t count, float *to);
+                      const int64_t *ids, size_t count, const struct target *target);
 
 #endif

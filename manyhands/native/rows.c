@@ -175,20 +175,22 @@ static inline void copy_weights(float *to, const float *row, uint32_t dim) {
 }
 
 /* Entries are found AHEAD of ids behind those that are asked for, and rows copied as many behind that. */
-static void look_up(const struct table *t, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to) {
+static void look_up(const struct table *t, const struct mh_rows_rule *rule, const int64_t *ids, size_t count,
+                    const struct target *target) {
     uint32_t dim = t->dim;
     size_t homes[AHEAD];
     uint64_t rows[AHEAD];
     for (size_t i = 0; i < count + 2 * AHEAD; i++) {
         size_t at = i % AHEAD; /* what was put there AHEAD of ids ago is used before it is replaced */
         if (i >= 2 * AHEAD) {
-            size_t done = i - 2 * AHEAD;
-            if (rows[at] != NOWHERE) copy_weights(to + done * dim, row_at(t, rows[at]), dim);
-            else mh_row_weights(rule, ids[done], to + done * dim, dim);
+            float *to = place_of(target, i - 2 * AHEAD, dim);
+            if (rows[at] != NOWHERE) copy_weights(to, row_at(t, rows[at]), dim);
+            else mh_row_weights(rule, ids[i - 2 * AHEAD], to, dim);
         }
         if (i >= AHEAD && i < count + AHEAD) {
             rows[at] = spot_from(t, ids[i - AHEAD], homes[at]).row;
             ask_for_row(t, rows[at], dim);
+            __builtin_prefetch(place_of(target, i - AHEAD, dim), 1);
         }
         if (i < count) homes[at] = ask_for_entry(t, ids[i]);
     }
@@ -197,21 +199,23 @@ static void look_up(const struct table *t, const struct mh_rows_rule *rule, cons
 int mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const int64_t *ids, size_t count, float *to,
                    uint64_t at_most) {
     struct table t = open_table(memory);
-    if (mh_rows_has_past(&t, at_most)) return mh_rows_look_back(&t, &t.head->room, rule, ids, count, to);
-    look_up(&t, rule, ids, count, to);
+    struct target target = {to, NULL};
+    if (mh_rows_has_past(&t, at_most)) return mh_rows_look_back(&t, &t.head->room, rule, ids, count, &target);
+    look_up(&t, rule, ids, count, &target);
     return 0;
 }
 
 int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
-                 size_t count, float *to, uint64_t at_most) {
+                 size_t count, float *to, const int64_t *places, uint64_t at_most) {
     struct table t = view(memory, room); /* the memory itself may be given back while it is read */
+    struct target target = {to, places};
     uint64_t before = atomic_load_explicit(&t.head->changes, memory_order_acquire);
     if (t.head->magic != MAGIC) return MH_ROWS_GONE;
     if (before & 1) return MH_ROWS_CHANGING;
     t.index = t.indexes[t.head->states[t.head->current & 1].index & 1];
     int failed = 0;
-    if (mh_rows_has_past(&t, at_most)) failed = mh_rows_look_back(&t, room, rule, ids, count, to);
-    else look_up(&t, rule, ids, count, to);
+    if (mh_rows_has_past(&t, at_most)) failed = mh_rows_look_back(&t, room, rule, ids, count, &target);
+    else look_up(&t, rule, ids, count, &target);
     if (failed) return failed;
     atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&t.head->changes, memory_order_relaxed) == before ? 0 : MH_ROWS_CHANGING;

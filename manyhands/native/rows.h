@@ -61,9 +61,10 @@ int mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const in
 
 /* The same in a table that another process may change, move or give back meanwhile. `room` is what mh_rows_read_room said when
  * it was opened. 0: all rows are as they were at one moment, between two updates. Else nothing in `to` counts:
- * MH_ROWS_CHANGING, and it can be tried again; MH_ROWS_GONE; or MH_NO_MEMORY. */
+ * MH_ROWS_CHANGING, and it can be tried again; MH_ROWS_GONE; or MH_NO_MEMORY. With `places`, each row goes to the one of `to`
+ * that they say. */
 int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
-                 size_t count, float *to, uint64_t at_most);
+                 size_t count, float *to, const int64_t *places, uint64_t at_most);
 
 /* Of `count` different ids the gradients, each multiplied by `factor`. Either all of it counts, from the moment that the
  * table's number is `number`, or nothing does. Numbers ascend. With `may_evict`, rows and candidates that were not touched for
@@ -108,6 +109,12 @@ int mh_part_bounds(const int64_t *ids, size_t count, int64_t bounds[MH_ROW_PARTS
 /* The different ones of `ids` in the order of their parts, and in a part in that of their first appearance; and for each of
  * `ids` the place of its own. Returns how many there are, or -1 without memory. */
 int64_t mh_unique(const int64_t *ids, size_t count, int64_t *different, int64_t *inverse);
+
+/* Of each different id, where it appears first: from what mh_unique has told. */
+void mh_first_places(const int64_t *inverse, size_t count, int64_t *first);
+
+/* Rows that are where their id appears first, to wherever else it does. */
+void mh_repeat_rows(float *rows, const int64_t *inverse, const int64_t *first, size_t count, size_t dim);
 
 /* Every row of `values` added to the row `inverse` says, in order. */
 void mh_add_rows(float *to, const float *values, const int64_t *inverse, size_t count, size_t dim);

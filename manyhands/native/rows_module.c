@@ -95,18 +95,18 @@ static PyObject *rows_lookup(PyObject *self, PyObject *args) {
 static PyObject *rows_peek(PyObject *self, PyObject *args) {
     struct rule given;
     struct mh_rows_room room;
-    number memory, ids, to, at_most;
+    number memory, ids, to, places, at_most;
     Py_ssize_t count;
     int failed;
-    if (!PyArg_ParseTuple(args, "KO&y#KnKK:rows_peek", &memory, to_room, &room, &given.bytes, &given.length, &ids, &count,
-                          &to, &at_most)) {
+    if (!PyArg_ParseTuple(args, "KO&y#KnKKK:rows_peek", &memory, to_room, &room, &given.bytes, &given.length, &ids, &count,
+                          &to, &places, &at_most)) {
         return NULL;
     }
     const struct mh_rows_rule *rule = as_rule(&given);
     if (rule == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = mh_rows_peek(AT(const void, memory), &room, rule, AT(const int64_t, ids), (size_t)count, AT(float, to),
-                          at_most);
+                          AT(const int64_t, places), at_most);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(failed);
 }
@@ -217,6 +217,26 @@ static PyObject *part_bounds(PyObject *self, PyObject *args) {
     return list == NULL ? NULL : Py_BuildValue("NN", PyBool_FromLong(in_order), list);
 }
 
+static PyObject *first_places(PyObject *self, PyObject *args) {
+    number inverse, first;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "KnK:first_places", &inverse, &count, &first)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_first_places(AT(const int64_t, inverse), (size_t)count, AT(int64_t, first));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *repeat_rows(PyObject *self, PyObject *args) {
+    number rows, inverse, first;
+    Py_ssize_t count, dim;
+    if (!PyArg_ParseTuple(args, "KKKnn:repeat_rows", &rows, &inverse, &first, &count, &dim)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mh_repeat_rows(AT(float, rows), AT(const int64_t, inverse), AT(const int64_t, first), (size_t)count, (size_t)dim);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *add_rows(PyObject *self, PyObject *args) {
     number to, values, inverse;
     Py_ssize_t count, dim;
@@ -235,7 +255,7 @@ PyMethodDef mh_row_methods[] = {
     {"rows_recover", rows_recover, METH_VARARGS, "rows_recover(address): undo an update that was not finished"},
     {"rows_lookup", rows_lookup, METH_VARARGS, "rows_lookup(address, rule, ids, count, to, at_most)"},
     {"rows_peek", rows_peek, METH_VARARGS,
-     "rows_peek(address, room, rule, ids, count, to, at_most): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
+     "rows_peek(address, room, rule, ids, count, to, places, at_most): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
     {"rows_update", rows_update, METH_VARARGS,
      "rows_update(address, rule, number, ids, gradients, count, factor, may_evict): what failed, and room wanted"},
     {"rows_move", rows_move, METH_VARARGS, "rows_move(from, to): all of a table into an empty one"},
@@ -247,6 +267,8 @@ PyMethodDef mh_row_methods[] = {
     {"row_states", row_states, METH_VARARGS, "row_states(optimizer, dim): how many numbers an optimizer keeps in a row"},
     {"unique", unique, METH_VARARGS, "unique(ids, count, different, inverse): how many different ones"},
     {"part_bounds", part_bounds, METH_VARARGS, "part_bounds(ids, count): whether they are in order, and where parts begin"},
+    {"first_places", first_places, METH_VARARGS, "first_places(inverse, count, first): of each different id"},
+    {"repeat_rows", repeat_rows, METH_VARARGS, "repeat_rows(rows, inverse, first, count, dim)"},
     {"add_rows", add_rows, METH_VARARGS, "add_rows(to, values, inverse, count, dim)"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,40 +1,49 @@
-"""Rows of a batch's ids from the rows of its different ids, as torch's own embedding has it, with a quicker backward.
+"""Rows of a batch's ids as torch sees them: a tensor like any other, whose gradient is summed for each different id.
 
-torch sums gradients with a call for each id; `add_rows` does it in one, in the same order: the bits are the same.
+The bits are those of torch's own embedding of the different ids' rows; its backward has a call for each id, and
+`add_rows` one for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from manyhands.parallel.rows import add_rows
 
-__all__ = ["take_rows"]
+__all__ = ["taken"]
 
 
-def take_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """The row at each of `places`: one dimension more than they have."""
-    if rows.device.type != "cpu" or rows.dtype != torch.float32:
-        return functional.embedding(places, rows)
-    taken: Tensor = _Take.apply(rows, places)  # type: ignore[no-untyped-call]
-    return taken
+def taken(take: Callable[[], Tensor], inverse: Tensor, count: int, collect: Callable[[Tensor], None]) -> Tensor:
+    """What `take` returns: a row for each of `inverse`, on the CPU.
+
+    Every backward that reaches it gives `collect` the gradients of `count` different ones, each in the order of its
+    appearance.
+    """
+    anchor = torch.empty(0, requires_grad=True)  # rows are nobody's parameters: this is what makes torch come by
+    found: Tensor = _Taken.apply(anchor, take, inverse, count, collect)  # type: ignore[no-untyped-call]
+    return found
 
 
-class _Take(torch.autograd.Function):
+class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = len(rows)
-        return functional.embedding(places, rows)
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        take: Callable[[], Tensor],
+        inverse: Tensor,
+        count: int,
+        collect: Callable[[Tensor], None],
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.count, ctx.collect = count, collect
+        return take()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,), (gradient,) = ctx.saved_tensors, gradients
-        if torch.is_grad_enabled():  # of a gradient, another one is wanted
-            found: Tensor = torch.ops.aten.embedding_dense_backward(gradient, places, ctx.num_rows, -1, False)
-            return found, None
-        return add_rows(gradient.reshape(-1, gradient.shape[-1]), places, ctx.num_rows), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        (inverse,), (gradient,) = ctx.saved_tensors, gradients
+        ctx.collect(add_rows(gradient.detach().reshape(-1, gradient.shape[-1]), inverse, ctx.count))
+        return (None,) * 5

@@ -33,19 +33,22 @@ class RowReader:
         """
         return self.look_up_at(ids.data_ptr(), len(ids), to.data_ptr(), at_most)
 
-    def look_up_at(self, ids: int, count: int, to: int, at_most: int) -> bool:
-        """The same for int64 and room for rows of float32 at these addresses, each without gaps."""
+    def look_up_at(self, ids: int, count: int, to: int, at_most: int, places: int = 0) -> bool:
+        """The same for int64 and room for rows of float32 at these addresses, each without gaps.
+
+        `places` is the address of int64 that say where in that room each row goes.
+        """
         if self._segment is None and not self._open():
             return False
-        found = self._peek(ids, count, to, at_most)
+        found = self._peek(ids, count, to, places, at_most)
         if found == library.ROWS_GONE:
             self.close()
-            found = self._peek(ids, count, to, at_most) if self._open() else found
+            found = self._peek(ids, count, to, places, at_most) if self._open() else found
         return bool(found == 0)
 
-    def _peek(self, ids: int, count: int, to: int, at_most: int) -> int:
+    def _peek(self, ids: int, count: int, to: int, places: int, at_most: int) -> int:
         assert self._segment is not None
-        return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to, at_most))
+        return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to, places, at_most))
 
     def _open(self) -> bool:
         """Where the table is now; it may be gone from there by then."""

@@ -30,12 +30,14 @@ __all__ = [
     "Room",
     "RowTable",
     "add_rows",
+    "first_places",
     "in_parts",
     "larger",
     "most_room",
     "open_region",
     "private_memory",
     "region_register",
+    "repeat_rows_",
     "unique",
 ]
 
@@ -359,6 +361,20 @@ def in_parts(ids: Tensor) -> tuple[bool, list[int]]:
     """Whether those of each part lie together, in order, and where each part begins then; behind the last, the end."""
     found: tuple[bool, list[int]] = library.part_bounds(ids.data_ptr(), len(ids))
     return found
+
+
+def first_places(inverse: Tensor, count: int) -> Tensor:
+    """Of `count` different ids, where each appears first among those that `inverse` was made of."""
+    first = torch.empty(count, dtype=torch.int64)
+    library.first_places(inverse.data_ptr(), inverse.numel(), first.data_ptr())
+    return first
+
+
+def repeat_rows_(rows: Tensor, inverse: Tensor, first: Tensor) -> None:
+    """What is in `rows` where an id appears first, to wherever else it does. All are without gaps."""
+    if len(first) < inverse.numel():
+        at = inverse.data_ptr(), first.data_ptr()
+        library.repeat_rows(rows.data_ptr(), *at, inverse.numel(), rows.shape[-1])
 
 
 def add_rows(values: Tensor, inverse: Tensor, count: int) -> Tensor:

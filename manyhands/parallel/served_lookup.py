@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from manyhands.errors import CheckpointSaveFailed
 from manyhands.parallel.row_cache import RowCache
 from manyhands.parallel.row_rules import TableSpec
-from manyhands.parallel.rows import NEWEST, in_parts
+from manyhands.parallel.rows import NEWEST, first_places, in_parts, repeat_rows_
 from manyhands.parallel.served_handing import MOST_MARKS, HandedOver
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_memory import Memory
@@ -75,18 +76,37 @@ class ServedRows:
             return self._local.lookup(table, ids)
         ids, found = ids.cpu(), torch.empty(len(ids), self._specs[table].dim)
         is_ordered, bounds = in_parts(ids)
-        left = torch.arange(len(ids))
         if is_ordered and self._shares:
-            parts = self._shared_rows(table).look_up(
-                ids, bounds, found, NEWEST if self._at_most is None else self._at_most
-            )
-            left = torch.cat([left[:0], *(left[bounds[part] : bounds[part + 1]] for part in parts)])
+            left = self._peek(table, ids, bounds, found)
         elif (cache := self._caches.get(table)) is not None and self._at_least is not None:
             left, seen = cache.find(ids, self._at_least, found)
             self.oldest = min((one for one in (self.oldest, seen) if one is not None), default=None)
+        else:
+            left = torch.arange(len(ids))
         if len(left):
             self._ask_for(table, ids, left, found)
         return found
+
+    def take(self, table: str, ids: Tensor, inverse: Tensor) -> Tensor:
+        is_ordered, bounds = in_parts(ids)
+        if self._number is None or self.is_new or not (is_ordered and self._shares):
+            return functional.embedding(inverse, self.lookup(table, ids))
+        dim, first = self._specs[table].dim, first_places(inverse, len(ids))
+        found = torch.empty(*inverse.shape, dim)
+        if len(left := self._peek(table, ids, bounds, found, first)):
+            rows = torch.empty(len(ids), dim)
+            self._ask_for(table, ids, left, rows)
+            found.view(-1, dim)[first[left]] = rows[left]
+        repeat_rows_(found, inverse, first)
+        return found
+
+    def _peek(
+        self, table: str, ids: Tensor, bounds: Sequence[int], found: Tensor, places: Tensor | None = None
+    ) -> Tensor:
+        """Rows from memory that servers share, each to its place; which of the ids are left."""
+        at_most = NEWEST if self._at_most is None else self._at_most
+        parts = self._shared_rows(table).look_up(ids, bounds, found, at_most, places)
+        return torch.cat([torch.arange(0), *(torch.arange(bounds[part], bounds[part + 1]) for part in parts)])
 
     @contextmanager
     def lacking_at_most(self, updates: int, version: int, *, at_most: int | None = None) -> Iterator[None]:

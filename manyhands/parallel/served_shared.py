@@ -28,17 +28,23 @@ class SharedRows:
     def __init__(self, spec: TableSpec, memory: Memory) -> None:
         self._parts = [RowReader(spec, within(memory, part)) for part in range(PARTS)]
 
-    def look_up(self, ids: Tensor, bounds: Sequence[int], to: Tensor, at_most: int = NEWEST) -> list[int]:
+    def look_up(
+        self, ids: Tensor, bounds: Sequence[int], to: Tensor, at_most: int = NEWEST, places: Tensor | None = None
+    ) -> list[int]:
         """Rows of `ids`, which come in the order of parts, into `to`; which parts are left, to be asked for.
 
         Those of a part are of one moment; or as they were before an update beyond `at_most`. `bounds` says where each
-        part begins. Both tensors are without gaps.
+        part begins. With `places`, each row goes to the one of `to` that they say. All tensors are without gaps.
         """
-        at_ids, at_rows, row_bytes = ids.data_ptr(), to.data_ptr(), 4 * to.shape[1]
+        at_ids, at_rows, row_bytes = ids.data_ptr(), to.data_ptr(), 4 * to.shape[-1]
+        at_places = 0 if places is None else places.data_ptr()
 
         def look_up(part: int) -> bool:
             start, stop = bounds[part], bounds[part + 1]
-            return self._parts[part].look_up_at(at_ids + 8 * start, stop - start, at_rows + row_bytes * start, at_most)
+            reader, some, num = self._parts[part], at_ids + 8 * start, stop - start
+            if at_places:
+                return reader.look_up_at(some, num, at_rows, at_most, at_places + 8 * start)
+            return reader.look_up_at(some, num, at_rows + row_bytes * start, at_most)
 
         left = [part for part in range(PARTS) if bounds[part] < bounds[part + 1]]
         for _ in range(ROUNDS):

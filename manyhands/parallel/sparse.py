@@ -16,8 +16,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from manyhands.errors import SpecError
+from manyhands.parallel.row_autograd import taken
 from manyhands.parallel.row_rules import TableSpec
 from manyhands.parallel.rows import RowTable, add_rows, unique
 
@@ -39,6 +41,10 @@ class RowSource(Protocol):
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         """Rows of different ids, in their order. Changes nothing, and counts nothing as seen."""
+        ...
+
+    def take(self, table: str, ids: Tensor, inverse: Tensor) -> Tensor:
+        """The same, each wherever `inverse` has its place: what `unique` has told, on the CPU."""
         ...
 
     def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
@@ -69,6 +75,9 @@ class LocalRows:
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         return self.tables[table].lookup(ids)
+
+    def take(self, table: str, ids: Tensor, inverse: Tensor) -> Tensor:
+        return functional.embedding(inverse, self.lookup(table, ids))
 
     def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
         for name, ids, gradients in contributions:
@@ -131,6 +140,26 @@ class RowLayer(nn.Module):
 
             rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return rows, inverse.to(ids.device)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """The row of each of `ids`, on their device: one dimension more. Gradients are collected as for `rows_of`."""
+        if ids.device.type != "cpu":
+            rows, inverse = self.rows_of(ids)
+            return functional.embedding(inverse, rows)
+        different, inverse = unique(ids)
+
+        def take() -> Tensor:
+            return self._source.take(self.spec.name, different, inverse)
+
+        if not torch.is_grad_enabled():
+            return take()
+        self._calls += 1
+        number = self._calls
+
+        def collect(gradients: Tensor) -> None:
+            self._left.append((number, different, gradients))
+
+        return taken(take, inverse, len(different), collect)
 
     def take(self) -> Contribution | None:
         """What backward has left since the last time, summed in the order of the calls of forward."""

@@ -42,13 +42,20 @@ static void peeked(const void *memory, const struct mh_rows_room *room, const st
                    size_t count, const float *rows) {
     size_t bytes = mh_rows_bytes(room), wanted = count * room->dim * sizeof(float);
     float *found = malloc(wanted + 1);
-    CHECK(mh_rows_peek(memory, room, rule, ids, count, found, MH_ROWS_NEWEST) == 0 && memcmp(found, rows, wanted) == 0);
+    CHECK(mh_rows_peek(memory, room, rule, ids, count, found, NULL, MH_ROWS_NEWEST) == 0 && memcmp(found, rows, wanted) == 0);
+    int64_t *places = malloc((count + 1) * sizeof *places);
+    for (size_t i = 0; i < count; i++) places[i] = (int64_t)(count - 1 - i);
+    CHECK(mh_rows_peek(memory, room, rule, ids, count, found, places, MH_ROWS_NEWEST) == 0);
+    for (size_t i = 0; i < count; i++) {
+        CHECK(!memcmp(found + (count - 1 - i) * room->dim, rows + i * room->dim, room->dim * sizeof(float)));
+    }
+    free(places);
     unsigned char *other = calloc(1, bytes);
-    CHECK(mh_rows_peek(other, room, rule, ids, count, found, MH_ROWS_NEWEST) == MH_ROWS_GONE);
+    CHECK(mh_rows_peek(other, room, rule, ids, count, found, NULL, MH_ROWS_NEWEST) == MH_ROWS_GONE);
     memcpy(other, memory, bytes);
     for (size_t i = 256; i < bytes; i++) other[i] = (unsigned char)mh_mix(i);
-    mh_rows_peek(other, room, rule, ids, count, found, MH_ROWS_NEWEST);
-    mh_rows_peek(other, room, rule, ids, count, found, 0);
+    mh_rows_peek(other, room, rule, ids, count, found, NULL, MH_ROWS_NEWEST);
+    mh_rows_peek(other, room, rule, ids, count, found, NULL, 0);
     free(found), free(other);
 }
 

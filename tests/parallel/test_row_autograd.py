@@ -1,31 +1,46 @@
-"""Taking rows: torch's own embedding, to the bit, in both directions."""
+"""Rows of a batch: torch's own embedding of the different ids' rows, to the bit, in both directions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from manyhands.native import why_not
-from manyhands.parallel.row_autograd import take_rows
+from manyhands.parallel.row_autograd import taken
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
 
+def take_from(rows: Tensor, inverse: Tensor) -> tuple[Tensor, list[Tensor]]:
+    found: list[Tensor] = []
+    return taken(lambda: functional.embedding(inverse, rows), inverse, len(rows), found.append), found
+
+
 @pytest.mark.parametrize("shape", [(0,), (40,), (5, 8), (2, 3, 4)])
-def test_rows_and_their_gradients_are_those_of_torch(shape) -> None:
-    places, values = torch.randint(0, 7, shape), torch.randn(7, 5)
-    found = []
-    for take in (take_rows, lambda rows, places: functional.embedding(places, rows)):
-        rows = values.clone().requires_grad_()
-        taken = take(rows, places)
-        (taken.mT * torch.linspace(-3, 1, 5)[:, None]).square().sum().backward()
-        found.append((taken.detach(), rows.grad))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+def test_gradients_are_those_of_torch(shape) -> None:
+    inverse, values = torch.randint(0, 7, shape), torch.randn(7, 5)
+    rows = values.clone().requires_grad_()
+    ours, found = take_from(values, inverse)
+    for result in (ours, functional.embedding(inverse, rows)):
+        (result.mT * torch.linspace(-3, 1, 5)[:, None]).square().sum().backward()
+    assert rows.grad is not None and torch.equal(found[0], rows.grad) and len(found) == 1
 
 
-def test_a_gradient_has_gradients() -> None:
-    rows, places = torch.randn(4, 3, requires_grad=True), torch.tensor([[0, 2], [2, 3]])
-    (first,) = torch.autograd.grad(take_rows(rows, places).pow(3).sum(), rows, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), rows)
-    torch.testing.assert_close(second, 6 * rows.detach() * torch.tensor([1.0, 0.0, 2.0, 1.0])[:, None])
+def test_a_penalty_on_gradients_reaches_the_rows() -> None:
+    values, inverse = torch.randn(4, 3), torch.tensor([[0, 2], [2, 3]])
+    result, found = take_from(values, inverse)
+    (first,) = torch.autograd.grad(result.pow(3).sum(), result, create_graph=True)
+    assert found == [], "nobody asked for the gradients of rows"
+    first.sum().backward()
+    torch.testing.assert_close(found[0], 6 * values * torch.tensor([1.0, 0.0, 2.0, 1.0])[:, None])
+
+
+def test_it_can_be_changed_in_place_and_is_gone_after_one_backward() -> None:
+    result, found = take_from(torch.ones(2, 3), torch.tensor([0, 1, 1]))
+    loss = result.mul_(2).sum()
+    loss.backward()
+    assert found[0].tolist() == [[2.0] * 3, [4.0] * 3]
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

@@ -17,7 +17,18 @@ from torch import nn
 from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parallel.row_rules import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, TableSpec
-from manyhands.parallel.rows import TURNS, Room, RowTable, add_rows, in_parts, larger, most_room, unique
+from manyhands.parallel.rows import (
+    TURNS,
+    Room,
+    RowTable,
+    add_rows,
+    first_places,
+    in_parts,
+    larger,
+    most_room,
+    repeat_rows_,
+    unique,
+)
 from manyhands.parallel.served_tables import PARTS, part_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -175,6 +186,12 @@ def test_unique_ids_come_in_the_order_of_parts_and_of_their_first_appearance(ids
     parts = part_of(different).tolist()
     assert is_ordered and [parts.index(p) if p in parts else bounds[p + 1] for p in range(PARTS)] == bounds[:-1]
     assert different[inverse].tolist() == ids
+    first = first_places(inverse, len(different))
+    assert first.tolist() == [ids.index(one) for one in different.tolist()]
+    rows = torch.full((len(ids), 1), torch.nan)
+    rows[first, 0] = torch.arange(1.0 * len(different))
+    repeat_rows_(rows, inverse, first)
+    assert torch.equal(rows[:, 0], inverse.float())
     values = torch.arange(2.0 * len(ids)).view(-1, 2)
     sums = add_rows(values, inverse, len(different))
     expected = torch.zeros(len(different), 2).index_add_(0, inverse, values)

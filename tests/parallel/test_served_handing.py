@@ -123,6 +123,10 @@ def test_a_worker_asks_for_those_only_that_it_cannot_read(memory) -> None:
     with being_changed(tables, memory, 5):
         assert torch.equal(model(IDS), looked_up(tables, IDS))
     assert link.num_ids == bounds[6] - bounds[5]
+    often = torch.randint(0, len(IDS), (7, len(IDS)), generator=torch.Generator().manual_seed(0))
+    with being_changed(tables, memory, 3):
+        assert torch.equal(model(IDS[often]), looked_up(tables, IDS)[often])
+    link.num_ids = bounds[6] - bounds[5]
     away = ServedRows(model, 0, link, memory, shares=False)  # type: ignore[arg-type]
     away.enter((1, 1, 1), 1)
     assert torch.equal(model(IDS), looked_up(tables, IDS)) and link.num_ids == bounds[6] - bounds[5] + len(IDS)
