@@ -8,7 +8,6 @@ outer rule moves the weights that all agree on. Start reading at `combine`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from manyhands.parallel.rounds import Rule
 __all__ = [
     "OUTER_LR",
     "OUTER_MOMENTUM",
-    "Moved",
     "Rule",
     "combine",
-    "elastic",
     "elastic_center",
     "mean",
     "median",
@@ -89,19 +86,8 @@ def nesterov(
     return outer - lr * (delta + momentum * velocity), velocity
 
 
-class Moved(NamedTuple):
-    own: Tensor
-    center: Tensor
-
-
-def elastic(own: Tensor, center: Tensor, alpha: float) -> Moved:
-    """EASGD between one worker and the center: both move by the same alpha * (own - center), towards each other."""
-    pull = alpha * (own - center)
-    return Moved(own - pull, center + pull)
-
-
 def elastic_center(center: Tensor, delta: Tensor, alpha: float, num_workers: int) -> Tensor:
-    """The same for the center after all workers at once: `delta` is the mean of (center - worker's weights)."""
+    """EASGD's, after all workers have pulled at it by alpha: `delta` is the mean of (center - worker's weights)."""
     return center - (alpha * num_workers) * delta
 
 

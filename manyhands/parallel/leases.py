@@ -150,10 +150,6 @@ class Book:
         return min(standing.low for standing in self._standings)
 
     @property
-    def workers(self) -> list[int]:
-        return list(self._met)
-
-    @property
     def rows_used(self) -> int:
         return len(self._used_rows())
 

@@ -59,10 +59,6 @@ class Downpour(msgspec.Struct, frozen=True):
         """Whether fresh weights are asked for before the next step, once `step` are done."""
         return step % self.pull_every == 0
 
-    def pushes(self, step: int) -> bool:
-        """Whether what was gathered since the last push is sent, once `step` are done."""
-        return step > 0 and step % self.push_every == 0
-
 
 def pairs(seed: int, number: int, members: Iterable[int]) -> list[tuple[int, int]]:
     """Who averages with whom in round `number`; of an odd number of members, one with nobody.

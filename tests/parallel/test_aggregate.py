@@ -8,7 +8,6 @@ import torch
 
 from manyhands.parallel.aggregate import (
     combine,
-    elastic,
     elastic_center,
     mean,
     median,
@@ -91,14 +90,6 @@ def test_without_momentum_and_with_lr_1_the_outer_step_is_the_mean_of_the_weight
     outer, workers = rows(1)[0], rows(4)
     moved, _ = nesterov(outer, mean(outer - workers), torch.zeros_like(outer), lr=1.0, momentum=0.0)
     close(moved, workers.numpy().mean(axis=0))
-
-
-def test_elastic_averaging_moves_both_sides_by_the_same() -> None:
-    own, center = rows(2)
-    moved = elastic(own, center, 0.3)
-    difference = 0.3 * (own.numpy() - center.numpy())
-    close(moved.own, own.numpy() - difference)
-    close(moved.center, center.numpy() + difference)
 
 
 def test_the_center_after_all_workers_at_once_has_moved_by_the_sum_of_their_pulls() -> None:

@@ -50,10 +50,9 @@ def test_nothing_is_under_way_where_a_round_closes(every: int, fragments: int) -
             assert all(s + rounds.overlap <= step for s in started)
 
 
-def test_downpour_pulls_and_pushes_at_its_own_times() -> None:
+def test_downpour_pulls_at_its_own_times() -> None:
     schedule = Downpour(pull_every=2, push_every=3)
     assert [step for step in range(8) if schedule.pulls(step)] == [0, 2, 4, 6]
-    assert [step for step in range(8) if schedule.pushes(step)] == [3, 6]
 
 
 @given(st.integers(0, 5), st.integers(0, 50), st.sets(st.integers(0, 30), max_size=9), st.randoms())
