@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from manyhands.comm.axis import Axis
 from manyhands.comm.values import Messages
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs, Part
 from manyhands.parallel.halves import Entrance, InputsFirst, Roots, backward
 from manyhands.parallel.schedule import Op, Schedule, make_schedule
 from manyhands.parallel.stand_in import PLAIN, Evaluated, call_up_to_model, call_with_model
+from manyhands.parallel.tensor_ops import Split, slices_in_order
+from manyhands.parallel.tensor_parts import Parted, parted
 from manyhands.parallel.timeline import Span, needs
 
 __all__ = ["Hooks", "Slice", "StageRunner"]
@@ -61,6 +64,8 @@ class Arrived(NamedTuple):
     """Which of its tensors take gradients."""
     randomness: Tensor
     """State of torch's generator after the stage's forward."""
+    dims: list[int]
+    """Of its tensors: the dim of a sequence of which this is a part, whose others the rank's mates send; -1: whole."""
 
 
 class _Pass:
@@ -90,13 +95,15 @@ class StageRunner:
         schedule: str = "1f1b",
         chunks: int | None = None,
         recompute: bool = False,
+        mates: Axis | None = None,
     ) -> None:
         """`parts` are all stages' parts in their order; those of other ranks are not called here.
 
-        With `recompute` a stage keeps what it was given, and computes its activations again in backward.
+        `mates` are the ranks that the stage's layers are divided over. With `recompute` a stage keeps what it was
+        given, and computes its activations again in backward.
         """
         self._messages, self._whole, self._parts, self._loss, self._hooks = messages, model, list(parts), loss, hooks
-        self._name, self._chunks, self._recompute = schedule, chunks, recompute
+        self._name, self._chunks, self._recompute, self._mates = schedule, chunks, recompute, mates
         self._schedules: dict[int, Schedule] = {}
         self._params = list({id(p): p for stage in self.stages for p in self._parts[stage].params.values()}.values())
         self.spans: list[Span] = []
@@ -155,7 +162,7 @@ class StageRunner:
 
     def _forward(self, op: Op) -> None:
         piece, last = self._pieces[op.microbatch], op.stage == self._plan.stages - 1
-        entered = _Entered(Arrived(*self._receive(op, op.stage - 1)) if op.stage else None)
+        entered = _Entered(Arrived(*self._receive(op, op.stage - 1)) if op.stage else None, self._mates)
         one = self._passes[op.stage, op.microbatch] = _Pass(entered.entrances)
         self.most_alive = max(self.most_alive, len(self._passes))
         call = call_with_model if last else call_up_to_model
@@ -299,7 +306,7 @@ class StageRunner:
         with torch.no_grad(), self._all_or_nothing():
             for stage in self.stages:
                 op = Op("F", stage, 0)
-                entered = _Entered(Arrived(*self._receive(op, stage - 1)) if stage else None)
+                entered = _Entered(Arrived(*self._receive(op, stage - 1)) if stage else None, self._mates)
                 output = self._run(stage, inputs, entered)
                 if stage < plan.stages - 1:
                     self._send(op, stage + 1, _leaving(output))
@@ -323,19 +330,23 @@ class StageRunner:
 class _Entered:
     """What arrived from the stage before, ready for this one's part."""
 
-    def __init__(self, arrived: Arrived | None) -> None:
+    def __init__(self, arrived: Arrived | None, mates: Axis | None) -> None:
         self.entrances: list[Entrance] = []
         self.value: Any = None
         self.randomness = arrived.randomness if arrived else None
         if arrived is not None:
-            flows = iter(arrived.flows)
-            self.value = pytree.tree_map_only(Tensor, lambda tensor: self._enter(tensor, next(flows)), arrived.value)
+            how = zip(arrived.flows, arrived.dims, strict=True)
+            self.value = pytree.tree_map_only(Tensor, lambda one: self._enter(one, *next(how), mates), arrived.value)
 
-    def _enter(self, tensor: Tensor, flows: bool) -> Tensor:
-        if not flows or not torch.is_grad_enabled():
+    def _enter(self, tensor: Tensor, flows: bool, dim: int, mates: Axis | None) -> Tensor:
+        if flows and torch.is_grad_enabled():
+            self.entrances.append(Entrance(tensor))
+            tensor = self.entrances[-1].tensor
+        if dim < 0:
             return tensor
-        self.entrances.append(Entrance(tensor))
-        return self.entrances[-1].tensor
+        assert mates is not None
+        ranges = slices_in_order(tensor.size(dim) * mates.size, mates.size)
+        return parted(tensor, Split(mates, dim, ranges, "what came from the stage before", sequence=True))
 
 
 @contextmanager
@@ -353,8 +364,8 @@ def _apart(places: Collection[int]) -> Iterator[None]:
 
 
 def _flowing(value: Any) -> list[Tensor]:
-    """The tensors that take gradients."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    """The tensors that take gradients, as they are sent."""
+    return [_sent(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _leaving(value: Any) -> Arrived:
@@ -365,6 +376,17 @@ def _leaving(value: Any) -> Arrived:
                 f"A stage hands on a {type(leaf).__name__}, which cannot pass to the next one.",
                 fix=["tensors, numbers and None, in tuples, lists and dicts", "a cut elsewhere: cuts="],
             )
-    flows = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
-    plain = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
-    return Arrived(plain, flows, torch.default_generator.get_state())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    flows = [tensor.requires_grad for tensor in tensors]
+    dims = [tensor.division.dim if _is_by_sequence(tensor) else -1 for tensor in tensors]
+    plain = pytree.tree_map_only(Tensor, lambda tensor: _sent(tensor).detach(), value)
+    return Arrived(plain, flows, torch.default_generator.get_state(), dims)
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """Of a sequence this rank's part, which the same rank of the next stage goes on with."""
+    return tensor.part if _is_by_sequence(tensor) else tensor
+
+
+def _is_by_sequence(tensor: Tensor) -> TypeGuard[Parted]:
+    return isinstance(tensor, Parted) and tensor.division.sequence

@@ -74,12 +74,15 @@ def _divide(
     if choice.recompute is not None:
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
     shares: dict[str, Share] = {}
+    mates: Axis | None = None
     if grid.tensor > 1:
         assert isinstance(choice, TensorChoice | Mesh)
         plan = plan_tensor(model, grid.tensor, choice.rules, sequence=choice.sequence)
-        shares = split_model_(model, plan, worker.lasting(lambda: worker.line("tensor")))
+        mates = worker.lasting(lambda: worker.line("tensor"))
+        shares = split_model_(model, plan, mates)
     if parts:
-        return replace(_staged(worker, model, loss, parts, shares), costs=tuple(costs or ()))
+        row = _Row(worker, model, parts, loss, mates)
+        return replace(_staged(worker, model, row, parts, shares), costs=tuple(costs or ()))
     counts = worker.spot.tensor == 0
     counted = frozenset(id(param) for name, param in model.named_parameters() if counts or name in shares)
     return Divided(local=model, stand_in=model, shares=shares, counted=counted)
@@ -117,13 +120,12 @@ def _cut(
     return list(cut(blocks, stages, costs=known, place=choice.place)), known
 
 
-def _staged(worker: Worker, model: nn.Module, loss: LossFn, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:
+def _staged(worker: Worker, model: nn.Module, row: _Row, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:
     choice, grid = worker.strategy, worker.grid
     assert isinstance(choice, Pipeline | Mesh)
     place = worker.spot
     schedule = make_schedule(choice.schedule, grid.pipeline, 1, choice.chunks)
     mine = schedule.stages_of(place.pipeline)
-    row = _Row(worker, model, parts, loss)
     placed = {id(param) for part in parts for param in part.params.values()}
     unused = [param for param in model.parameters() if id(param) not in placed and place.pipeline == 0]
     local = _Local([parts[stage] for stage in mine], unused)
@@ -198,10 +200,14 @@ class _Local(nn.Module):
 class _Row:
     """This rank's row of the schedule; each step has slices of its own."""
 
-    def __init__(self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn) -> None:
+    def __init__(
+        self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn, mates: Axis | None
+    ) -> None:
         choice, messages = worker.strategy, worker.messages("pipeline")
         assert isinstance(choice, Pipeline | Mesh)
-        self.runner = StageRunner(messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks)
+        self.runner = StageRunner(
+            messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks, mates=mates
+        )
         self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == messages.rank
         self._slices: Any = None
 
