@@ -1,7 +1,8 @@
-"""Do something to a module right after the user's code imports it, and import nothing that it does not."""
+"""Do something when the user's code imports a module, and import nothing that it does not."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,7 +10,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-__all__ = ["after_import"]
+__all__ = ["after_import", "import_to_stay", "num_kept"]
+
+Execute = Callable[[ModuleType], None]
+
+_num_kept = 0
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -18,12 +23,48 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
         with suppress(Exception):
             then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
+
+        def run(execute: Execute, module: ModuleType) -> None:
+            execute(module)
+            with suppress(Exception):
+                then(module)
+
+        sys.meta_path.insert(0, _OnImport(name, run))
 
 
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+def import_to_stay(name: str) -> None:
+    """Keep the garbage collector from all that is there once this module is imported, and from its import.
+
+    What a large import makes is there to stay, and the collector would look through it again and again. A collector
+    that the user has disabled, or has told what to leave alone, is left as it is.
+    """
+
+    def run(execute: Execute, module: ModuleType) -> None:
+        ours = gc.isenabled() and not gc.get_freeze_count()
+        if not ours:
+            return execute(module)
+        gc.disable()
+        try:
+            execute(module)
+            gc.freeze()
+        finally:
+            global _num_kept
+            _num_kept = gc.get_freeze_count()
+            gc.enable()
+
+    sys.meta_path.insert(0, _OnImport(name, run))
+
+
+def num_kept() -> int:
+    """How many objects `import_to_stay` has kept from the collector; if it leaves more alone, somebody else asked."""
+    return _num_kept
+
+
+class _OnImport(MetaPathFinder):
+    """Has the code of one module run by `run`, once."""
+
+    def __init__(self, name: str, run: Callable[[Execute, ModuleType], None]) -> None:
+        self._name, self._run = name, run
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -35,11 +76,5 @@ class _AfterImport(MetaPathFinder):
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
-
-        def execute_and_tell(module: ModuleType) -> None:
-            execute(module)
-            with suppress(Exception):
-                self._then(module)
-
-        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        spec.loader.exec_module = lambda module: self._run(execute, module)  # type: ignore[method-assign]
         return spec

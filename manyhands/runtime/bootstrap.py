@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from manyhands.control.fence import die_with_parent
 from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
+from manyhands.runtime.after_import import import_to_stay
 from manyhands.runtime.deadlock import hang_when_told
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     faulthandler.register(STACK_SIGNAL, file=os.dup(2), all_threads=True)
     if load.under_chaos():
         hang_when_told()
+    import_to_stay("torch")
     load_compiler_late()
     tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
     leave(_run_to_the_end(asked))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import gc
 import time
 
+from manyhands.runtime.after_import import num_kept
+
 __all__ = ["Garbage"]
 
 Thresholds = tuple[int, int, int]
@@ -30,7 +32,7 @@ class Garbage:
 
         Without a full collection first, which takes as long as torch is large: older garbage waits for `end`.
         """
-        if self._manage and gc.isenabled() and not gc.get_freeze_count():
+        if self._manage and gc.isenabled() and gc.get_freeze_count() <= num_kept():
             gc.collect(1)
             gc.freeze()
             self._frozen = True
