@@ -167,7 +167,7 @@ def test_a_script_that_does_not_exist_is_refused_with_the_nearest_name(refused):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nnodes", "1:4"], "which this version cannot do yet"),
+        (["--nnodes", "1:4"], "here workers are counted"),
         (["-n", "2", "--nproc-per-node", "3"], "2 workers, and --nproc-per-node 3"),
         (["--hosts-wanted", "2"], "no address to reach this one at"),
         (["--listen", "0.0.0.0"], "every interface"),
