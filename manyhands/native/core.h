@@ -86,7 +86,6 @@ enum { MH_SGD, MH_ADAM, MH_ADAGRAD, MH_RMSPROP, MH_NUM_OPTIMIZERS };
 
 struct mh_update {
     int32_t optimizer, first, nesterov, maximize, extra; /* `first`: there is no momentum yet; `extra`: third state */
-    int32_t past_caches;                                 /* pieces are of something long, however short they are */
     float factor, clip;                                  /* the gradient is multiplied by both, one after the other */
     float step_size;                                     /* the learning rate with its sign and bias correction */
     float weight_decay, shrink;                          /* added to the gradient; multiplied to the weights */

@@ -128,9 +128,8 @@ static void (*const optimizers[MH_NUM_OPTIMIZERS])(const struct vector_ops *, co
 
 static int is_streamed(const float *from, const float *to) { return to == NULL || (to != from && (uintptr_t)to % 64 == 0); }
 
-static int goes_past_caches(const struct mh_update *u, const struct mh_piece *piece) {
-    if (!u->past_caches && piece->count * sizeof(float) < WORTH_STREAMING_BYTES) return 0;
-    if (!is_streamed(piece->w, piece->to)) return 0;
+static int goes_past_caches(const struct mh_piece *piece) {
+    if (piece->count * sizeof(float) < WORTH_STREAMING_BYTES || !is_streamed(piece->w, piece->to)) return 0;
     for (size_t i = 0; i < MH_MAX_STATES; i++) {
         if (!is_streamed(piece->from[i], piece->state[i])) return 0;
     }
@@ -190,7 +189,7 @@ int mh_update(const struct mh_update *u, const struct mh_piece *pieces, size_t n
     struct block block = {.g = (float *)memory, .free = (float *)(memory + MH_BLOCK_BYTES)};
     for (size_t i = 0; i < num_pieces; i++) {
         const void *const *rows = sources + i * num_sources;
-        block.past_caches = goes_past_caches(u, &pieces[i]);
+        block.past_caches = goes_past_caches(&pieces[i]);
         for (size_t start = 0; start < pieces[i].count; start += BLOCK) {
             block.count = pieces[i].count - start < BLOCK ? pieces[i].count - start : BLOCK;
             block.given = length == 1 ? (const float *)rows[program[0]] + start : block.g;

@@ -264,10 +264,8 @@ class Fused:
             if name is not None:
                 state[name] = self._make_state(self.params[place], name, start)
 
-    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0, *, past_caches: bool = False) -> bytes:
-        """`past_caches`: pieces are short, but belong to what is too long for new values to be found in a cache."""
-        how = self._kind.how(self.optimizer.param_groups[batch.group], batch.steps)
-        return how.pack(factor, clip, past_caches)
+    def how(self, batch: Batch, factor: float = 1.0, clip: float = 1.0) -> bytes:
+        return self._kind.how(self.optimizer.param_groups[batch.group], batch.steps).pack(factor, clip)
 
     def is_whole_group(self, batch: Batch) -> bool:
         return batch.members is self._members[batch.group]

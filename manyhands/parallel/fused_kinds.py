@@ -27,7 +27,6 @@ class How(NamedTuple):
     nesterov: int = 0
     maximize: int = 0
     extra: int = 0
-    past_caches: int = 0
     factor: float = 1.0
     clip: float = 1.0
     step_size: float = 0.0
@@ -40,8 +39,8 @@ class How(NamedTuple):
     root_divisor: float = 1.0
     eps: float = 0.0
 
-    def pack(self, factor: float, clip: float, past_caches: bool) -> bytes:
-        return struct.pack("6i11f", *self._replace(factor=factor, clip=clip, past_caches=past_caches))
+    def pack(self, factor: float, clip: float) -> bytes:
+        return struct.pack("5i11f", *self._replace(factor=factor, clip=clip))
 
 
 class Kind(NamedTuple):

@@ -14,7 +14,6 @@ import msgspec
 from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.factors import fits
 from manyhands.parallel.gradients import total_weight
 from manyhands.parallel.served_buffers import ServedBuffers
 from manyhands.parallel.served_hatch import Hatch
@@ -120,23 +119,14 @@ class Ongoing:
             absent=tuple(message.absent),
             changes=message.changes,
             tables=tuple(message.tables),
-            factored=tuple(message.factored.items()),
         )
-        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows and self._can_use(message)
+        known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
+        known = known and message.based_on <= self.shard.num_applied  # nobody has weights that are still to come
         is_whole = self.tables.has(held.filling, message.pieces)
         if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
-
-    def _can_use(self, message: Filled) -> bool:
-        params, factored = self._served.params, message.factored
-        if message.based_on > self.shard.num_applied:  # nobody has weights that are still to come
-            return False
-        return not factored or (
-            self.opened.factors
-            and all(0 <= place < len(params) and fits(params[place], rows) for place, rows in factored.items())
-        )
 
     def _keep_handed(self, message: Filled) -> bool:
         if message.worker in self._away and message.handed:
@@ -245,8 +235,7 @@ class Ongoing:
         factor = self.opened.course.rows(step) / total_weight((one.weight for one in due), step)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
-        damped = factor / (1 + self._staleness(due) if self.opened.damping else 1)
-        return Gradient(tuple(rows), present, damped, dict(due[0].factored))
+        return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
 
     def _staleness(self, due: Sequence[Contribution]) -> int:
         return max(self.shard.num_applied - one.based_on for one in due)

@@ -108,8 +108,6 @@ class Open(_Message, frozen=True, kw_only=True):
     """The run begins with this course: what is on disk of an earlier one does not count."""
     in_place: bool = False
     """There is one copy of the states, which updates change."""
-    factors: bool = False
-    """Gradients of matrices may be there as factors."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):
@@ -210,8 +208,6 @@ class Filled(_Message, frozen=True, kw_only=True):
     weight: float
     absent: list[int] = []
     """Parameters without a gradient in it."""
-    factored: dict[int, int] = {}
-    """Parameters that have two factors in the place of their gradient (`factors`), and how many rows both have."""
     pieces: int = 0
     """How many messages with gradients of rows this server was sent beside it."""
     handed: list[Handed] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.parallel.factors import blocks_of, product, read
 from manyhands.parallel.fused import WORTH_A_THREAD, Batch, Fused, Piece, counts_steps, pack_pieces, run_update
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.placing import Chunk
@@ -28,10 +27,6 @@ from manyhands.parallel.tree import ONE, finish, program
 __all__ = ["FusedPart", "Gradient", "ServedPart", "WholePart"]
 
 _LINE = 16
-# Of a gradient that is made from factors, so much at a time for each thread: half of what the second cache has.
-BLOCK_NUMEL = 2**17
-# New values of longer ones are not in a cache when somebody reads them.
-PAST_CACHES_BYTES = 2**22
 
 
 class Gradient(NamedTuple):
@@ -41,8 +36,6 @@ class Gradient(NamedTuple):
     present: Sequence[int]
     """Parameters that have a gradient in some row."""
     factor: float
-    factored: Mapping[int, int] = {}
-    """Parameters whose place in the only row has factors (`factors`), and how many rows these have."""
 
 
 class ServedPart(ABC):
@@ -115,8 +108,6 @@ class FusedPart(ServedPart):
         self._in_optimizer = [self._place.get(id(param), -1) for param in self._fused.params]
         self._stretches = self._merge(chunks)
         self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "served-update")
-        self._room = torch.empty(0)
-        """For a block of a gradient."""
 
     def _merge(self, chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int]]]:
         """By place, this server's elements of the one section that all parameters are in."""
@@ -160,12 +151,7 @@ class FusedPart(ServedPart):
                     view.copy_(grad)
             rows, along, factor = [self._sum.data_ptr()], ONE, 1.0
         for batch in self._batches:
-            places = [self._in_optimizer[number] for number in batch.members]
-            plain = [place for place in places if place not in gradient.factored]
-            stretches = _joined([stretch for place in plain for stretch in self._stretches.get(place, ())])
-            self._apply(batch, version, stretches, rows, along, self._fused.how(batch, factor, clip))
-            for place in gradient.factored.keys() & places:
-                self._apply_product(batch, version, place, gradient)
+            self._apply(batch, version, rows, along, self._fused.how(batch, factor, clip))
         self._carry_over(version, {self._in_optimizer[number] for batch in self._batches for number in batch.members})
         return norm
 
@@ -178,27 +164,9 @@ class FusedPart(ServedPart):
             for start, param in zip(flat.starts, self._memory.params, strict=True)
         ]
 
-    def _apply_product(self, batch: Batch, version: int, place: int, gradient: Gradient) -> None:
-        """Gradients of a matrix that are there as factors: they are made block by block, while a cache has room."""
-        param, base = self._memory.params[place], self._memory.flat.starts[place]
-        factor = read(self._memory.row(gradient.rows[0]).views[place], gradient.factored[place])
-        how = self._fused.how(batch, gradient.factor, past_caches=param.nbytes >= PAST_CACHES_BYTES)
-        for low, high in self._stretches.get(place, ()):
-            end = min(high - base, param.numel())  # beyond it there is nothing to multiply
-            for block in blocks_of(low - base, end, param.shape[1], BLOCK_NUMEL * torch.get_num_threads()):
-                self._room, address = product(factor, block, self._room)
-                start = base + block.start
-                self._apply(batch, version, [(start, base + block.stop)], [address - 4 * start], ONE, how)
-
-    def _apply(
-        self,
-        batch: Batch,
-        version: int,
-        stretches: Sequence[tuple[int, int]],
-        rows: Sequence[int],
-        along: bytes,
-        how: bytes,
-    ) -> None:
+    def _apply(self, batch: Batch, version: int, rows: Sequence[int], along: bytes, how: bytes) -> None:
+        places = [self._in_optimizer[number] for number in batch.members]
+        stretches = _joined([stretch for place in places for stretch in self._stretches.get(place, ())])
         num_threads = torch.get_num_threads() if sum(b - a for a, b in stretches) >= 2 * WORTH_A_THREAD else 1
         calls = []
         for mine in _cut(stretches, num_threads):

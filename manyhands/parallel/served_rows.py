@@ -1,8 +1,8 @@
 """From backward to a row of memory that servers read: the gradient of one slice, or of a whole step's slices.
 
 Large gradients are copied into the row as soon as they are there, while they are in a cache; small ones all at the end.
-Several slices in one row are summed along the slice tree first. Where servers take factors in place of gradients, those
-of a single slice are written. Start reading at `RowFiller.begin`.
+Several slices in one row are summed along the slice tree first. Some gradients of a single slice can be computed right
+there (`straight`). Start reading at `RowFiller.begin`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.parallel.copies import copy_large_
-from manyhands.parallel.factors import Factor, Factoring, fits, write
 from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.shared_gradients import AT_ONCE_BYTES
+from manyhands.parallel.straight import Straight
 from manyhands.parallel.tree import Stack
 
 __all__ = ["RowFiller"]
@@ -29,9 +29,7 @@ class RowFiller:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
-        self._factoring, self._factors_now = Factoring(self._params), False
-        self.factored: dict[int, int] = {}
-        """Parameters for which there are factors in the row, and how many rows each of the two has."""
+        self._straight, self._is_straight = Straight(self._params, AT_ONCE_BYTES), False
         self._views: Sequence[Tensor] = ()
         self._at_once = False
         self._put: set[int] = set()
@@ -41,11 +39,11 @@ class RowFiller:
             if param.nbytes >= AT_ONCE_BYTES
         ]
 
-    def begin(self, views: Sequence[Tensor], num_slices: int, *, factors: bool = False) -> None:
-        """What follows goes into `views`, one for each parameter: gradients, or with `factors` perhaps those."""
+    def begin(self, views: Sequence[Tensor], num_slices: int, *, straight: bool = False) -> None:
+        """What follows goes into `views`, one for each parameter; `straight` there, where sums may be rounded apart."""
         self._views, self._put, self._at_once = views, set(), num_slices == 1
-        self._factors_now, self.factored = factors and self._at_once, {}
-        self._factoring.forget()
+        self._is_straight = straight and self._at_once
+        self._straight.begin(views, self._put)
         self._stack: Stack[Gradients] = Stack(num_slices, add=add_lists)
         for param in self._params:
             param.grad = None
@@ -62,12 +60,12 @@ class RowFiller:
         return arrived
 
     def in_forward(self) -> AbstractContextManager[object]:
-        return self._factoring if self._factors_now else nullcontext()
+        return self._straight if self._is_straight else nullcontext()
 
     def backward(self, loss: Tensor, v: int) -> None:
         """Of slice `v`."""
-        if self._factors_now and loss.grad_fn is not None:
-            self._factoring.backward(loss)
+        if self._is_straight and loss.grad_fn is not None:
+            self._straight.backward(loss)
         else:
             loss.backward()  # type: ignore[no-untyped-call]
         if not self._at_once:
@@ -80,12 +78,7 @@ class RowFiller:
         else:
             (grads,) = self._stack.values()
         self._at_once = False
-        factors = {i: found for i, param in enumerate(self._params) if (found := self._factoring.take(param))}
-        alone = {i for i in factors if i not in self._put and grads[i] is None}
-        self.factored = {
-            i: write(self._views[i], factors[i]) for i in alone if fits(self._params[i], _rows(factors[i]))
-        }
-        rest = [i for i in range(len(self._params)) if i not in self._put and i not in self.factored]
+        rest = [i for i in range(len(self._params)) if i not in self._put]
         dense = [i for i in rest if grads[i] is not None]
         with torch.no_grad():
             if dense:  # torch refuses an empty list
@@ -93,15 +86,8 @@ class RowFiller:
             absent = [i for i in rest if grads[i] is None]
             for i in absent:
                 self._views[i].zero_()
-            for i in factors.keys() - self.factored.keys():
-                for one in factors[i]:
-                    self._views[i].addmm_(one.outputs.t(), one.inputs)
-        return [i for i in absent if i not in factors]
+        return absent
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def _rows(factors: Sequence[Factor]) -> int:
-    return sum(len(one.outputs) for one in factors)

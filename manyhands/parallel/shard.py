@@ -34,8 +34,6 @@ class Contribution(NamedTuple):
     changes: bytes
     tables: tuple[str, ...] = ()
     """Tables of rows that it has gradients for, this server's or others'."""
-    factored: tuple[tuple[int, int], ...] = ()
-    """Parameters that have factors in the place of their gradient, and of how many rows."""
 
     @property
     def item(self) -> Item:

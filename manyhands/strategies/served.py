@@ -44,9 +44,8 @@ class Served(InCourses):
 
     Promises: every slice of every step counts exactly once, whoever dies. With `mode="sync"` the result is that of
     `Replicated`, to the bit; with "ssp" a gradient lacks at most the last `staleness` steps; with "async" any number.
-    Costs: a gradient is written once and read once by servers; in async, for matrices, two factors of it may be. There
-    a worker that servers overtake, so that they write where it reads, computes once more with a copy of the weights;
-    after that, it makes copies until they do not.
+    Costs: a gradient is written once and read once by servers. In async a worker that servers overtake, so that they
+    write where it reads, computes once more with a copy of the weights; after that, it makes copies until they do not.
     """
 
     def ask(self, wish: Callable[[], int]) -> Reply:
@@ -133,7 +132,6 @@ class Served(InCourses):
             total=sum(total for total, _, _, _ in results),
             weight=sum(weight for _, weight, _, _ in results),
             absent=absent,
-            factored=self._memory_now()[1].factored,
             changes=self._changes() if work.place == 0 else b"",
         )
         rows = merge(one for _, _, _, contributions in results for one in contributions)
@@ -150,8 +148,7 @@ class Served(InCourses):
     ) -> Generator[PieceLike | None, Any, tuple[list[_Result], list[int]]]:
         """Compute slices into a row: what each has told, and which parameters have no gradient."""
         served, filler = self._memory_now()
-        row = served.row(self._reach.row(work))
-        filler.begin(row.views, len(pieces), factors=self._course_now.factors)
+        filler.begin(served.row(self._reach.row(work)).views, len(pieces), straight=self.is_async)
         self._buffers.begin(len(pieces), 2)
         results: list[_Result] = []
         newest, is_sync = self._newest(work, based_on), self.ahead == 0

@@ -44,9 +44,6 @@ __all__ = ["InCourses"]
 # In async a worker reads a version while servers go on, by about one update of each worker. Where servers are quicker,
 # workers make copies, for which a version has to be there until two more are made.
 ASYNC_COPIES, MOST_ASYNC_COPIES = 3, 8
-# With more, workers would wait for servers, which take two to five times as long for an update that they are left the
-# products of.
-WORKERS_PER_FACTORING_SERVER = 2
 
 
 class InCourses(Computing):
@@ -256,7 +253,6 @@ class InCourses(Computing):
             brings=self._reach.brings(states=self._are_states_new),
             fresh=self._is_fresh,
             in_place=self._choice.durability == "snapshot",
-            factors=self._may_factor(workers),
         )
         served = self._enter_memory(opened)
         with torch.no_grad():
@@ -265,12 +261,6 @@ class InCourses(Computing):
         tables = self._reach.put_rows(self._rows.install(version), opened.servers)
         counts, more = self._put_states(served, version)
         return msgspec.structs.replace(opened, counts=counts, more=more, tables=tables)
-
-    def _may_factor(self, workers: dict[int, bool]) -> bool:
-        """Whether servers are left the product that a gradient is, where workers can: it takes them longer."""
-        needs_whole = self._clip_norm is not None or self.keeps_log or any(workers.values())
-        few = len(workers) <= WORKERS_PER_FACTORING_SERVER * self._next_servers()
-        return self.is_async and few and runs_fused(self._optimizer) and not needs_whole
 
     def _put_states(self, served: ServedMemory, version: int) -> tuple[list[int], bytes]:
         if not self._are_states_new:
