@@ -292,8 +292,11 @@ class Session:
         self._line.post(Committed(**self._header(), step=step, path=path))
 
     def publish(self, event: Event) -> None:
-        """Steps may be quick, and whoever hears of one takes a whole turn: they go ten times a second, together."""
-        self._line.post(Publish(**self._header(), event=event), at_once=not isinstance(event, StepDone))
+        """Updates that servers make may be quick, and each takes whoever hears of it a turn: they go together, ten
+        times a second. Other steps go at once, as nobody tells of them again when this process is killed.
+        """
+        can_wait = isinstance(event, StepDone) and event.staleness is not None
+        self._line.post(Publish(**self._header(), event=event), at_once=not can_wait)
 
     def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""

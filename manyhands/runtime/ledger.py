@@ -21,6 +21,9 @@ from manyhands.runtime.recorder import read_events
 
 __all__ = ["Ledger", "Rollback", "audit", "audit_run", "generation_key", "read_run_events"]
 
+# Of an epoch whose end is on no record, so many are tried.
+MOST_SIZES = 4096
+
 
 class Rollback(msgspec.Struct, frozen=True):
     """Committed steps that were taken back: the run began again from a checkpoint, or from its last round."""
@@ -74,7 +77,7 @@ def audit(events: Iterable[Event]) -> Ledger:
     if lineage:
         ledger.last_step, ledger.recorded = lineage[-1].step, len(lineage)
         batches = _by_batch(lineage)
-        _check_start(batches[0], resumed, ledger)
+        _check_start(batches, resumed, ledger)
         _check_samples(batches, ledger)
         _check_end(batches, events, ledger)
     return ledger
@@ -137,10 +140,12 @@ def _check_end(batches: Sequence[StepDone], events: Sequence[Event], ledger: Led
         )
 
 
-def _check_start(first: StepDone, resumed: Sequence[int], ledger: Ledger) -> None:
+def _check_start(lineage: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger) -> None:
+    first = lineage[0]
     missing = first.step - 1
     if missing and missing not in resumed:
-        if first.start == (0, missing * first.rows):
+        sizes = _possible_sizes(lineage, _call(first), (missing + 1) * first.rows)
+        if any(first.start in _after(missing, 0, 0, first.rows, size) for size in sizes):
             ledger.unrecorded += missing
         else:
             ledger.problems.append(f"the first step on record is {first.step}, and nothing says what came before")
@@ -153,7 +158,7 @@ def _check_samples(lineage: Sequence[StepDone], ledger: Ledger) -> None:
             continue  # written by a version that did not say
         missing = after.step - before.step - 1
         if missing > 0:
-            _check_gap(before, after, missing, sizes, ledger)
+            _check_gap(before, after, missing, lineage, ledger)
         elif after.start[0] == before.start[0]:
             _count(before.start[1] + before.rows, after.start[1], after.step, ledger)
         elif after.start[0] == before.start[0] + 1:
@@ -186,17 +191,32 @@ def _epoch_sizes(lineage: Sequence[StepDone]) -> dict[int, int]:
     return sizes
 
 
-def _check_gap(before: StepDone, after: StepDone, missing: int, sizes: dict[int, int], ledger: Ledger) -> None:
-    """Whether steps that nobody recorded took exactly the rows between those of their neighbours."""
-    assert before.start is not None
-    epoch, row, size = before.start[0], before.start[1] + before.rows, sizes[_call(before)]
-    batch = max(before.rows, after.rows)
-    for _ in range(missing):
+def _possible_sizes(lineage: Sequence[StepDone], call: int, beyond: int) -> range:
+    """Rows of an epoch of this call: if its end is on no record, perhaps up to so many more than are on one."""
+    size = _epoch_sizes(lineage).get(call, 0)
+    ends = any(
+        before.start and after.start and after.step == before.step + 1 and after.start[0] > before.start[0]
+        for before, after in pairwise(lineage)
+        if _call(before) == call
+    )
+    return range(size, size + (1 if ends else min(beyond, MOST_SIZES)))
+
+
+def _after(steps: int, epoch: int, row: int, batch: int, size: int) -> set[tuple[int, int]]:
+    """Where the next one begins after so many steps from here on; at an epoch's end, either there or in the next."""
+    for _ in range(steps):
         if row >= size:
             epoch, row = epoch + 1, 0
         row = min(row + batch, size)
-    expected = {(epoch, row), (epoch + 1, 0)} if row >= size else {(epoch, row)}
-    if after.start in expected:
+    return {(epoch, row), (epoch + 1, 0)} if row >= size else {(epoch, row)}
+
+
+def _check_gap(before: StepDone, after: StepDone, missing: int, lineage: Sequence[StepDone], ledger: Ledger) -> None:
+    """Whether steps that nobody recorded can have taken exactly the rows between those of their neighbours."""
+    assert before.start is not None
+    epoch, row, batch = before.start[0], before.start[1] + before.rows, max(before.rows, after.rows)
+    sizes = _possible_sizes(lineage, _call(before), (missing + 1) * batch)
+    if any(after.start in _after(missing, epoch, row, batch, size) for size in sizes):
         ledger.unrecorded += missing
     else:
         ledger.problems.append(

@@ -78,6 +78,12 @@ def test_steps_that_a_killed_chief_took_along_are_accounted_for_by_their_neighbo
     assert (ledger.problems, ledger.unrecorded) == ([], len(missing))
 
 
+@pytest.mark.parametrize("recorded", [(1, 2, 5, 8), (5, 7, 8), (4, 5)])
+def test_so_are_those_at_the_ends_of_epochs_of_which_none_is_on_record(recorded: tuple[int, ...]) -> None:
+    ledger = audit([event for event in steps(1, 9) if isinstance(event, StepDone) and event.step in recorded])
+    assert (ledger.problems, ledger.unrecorded) == ([], recorded[-1] - len(recorded))
+
+
 def test_a_gap_whose_rows_do_not_add_up_is_found() -> None:
     assert "are on no record" in audit([step(1), step(3, start=(0, 4))]).problems[0]
     assert "nothing says what came before" in audit([step(3, start=(0, 4))]).problems[0]
