@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from manyhands.data.randomness import seed_all
-from manyhands.data.source import split
+from manyhands.data.source import Source, split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
@@ -169,14 +169,8 @@ class Trainer:
         training = run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
-        source = run.source(data, collate=collate, num_workers=num_workers)
-        held_out = None
-        if validation is not None:
-            held_out = run.source(validation, collate=collate, num_workers=num_workers, shuffle=False)
-        if validation_split is not None:
-            if held_out is not None:
-                raise DataError("validation and validation_split were both given.", fix=["one of them"])
-            source, held_out = split(source, validation_split)
+        reading = {"collate": collate, "num_workers": num_workers}
+        source, held_out = _sources(run, data, validation, validation_split, reading)
         if early_stop is not None:
             _check_early_stop(early_stop, ["loss", *run.parts.metrics] if held_out is not None else [])
         size = run.batch_size(source, batch_size, batch_per_worker)
@@ -282,6 +276,18 @@ def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
         where="EarlyStop",
         fix=fix if validated else [*fix, "validation=..., for metrics"],
     )
+
+
+def _sources(
+    run: Run, data: Any, validation: Any, validation_split: float | None, reading: dict[str, Any]
+) -> tuple[Source, Source | None]:
+    """What to train on, and what to evaluate on, if there is anything."""
+    source = run.source(data, **reading)
+    if validation_split is None:
+        return source, None if validation is None else run.source(validation, **reading, shuffle=False)
+    if validation is not None:
+        raise DataError("validation and validation_split were both given.", fix=["one of them"])
+    return split(source, validation_split)
 
 
 def _kind_of_fit(engine: object) -> type[Fit]:

@@ -105,10 +105,10 @@ def test_every_module_says_what_it_is_for() -> None:
 def test_where_a_module_says_to_start_reading_there_is_something() -> None:
     wrong = []
     for path in sources():
-        tree = ast.parse(path.read_text())
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        defined |= {name.id for node in tree.body for name in ast.walk(node) if isinstance(name, ast.Name)}
-        for said in re.findall(r"Start\s+reading\s+at\s+`([\w.]+)`", ast.get_docstring(tree) or ""):
+        module = tree(path)
+        defined = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {name.id for node in module.body for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for said in re.findall(r"Start\s+reading\s+at\s+`([\w.]+)`", ast.get_docstring(module) or ""):
             *folder, name = said.split(".")
             if path.name == "__init__.py":  # a module of the package, or something in one
                 found = (path.parent / f"{said.split('.')[0]}.py").exists()

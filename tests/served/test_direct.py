@@ -12,6 +12,7 @@ import torch
 import manyhands as mh
 from manyhands.errors import BadLoss, SpecError, TrainingFailed
 from manyhands.native import why_not
+from manyhands.parallel import straight
 from manyhands.testing import RankPool
 from tests.served.direct import BATCH, SLICES, World, batches_of_two_epochs, data, loss, make_model, train
 
@@ -57,6 +58,22 @@ def test_servers_that_die_all_the_time_end_where_one_process_ends(ranks: RankPoo
 def test_one_worker_alone_is_never_stale_in_async_either() -> None:
     _, _, told = train("async", OPTIMIZERS["SGD"], clip=None, servers=3, die_every=2)
     assert [(done.update, done.staleness) for done in told] == [(number, 0) for number in range(1, 15)]
+
+
+def test_gradients_that_are_computed_straight_into_a_row_are_those_that_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    make = straight.Straight._make
+    monkeypatch.setattr(straight.Straight, "_make", lambda *of: make(*of) and not made.append(of[1]))
+    found = values_of(*train("async", OPTIMIZERS["momentum"], clip=None, servers=2, slices=1, die_every=4)[:2])
+    assert set(made) == {4}  # the only matrix that is large enough
+    made.clear()
+    monkeypatch.setattr(straight, "MOST_ROWS", 0)
+    expected = values_of(*train("async", OPTIMIZERS["momentum"], clip=None, servers=2, slices=1, die_every=4)[:2])
+    assert not made
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
 
 
 def test_a_parameter_is_kept_where_the_user_says() -> None:
