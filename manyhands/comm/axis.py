@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from time import perf_counter
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands.comm.waiting import Waiting
-from manyhands.errors import PeerLost, PeerTimeout
+from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
 
 __all__ = ["Axis", "Done", "Following", "Pending", "connect"]
 
 LOOK_UP_S = 0.2
 BROADCAST_BYTES = 32 * 2**20
+NAME_BYTES = 80
+"""So much of what others do is told where workers differ in it."""
 
 
 class Pending:
@@ -130,21 +133,37 @@ class Axis:
         return self._start(lambda group: group.recv([tensor], source, tag), name, looks_up=False)
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
-        """Every rank's `data`, of any length, in rank order."""
+        """Every rank's `data`, of any length, in rank order. `TrainingFailed` if they call it in different names."""
         if self.size == 1:
             return [data]
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather_start(lengths, torch.tensor([len(data)]), f"{name} (lengths)").wait()
+        mark = zlib.crc32(name.encode())
+        told = self._rows(torch.tensor([len(data), mark]), f"{name} (lengths)")
+        if bool((told[:, 1] != mark).any()):
+            raise self._differ(name)
+        lengths = told[:, 0]
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        if data:
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = torch.empty(self.size * longest, dtype=torch.uint8)
-        self.all_gather_start(everyone, mine, name).wait()
-        rows = everyone.view(self.size, longest)
+        rows = self._rows(_padded(data, longest), name)
         return [rows[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
+
+    def _rows(self, mine: torch.Tensor, name: str) -> torch.Tensor:
+        """Every rank's, of one size."""
+        everyone = torch.empty(self.size * len(mine), dtype=mine.dtype)
+        self.all_gather_start(everyone, mine, name).wait()
+        return everyone.view(self.size, len(mine))
+
+    def _differ(self, name: str) -> TrainingFailed:
+        """By all ranks together: each has seen that there is another name than its own."""
+        rows = self._rows(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
+        names = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        told = ", ".join(f"rank {rank} {one!r}" for rank, one in enumerate(names))
+        return TrainingFailed(
+            f"The workers do different things at the same time: {told}.",
+            fix=[
+                "what all workers do together (reduce, gather, mean, evaluate) where each of them comes to it, in turn"
+            ],
+        )
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], name: str, *, source: int = 0) -> None:
         """Give every rank the source's values, in place. Tensors of one dtype travel together, some at a time."""
@@ -274,6 +293,13 @@ def _broadcast_options(source: int) -> Any:
     options.rootRank = source
     options.rootTensor = 0
     return options
+
+
+def _padded(data: bytes, length: int) -> torch.Tensor:
+    padded = torch.zeros(length, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return padded
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

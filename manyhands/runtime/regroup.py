@@ -9,9 +9,9 @@ all workers do together outside of steps. In a static run nothing here has anyth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -19,10 +19,19 @@ from manyhands.comm.mesh import Formation, left_over, parts_without
 from manyhands.control.session import Session
 from manyhands.errors import PartLost, PeerLost, PeerTimeout
 from manyhands.events import RoundRestarted, Warned
-from manyhands.parallel.holding import Mapped
-from manyhands.parallel.spread import Division
 from manyhands.runtime.given_state import take_shared
 from manyhands.runtime.handover import hand_over, words
+from manyhands.runtime.standings import (
+    Arrival,
+    Doing,
+    Evaluated,
+    Standing,
+    can_join,
+    decide,
+    has_behind_it,
+    is_done,
+    told_result,
+)
 from manyhands.runtime.worker import Worker
 from manyhands.spec.seat import Group
 from manyhands.strategies.divided import Mesh
@@ -30,7 +39,7 @@ from manyhands.strategies.divided import Mesh
 if TYPE_CHECKING:
     from manyhands.runtime.training import Training
 
-__all__ = ["Arrival", "Dismissed", "Regrouping", "Standing", "decide"]
+__all__ = ["Dismissed", "Regrouping"]
 
 # While there is no coordinator, changes wait, and so does a worker that has lost its group.
 NEXT_GROUP_S = 600.0
@@ -40,8 +49,6 @@ REPLACEMENT_S = 60.0
 CALL_S = 24 * 3600.0
 
 T = TypeVar("T")
-Evaluated = tuple[dict[str, float], int]
-"""Means over all rows, and their number."""
 
 
 class Dismissed(SystemExit):
@@ -55,64 +62,8 @@ class _Incomplete(PeerLost):
     """The group lacks workers that it takes to train."""
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """Where a worker stands, as it tells those it goes over with."""
-
-    call: int
-    step: int
-    """Committed steps."""
-    operation: int
-    """How many things all workers did together since that step."""
-    done: bool
-    """It has the result of the last of those."""
-    has_state: bool
-    division: str = ""
-    """The group that divided the step it is in the middle of; empty: it is in none."""
-    mapped: Mapped | None = None
-    parts: Division | None = None
-    """How the model is divided, of one that has a part."""
-    result: Evaluated | None = None
-    """What it has the result of, if that is an evaluation."""
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        return self.call, self.step, self.operation
-
-
-class Arrival(NamedTuple):
-    """How it stands once the worker has gone over."""
-
-    received: bool
-    """This worker was behind: it has another's state now."""
-    same_step: bool
-    """All are in the middle of the same step, as the same group divided it."""
-    all_done: bool
-    """Everybody has the result of what this worker is in the middle of."""
-
-
-def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, Arrival]:
-    """Whose state the others get (None: nobody has one), whether anybody needs it, and what it means for `rank`."""
-    mine = standings[rank]
-    steps = [standing.step for standing in standings if standing.has_state]
-    if not steps:
-        return None, False, Arrival(received=False, same_step=False, all_done=False)
-    newest = max(steps)
-    source = next(i for i, one in enumerate(standings) if one.has_state and one.step == newest)
-    behind = [not one.has_state or one.step < newest for one in standings]
-    same = mine.division != "" and not any(behind) and all(one.division == mine.division for one in standings)
-    return source, any(behind), Arrival(behind[rank], same_step=same, all_done=_all_done(standings, mine))
-
-
-def _all_done(standings: Sequence[Standing], mine: Standing) -> bool:
-    """A newcomer is told the result."""
-    members = [one for one in standings if one.has_state]
-    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in members)
-
-
-def told_to_newcomers(standings: Sequence[Standing]) -> Evaluated | None:
-    """The result of an evaluation that no member has to repeat; None: newcomers take part in it, or there is none."""
-    last = min((one for one in standings if one.has_state), key=lambda one: one.place)
-    return last.result if _all_done(standings, last) else None
+class _Inopportune(PeerLost):
+    """The others are in the middle of what a newcomer cannot join."""
 
 
 class Regrouping:
@@ -121,10 +72,10 @@ class Regrouping:
     def __init__(self, worker: Worker, regrouped: Callable[[], None]) -> None:
         self._worker, self._regrouped = worker, regrouped
         self.training: Training | None = None
-        self._has_state = False
+        self._has_state = self._is_newcomer = False
         self._operation = 0
         self.division = ""
-        self._takes_newcomers = True
+        self._doing: Doing = "steps"
         self._result: Evaluated | None = None
         self._told: Evaluated | None = None
         """What the others came to in the evaluation that they were in when this worker was admitted."""
@@ -167,7 +118,7 @@ class Regrouping:
             worker.warn(
                 f"waiting: {worker.world_size} of at least {worker.session.seat.least_workers} workers are there"
             )
-        self.go_over(done=True, after_loss=False)
+        self.go_over(after_loss=False)
 
     def evaluated(self, work: Callable[[], Evaluated]) -> Evaluated:
         """An evaluation between two steps, which newcomers can join, too, or are told the result of."""
@@ -175,13 +126,10 @@ class Regrouping:
         if told is not None:
             self._operation += 1
             return told
-        return self.agreed(work, joinable=True)
+        return self.agreed(work, doing="an evaluation")
 
-    def agreed(self, work: Callable[[], T], *, joinable: bool = False) -> T:
-        """Do what all workers do together, again if a member is lost in it, until every member has its result.
-
-        It is `joinable` if newcomers do it, too, as the first thing after they were admitted.
-        """
+    def agreed(self, work: Callable[[], T], *, doing: Doing = "something else") -> T:
+        """Do what all workers do together, again if a member is lost in it, until every member has its result."""
         if not self._worker.is_elastic:
             return work()
         self._operation += 1
@@ -194,20 +142,25 @@ class Regrouping:
                 self._worker.axis.barrier(f"end of {self._worker.place}")
                 return results[0]
             except PeerLost:
-                result: Any = results[0] if joinable and results else None
-                if self.go_over(done=bool(results), joinable=joinable, result=result).all_done:
+                result: Any = results[0] if doing == "an evaluation" and results else None
+                if self.go_over(doing, done=bool(results), result=result).all_done:
                     return results[0]
                 results.clear()
 
     def go_over(
-        self, *, done: bool = False, after_loss: bool = True, joinable: bool = True, result: Evaluated | None = None
+        self,
+        doing: Doing = "steps",
+        *,
+        done: bool = False,
+        after_loss: bool = True,
+        result: Evaluated | None = None,
     ) -> Arrival:
         """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it.
 
-        Between steps, or in one, members of a divided model can have newcomers among them; what is not `joinable` is
-        done by those who began it. `result` is that of an evaluation, which newcomers are told if nobody repeats it.
+        `doing`, and whether that is `done`: what this worker is in the middle of. `result` is that of an evaluation,
+        which newcomers are told if nobody repeats it.
         """
-        self._takes_newcomers, self._result = joinable, result
+        self._doing, self._result = doing, result
         undone = self.training.go_back() if after_loss and self.training is not None else 0
         while True:
             group = self._next_group(stranded=after_loss)
@@ -217,7 +170,9 @@ class Regrouping:
                 arrival = self._arrive(group, done)
             except _Incomplete:
                 after_loss = False  # nobody is to be found gone: others have to come
-            except PeerLost:
+            except PeerLost as lost:
+                if isinstance(lost, _Inopportune) and self._is_newcomer:
+                    raise
                 after_loss = True  # another member was lost meanwhile: there will be a newer group
             else:
                 self._tell_restart(undone, after_loss)
@@ -260,17 +215,21 @@ class Regrouping:
         if self._worker.is_divided and not isinstance(self._worker.strategy, Mesh):
             self.wait_for_end_of_call()  # its parts are as many as the attempt began with
             return False
+        self._is_newcomer = True
         while self._worker.rank < 0:
             group = self._session.offer(self._worker.call, NEXT_GROUP_S)
             if group is None:
                 return False
             try:
                 self._arrive(group, done=False)
+            except _Inopportune:
+                raise
             except _Incomplete:
                 self.go_over(after_loss=False)
             except PeerLost:
                 self.go_over()
         assert self._has_state, "admitted to a group of which nobody has a state"
+        self._is_newcomer = False
         return True
 
     def wait_for_end_of_call(self) -> None:
@@ -300,14 +259,16 @@ class Regrouping:
             return self._arrive_in_parts(group, done)
         standings = self._tell_standings(done)
         source, needed, arrival = decide(standings, group.rank)
-        told = None if self._has_state or source is None else told_to_newcomers(standings)
+        if source is not None and not can_join(standings, standings[source]):
+            raise _Inopportune("A newcomer came while the others did what it cannot join. It goes, and another comes.")
+        result = None if self._has_state or source is None else told_result(standings, standings[source])
         if any(one.has_state and one.mapped is None for one in standings):
             _ = worker.network  # connected by all at the same time: a newcomer asks for it later than the others
         if training is not None:
             training.engine.regroup(worker.axis, worker.sharing)
         if source is not None and needed:
             self._share_state(source, standings[source], arrival.received)
-        self._told = told
+        self._told = result
         for listener in (self._regrouped, *self._listeners):
             listener()
         return arrival
@@ -322,7 +283,8 @@ class Regrouping:
         handover, is_new = hand_over(standings, formation), not self._has_state
         if handover is None or division is None:
             raise PartLost("No step of the run is known whole any more: it goes back to its last checkpoint.")
-        if not self._takes_newcomers and not all(one.has_state for one in standings):
+        giver = standings[handover.givers[group.rank]]
+        if not all(can_join(standings, standings[rank]) for rank in handover.givers):
             raise _lost_outside_of_steps()
         training.take_part(division)
         line, takes = formation.line(group.rank, "data"), handover.takes[group.rank]
@@ -332,12 +294,12 @@ class Regrouping:
             if takes:
                 take()
                 training.keep()
-                self._operation, self.division, self._has_state = 0, "", True
-        self._told = told_to_newcomers(standings) if is_new else None
+                self._operation, self.division, self._has_state = has_behind_it(giver), "", True
+        self._told = told_result(standings, giver) if is_new else None
         for listener in (self._regrouped, *self._listeners):
             listener()
         received = takes and (not mine.has_state or mine.step < handover.step)
-        return Arrival(received, same_step=False, all_done=_all_done(standings, mine))
+        return Arrival(received, same_step=False, all_done=is_done(standings, mine))
 
     def _form(self, group: Group) -> Formation:
         """Who stands where in this group; `_Incomplete` if it takes others before anybody can train."""
@@ -348,7 +310,7 @@ class Regrouping:
         self._is_short = worker.formation is None
         if worker.formation is not None:
             return worker.formation
-        if not self._takes_newcomers:
+        if self._doing == "something else":
             raise _lost_outside_of_steps()
         worker.report(self.training.progress.step if self.training is not None else 0, "waiting for workers")
         raise _Incomplete("Workers are missing.")
@@ -364,7 +326,9 @@ class Regrouping:
             step=training.progress.step if training is not None and self._has_state else 0,
             operation=self._operation,
             done=done,
+            doing=self._doing,
             has_state=self._has_state,
+            is_newcomer=self._is_newcomer and not self._has_state,
             division=self.division,
             mapped=training.engine.held.mapped if training is not None and self._has_state else None,
             parts=training.division if training is not None and self._has_state else None,
@@ -379,7 +343,7 @@ class Regrouping:
             training.engine.held.attach(standing.mapped)
             take()
             training.keep()
-            self._operation, self.division, self._has_state = 0, "", True
+            self._operation, self.division, self._has_state = has_behind_it(standing), "", True
 
 
 def _lost_outside_of_steps() -> PartLost:

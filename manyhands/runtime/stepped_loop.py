@@ -37,6 +37,8 @@ class SteppedLoop:
         self._means = 0
         self._last_step: Step | None = None
         self._is_over = False
+        self._left_at = ""
+        """The group that took a step after which all should go over to a newer one."""
         self.stop_asked = False
         self.loss = float("nan")
         """Of the last step, over its whole batch."""
@@ -44,9 +46,9 @@ class SteppedLoop:
     def slices(self, taken: Steps) -> Iterator[PieceLike]:
         """This worker's, of all steps; in each its buffers, randomness and precision until `leave_slice`."""
         engine = self._training.in_step
-        self._taken, self._is_over, self.stop_asked = taken, False, False
+        self._taken, self._is_over, self._left_at, self.stop_asked = taken, False, "", False
         taken.begin()
-        while not self._is_over and (step := taken.next()) is not None:
+        while (step := self._next()) is not None:
             self._begin(step)
             pieces = step.mine()
             if not self._todo:
@@ -61,10 +63,18 @@ class SteppedLoop:
                         break
                 pieces = map(step.slice, list(self._todo))
 
+    def _next(self) -> Step | None:
+        """Newcomers are admitted here, not after the step: what the user's code asks all workers for between steps, it
+        asks those who took the step."""
+        # If members went over meanwhile, there may be no newer group; if there is, the chief will say so again.
+        if self._left_at == self._worker.group.generation:
+            self._regrouping.change()
+        return None if self._is_over else self._taken.next()
+
     def _begin(self, step: Step) -> None:
         self._step, self._anew, self._lost = step, False, None
         self._worker.report(step.number, "training")
-        self._regrouping.division = self._worker.group.generation
+        self._regrouping.division = self._began_in = self._worker.group.generation
         stop = self._taken.wish(step.number, end=self.stop_asked)
         self._training.in_step.begin_step(step, stop=stop, collect=self._training.garbage.wanted)
         self._todo, self._computed = list(step.indices), list(step.indices)
@@ -150,5 +160,4 @@ class SteppedLoop:
             self._taken.leave()
         self._taken.after_step(save=stats.stop == SAVE)
         self._is_over = stats.stop == END_FIT
-        if stats.stop == REGROUP:
-            self._regrouping.change()
+        self._left_at = self._began_in if stats.stop == REGROUP else ""

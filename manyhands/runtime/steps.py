@@ -13,8 +13,9 @@ from manyhands.data.batches import Batches, Step
 from manyhands.errors import PeerLost, Preempted
 from manyhands.parallel.divergence import CopiesDiffer
 from manyhands.runtime.checking import Checking
-from manyhands.runtime.regroup import Arrival, Regrouping
+from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
+from manyhands.runtime.standings import Arrival
 from manyhands.runtime.training import Training
 from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
 from manyhands.strategies.base import StepStats

@@ -109,8 +109,8 @@ def elastic(tmp_path: Path) -> Iterator[Start]:
     """Starts runs: `elastic({"steps": 60}, "-n", "4", "--elastic", "1:4")`."""
     runs: list[Run] = []
 
-    def start(asked: dict[str, Any], *options: str) -> Run:
-        runs.append(Run(tmp_path / f"run-{len(runs)}", asked, ["--ui", "plain", *options]))
+    def start(asked: dict[str, Any], *options: str, script: Path = TRAINING) -> Run:
+        runs.append(Run(tmp_path / f"run-{len(runs)}", asked, ["--ui", "plain", *options], script))
         return runs[-1]
 
     yield start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +15,8 @@ from manyhands.control.client import query, request_scale
 from tests.elastic.conftest import ENDLESS, Run, Start, check_commits
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+OWN_LOOP = Path(__file__).with_name("own_loop.py")
 
 
 def longest_gap(run: Run, after_step: int) -> float:
@@ -45,6 +48,39 @@ def test_a_worker_that_is_busy_without_progress_is_replaced(elastic: Start, undi
     assert run.wait() == undisturbed({"steps": 40})
     check_commits(run)
     assert "spin" in run.output()
+
+
+@pytest.mark.parametrize("pause", [40, 60])
+def test_a_worker_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_the_others(
+    elastic: Start, undisturbed: Any, pause: int
+) -> None:
+    """With `pause` at 40, after an evaluation too."""
+    run = elastic(
+        {"steps": 40, "faults": [{"slot": 2, "step": pause - 5, "at": "forward"}], "pause": pause},
+        *("-n", "3", "--elastic", "1:3"),
+    )
+    run.until(lambda: "1 joined" in run.output(), "another one")
+    (run.folder / "go on").touch()
+    assert run.wait() == undisturbed({"steps": 40})
+    check_commits(run)
+    assert "an exchange between workers failed" not in run.output()
+
+
+@pytest.mark.parametrize("at", ["in evaluation", "while saving"])
+def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitted(
+    elastic: Start, undisturbed: Any, at: str
+) -> None:
+    places = [
+        {"slot": 2, "step": 40, "at": "forward"},
+        {"slot": 1, "step": 40, "at": at, "how": "die late"},
+        {"slot": 0, "step": 40, "at": at, "how": "wait"},
+    ]
+    run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3")
+    run.until(lambda: "1 joined" in run.output(), "another one")
+    (run.folder / "go on").touch()
+    assert run.wait() == undisturbed({"steps": 40})
+    check_commits(run)
+    assert "an exchange between workers failed" not in run.output()
 
 
 def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_missed_when_it_is_back(
@@ -112,3 +148,16 @@ def test_a_newcomer_killed_while_it_joins_is_no_loss_to_the_others(elastic: Star
     told = run.enough()
     assert told == undisturbed({"steps": told["reached"]})
     check_commits(run)
+
+
+def test_a_loop_of_ones_own_asks_those_who_took_the_step_and_newcomers_after_the_next(elastic: Start) -> None:
+    run = elastic(
+        {"steps": 40, "faults": [{"slot": 2, "step": 30, "at": "forward"}], "pause": 36},
+        *("-n", "3", "--elastic", "1:3"),
+        script=OWN_LOOP,
+    )
+    run.until(lambda: "1 joined" in run.output(), "another one")
+    (run.folder / "go on").touch()
+    alone = elastic({"steps": 40}, "-n", "1", script=OWN_LOOP)
+    assert run.wait() == alone.wait()
+    assert "an exchange between workers failed" not in run.output()

@@ -3,7 +3,8 @@
 `python training.py '{"steps": 60, "faults": [{"slot": 1, "step": 8, "at": "flip"}]}'`. A fault happens in the first
 process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory, or what is
 asked for. With "until",
-the first call of `fit` ends when the file of that name is there.
+the first call of `fit` ends when the file of that name is there. With "pause", every worker waits before that step for
+the file "go on"; faults "wait" and "die late" do so where they are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,17 @@ def spin() -> None:
         time.sleep(0.01)
 
 
-HOW = {"die": die, "stop": stop, "hold": hold_the_interpreter, "spin": spin}
+def wait() -> None:
+    while not os.path.exists("go on"):
+        time.sleep(0.01)
+
+
+def die_late() -> None:
+    wait()
+    die()
+
+
+HOW = {"die": die, "stop": stop, "hold": hold_the_interpreter, "spin": spin, "wait": wait, "die late": die_late}
 
 
 def arm() -> None:
@@ -135,6 +146,8 @@ class Watch:
     def before_step(self, trainer: Any, step: int) -> None:
         global STEP
         STEP = step
+        if step == ASKED.get("pause"):
+            wait()
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         line = {"pid": os.getpid(), "step": step, "at": time.monotonic(), "loss": stats.loss, "chief": trainer.is_chief}

@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.comm.mesh import Formation, Grid, by_slots
 from manyhands.runtime.handover import hand_over, words
-from manyhands.runtime.regroup import Standing
+from manyhands.runtime.standings import Standing
 
 REPLICA = Grid(pipeline=2)
 
@@ -18,7 +18,7 @@ def formed(*slots: int) -> Formation:
 
 
 def at(step: int | None) -> Standing:
-    return Standing(call=1, step=step or 0, operation=0, done=False, has_state=step is not None)
+    return Standing(call=1, step=step or 0, operation=0, doing="steps", done=False, has_state=step is not None)
 
 
 def test_a_newcomer_gets_its_part_from_the_other_replica() -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.runtime.regroup import Standing, decide, told_to_newcomers
+from manyhands.runtime.standings import Doing, Standing, can_join, decide, has_behind_it, told_result
 
 EVALUATED = ({"loss": 0.5}, 40)
 
 
-def standing(step: int, operation: int = 0, *, call: int = 1, done: bool = False, division: str = "") -> Standing:
+def standing(
+    step: int,
+    operation: int = 0,
+    *,
+    call: int = 1,
+    done: bool = False,
+    division: str = "",
+    doing: Doing = "an evaluation",
+) -> Standing:
     return Standing(
         call=call,
         step=step,
         operation=operation,
+        doing=doing if operation else "steps",
         done=done,
         has_state=True,
         division=division,
@@ -22,7 +32,7 @@ def standing(step: int, operation: int = 0, *, call: int = 1, done: bool = False
     )
 
 
-NEWCOMER = Standing(call=1, step=0, operation=0, done=False, has_state=False)
+NEWCOMER = Standing(call=1, step=0, operation=0, doing="steps", done=False, has_state=False, is_newcomer=True)
 
 
 def test_all_in_the_middle_of_the_same_step_go_on_with_it() -> None:
@@ -70,10 +80,34 @@ def test_a_newcomer_is_told_what_nobody_evaluates_again_and_else_takes_part() ->
     done, past = standing(7, 1, done=True), standing(7, 2)
     for members in ([done, done], [done, past]):
         assert decide([*members, NEWCOMER], 0)[2].all_done
-        assert told_to_newcomers([*members, NEWCOMER]) == EVALUATED
+        assert told_result([*members, NEWCOMER], done) == EVALUATED
     assert not decide([done, standing(7, 1), NEWCOMER], 0)[2].all_done
-    assert told_to_newcomers([done, standing(7, 1), NEWCOMER]) is None
-    assert told_to_newcomers([standing(7, done=True), NEWCOMER]) is None, "between two steps there is nothing to tell"
+    assert told_result([done, standing(7, 1), NEWCOMER], done) is None
+    assert told_result([between := standing(7), NEWCOMER], between) is None, (
+        "between two steps there is nothing to tell"
+    )
+
+
+def test_a_newcomer_has_behind_it_what_the_one_has_whose_state_it_gets() -> None:
+    """What all workers do together is numbered; one that counted otherwise would never be where the others are."""
+    assert has_behind_it(standing(7)) == 0
+    assert has_behind_it(standing(7, 2, doing="steps")) == 2, "done, and then admitted"
+    assert has_behind_it(standing(7, 2, doing="an evaluation")) == 1, "which it takes part in, or is told"
+
+
+def test_the_state_of_the_one_who_has_come_farthest_is_given() -> None:
+    members = [NEWCOMER, standing(6, 5), standing(7, 1, done=True), standing(7, 2), standing(7, 2)]
+    assert decide(members, 0)[0] == 3
+
+
+def test_newcomers_join_steps_and_evaluations_and_nothing_else() -> None:
+    saving = standing(7, 1, doing="something else")
+    for done, there in ((saving, saving), (saving, standing(7, 2))):
+        assert can_join([done, there], done)
+    assert not can_join([saving, NEWCOMER], saving)
+    assert can_join([saving, standing(7, 2), NEWCOMER], standing(7, 2)), "who has come farthest is in an evaluation"
+    began_with_us = msgspec.structs.replace(NEWCOMER, is_newcomer=False)
+    assert can_join([saving, began_with_us], saving), "it lost a worker while it got ready, and saves next"
 
 
 @given(
@@ -81,7 +115,7 @@ def test_a_newcomer_is_told_what_nobody_evaluates_again_and_else_takes_part() ->
 )
 def test_all_members_come_to_the_same_decision(told: list[tuple[int, bool, str]]) -> None:
     members = [
-        Standing(call=1, step=step, operation=0, done=False, has_state=has, division=division)
+        Standing(call=1, step=step, operation=0, doing="steps", done=False, has_state=has, division=division)
         for step, has, division in told
     ]
     decisions = [decide(members, rank) for rank in range(len(members))]

@@ -1,0 +1,93 @@
+"""Where the workers of a group stand when it changes, and what follows: who gets whose state, what is done again.
+
+Every worker tells every other its `Standing`, so all decide the same from the same. Pure. Start reading at `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from manyhands.parallel.holding import Mapped
+from manyhands.parallel.spread import Division
+
+__all__ = ["Arrival", "Doing", "Evaluated", "Standing", "can_join", "decide", "has_behind_it", "is_done", "told_result"]
+
+Evaluated = tuple[dict[str, float], int]
+"""Means over all rows, and their number."""
+Doing = Literal["steps", "an evaluation", "something else"]
+"""What workers are in the middle of. Newcomers can join steps, and an evaluation: the first thing after its step."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands, as it tells those it goes over with."""
+
+    call: int
+    step: int
+    """Committed steps."""
+    operation: int
+    """How many things all workers did together since that step, with the one that it is in the middle of."""
+    doing: Doing
+    done: bool
+    """It has the result of the last of those."""
+    has_state: bool
+    is_newcomer: bool = False
+    """It was started into a run that others had begun, and has no state yet."""
+    division: str = ""
+    """The group that divided the step it is in the middle of; empty: it is in none."""
+    mapped: Mapped | None = None
+    parts: Division | None = None
+    """How the model is divided, of one that has a part."""
+    result: Evaluated | None = None
+    """What it has the result of, if that is an evaluation."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.call, self.step, self.operation
+
+
+class Arrival(NamedTuple):
+    """How it stands once the worker has gone over."""
+
+    received: bool
+    """This worker was behind: it has another's state now."""
+    same_step: bool
+    """All are in the middle of the same step, as the same group divided it."""
+    all_done: bool
+    """Everybody has the result of what this worker is in the middle of."""
+
+
+def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, Arrival]:
+    """Whose state the others get (None: nobody has one), whether anybody needs it, and what it means for `rank`."""
+    mine = standings[rank]
+    members = [i for i, one in enumerate(standings) if one.has_state]
+    if not members:
+        return None, False, Arrival(received=False, same_step=False, all_done=False)
+    newest = max(standings[i].step for i in members)
+    source = max(members, key=lambda i: (standings[i].step, standings[i].operation, -i))
+    behind = [not one.has_state or one.step < newest for one in standings]
+    same = mine.division != "" and not any(behind) and all(one.division == mine.division for one in standings)
+    return source, any(behind), Arrival(behind[rank], same_step=same, all_done=is_done(standings, mine))
+
+
+def is_done(standings: Sequence[Standing], mine: Standing) -> bool:
+    """Whether every member has the result of what this one is in the middle of. A newcomer is told it."""
+    members = [one for one in standings if one.has_state]
+    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in members)
+
+
+def can_join(standings: Sequence[Standing], giver: Standing) -> bool:
+    """Whether everybody does next what the giver of a state does. Newcomers would go on with the next step."""
+    return giver.doing != "something else" or not any(one.is_newcomer for one in standings)
+
+
+def has_behind_it(giver: Standing) -> int:
+    """The operations since its step that are behind one who has this giver's state, and does next what it does."""
+    return giver.operation if giver.doing == "steps" else giver.operation - 1
+
+
+def told_result(standings: Sequence[Standing], giver: Standing) -> Evaluated | None:
+    """The result of an evaluation that no member has to repeat; None: newcomers take part in it, or there is none."""
+    return giver.result if is_done(standings, giver) else None

@@ -1,0 +1,31 @@
+"""What ranks are told that do different things at the same time, instead of taking one for the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore
+
+from manyhands.comm.axis import connect
+from manyhands.errors import TrainingFailed
+from manyhands.testing import RankPool
+
+
+def call_in_different_names(store: str) -> str:
+    from manyhands.runtime.worker import _seated
+
+    rank = _seated.get()[0].seat.rank
+    device = torch.device("cpu")
+    axis = connect(FileStore(store, 3), rank, 3, address="127.0.0.1", device=device, timeout_s=20)
+    assert axis.all_gather_bytes("the same", b"x" * rank) == [b"", b"x", b"xx"]
+    try:
+        axis.all_gather_bytes("reduce" if rank == 1 else "mean", b"some data")
+    except TrainingFailed as failed:
+        return str(failed)
+    return "nothing was said"
+
+
+def test_ranks_that_do_different_things_are_told_what_each_does(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks(3, call_in_different_names, str(tmp_path / "store")):
+        assert told.startswith("The workers do different things at the same time: rank 0 'mean', rank 1 'reduce'"), told
