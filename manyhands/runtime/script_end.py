@@ -86,12 +86,12 @@ watch_ending = ending.watch
 
 
 def _where(said: str | None, trace: TracebackType | None) -> str | None:
-    """The line of the script that made the call, unless something else was asked, such as a file or a flag."""
-    if said is not None and not said.startswith("mh."):
-        return said
+    """The line of the script that made the call, unless something else asked for it, such as a file or a flag."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(OURS)]
-    line = [f"{os.path.relpath(frames[-1].filename)} line {frames[-1].lineno}"] if frames else []
-    return ", ".join([*line, *([said] if said else [])]) or None
+    line = f"{os.path.relpath(frames[-1].filename)} line {frames[-1].lineno}" if frames else None
+    if said in (None, "constructor"):
+        return line or said
+    return f"{line}, {said}" if line and said.startswith("mh.") else said
 
 
 def _exit_code(error: BaseException | None) -> int:

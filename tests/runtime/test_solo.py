@@ -67,12 +67,16 @@ def run_line(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("call", "said"),
-    [("mh.launch(print, object(), workers=2)", "argument 0 is a"), ("mh.Cluster(workers=0)", "nobody to run steps")],
+    [
+        ("mh.launch(print, object(), workers=2)", "argument 0 is a"),
+        ("mh.Cluster(workers=0)", "nobody to run steps"),
+        ("mh.launch(print, workers=0)", "workers is 0, but must be at least 1"),
+    ],
 )
 def test_what_is_asked_wrongly_of_processes_ends_with_2_and_the_line(tmp_path: Path, call: str, said: str) -> None:
     done = run_line(tmp_path, call)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said in done.stderr and "asked for in: " in done.stderr
+    assert said in done.stderr and "asked for in: ask.py line 2\n" in done.stderr
 
 
 def test_settings_that_cannot_work_end_with_2_and_name_line_and_setting(tmp_path: Path) -> None:
