@@ -15,7 +15,7 @@ from manyhands.data.batches import Step
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.worker import Worker
 
-__all__ = ["number", "of_all", "of_living", "rows_of", "weighted"]
+__all__ = ["lacks_slices", "number", "of_all", "of_living", "rows_of", "weighted"]
 
 
 def number(value: float | Tensor) -> float:
@@ -33,10 +33,20 @@ def rows_of(step: Step, slices: Iterable[int]) -> int:
     return sum(step.bounds[v][1] - step.bounds[v][0] for v in slices)
 
 
-def of_living(axis: Axis, rows: int, value: float) -> float:
-    """In an elastic run, of the workers that there are when all have called; one that has died says nothing."""
+def of_living(axis: Axis, rows: int, value: float | None) -> float | None:
+    """In an elastic run, of the workers that there are when all have called; one that has died says nothing.
+
+    Who has nothing to say says None, and so do all that go on to the next step: then there is no mean.
+    """
     told = axis.all_gather_bytes("hands", msgspec.msgpack.encode((rows, value)))
-    return weighted(msgspec.msgpack.decode(data, type=tuple[int, float]) for data in told)
+    said = [msgspec.msgpack.decode(data, type=tuple[int, float | None]) for data in told]
+    values = [(rows, value) for rows, value in said if value is not None]
+    return weighted(values) if values else None
+
+
+def lacks_slices(step: Step) -> bool:
+    """Whether some worker had no row in the step, as it was divided."""
+    return not all(rows_of(step, share) for share in step.shares)
 
 
 def of_all(worker: Worker, step: Step, key: str, value: float, timeout_s: float) -> float:

@@ -36,7 +36,7 @@ class SteppedLoop:
         self._lost: PeerLost | None = None
         self._means = 0
         self._last_step: Step | None = None
-        self._is_over = False
+        self._is_over = self._has_idle = False
         self._left_at = ""
         """The group that took a step after which all should go over to a newer one."""
         self.stop_asked = False
@@ -47,6 +47,7 @@ class SteppedLoop:
         """This worker's, of all steps; in each its buffers, randomness and precision until `leave_slice`."""
         engine = self._training.in_step
         self._taken, self._is_over, self._left_at, self.stop_asked = taken, False, "", False
+        self._has_idle = False
         taken.begin()
         while (step := self._next()) is not None:
             self._begin(step)
@@ -66,6 +67,7 @@ class SteppedLoop:
     def _next(self) -> Step | None:
         """Newcomers are admitted here, not after the step: what the user's code asks all workers for between steps, it
         asks those who took the step."""
+        self._end_means()
         # If members went over meanwhile, there may be no newer group; if there is, the chief will say so again.
         if self._left_at == self._worker.group.generation:
             self._regrouping.change()
@@ -107,10 +109,24 @@ class SteppedLoop:
             raise UsageError("mean was called before a step.", fix=["hands.mean(value) after hands.step()"])
         step = self._last_step
         if self._worker.is_elastic:
-            rows = means.rows_of(step, self._computed)
-            return self._regrouping.agreed(lambda: means.of_living(self._worker.axis, rows, value))
+            found = self._say(value)
+            assert found is not None, "this worker said a value"
+            return found
         self._means += 1
         return means.of_all(self._worker, step, f"mean/{step.number}/{self._means}", value, self._timeout_s)
+
+    def _say(self, value: float | None) -> float | None:
+        """With all living workers: their mean, or None where nobody says a value."""
+        assert self._last_step is not None
+        rows = means.rows_of(self._last_step, self._computed)
+        return self._regrouping.agreed(lambda: means.of_living(self._worker.axis, rows, value))
+
+    def _end_means(self) -> None:
+        """Who had no slice in the step does not run the loop's body: it hears the others' means until they go on."""
+        has_idle, self._has_idle = self._has_idle, False
+        if has_idle:
+            while self._say(None) is not None:
+                assert not self._computed, "who had a slice goes on when the others do"
 
     def _finish(self) -> bool:
         """Whether the step is committed. If not, there are slices of lost workers to do, or it begins anew."""
@@ -155,6 +171,7 @@ class SteppedLoop:
 
     def _after_step(self, stats: StepStats) -> None:
         self._last_step, self._means, self.loss = self._step, 0, stats.loss
+        self._has_idle = self._worker.is_elastic and means.lacks_slices(self._step)
         self._taken.settle_rows()
         if stats.stop == LEAVE:
             self._taken.leave()

@@ -1,6 +1,6 @@
 """The training of `training.py` in a loop of its own, which asks the other workers for something after every step.
 
-`python own_loop.py '{"steps": 30, "faults": [...]}'`, with the same faults.
+`python own_loop.py '{"steps": 30, "faults": [...]}'`, with the same faults; with few "slices" some workers have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import manyhands as mh
 if __name__ == "__main__":
     ASKED.update(json.loads(sys.argv[1]))
     torch.manual_seed(0)
-    hands, trained = mh.join(exact=True, slices=8, seed=3), model()
+    hands, trained = mh.join(exact=True, slices=ASKED.get("slices", 8), seed=3), model()
     trained, optimizer = hands.setup(trained, torch.optim.AdamW(trained.parameters(), lr=2e-3))
     arm()
     watch = Watch()
@@ -30,7 +30,8 @@ if __name__ == "__main__":
         hands.step()
         if hands.stepped:
             assert math.isfinite(hands.mean(value))
-            assert float(hands.reduce(torch.ones(1))) == hands.world_size
+            if "slices" not in ASKED:  # else some workers do not come by here
+                assert float(hands.reduce(torch.ones(1))) == hands.world_size
     told = {"reached": hands.steps_done, "digest": digest(trained), "evaluated": hands.evaluate(data(), loss)["loss"]}
     if hands.is_chief:
         print("RESULT " + json.dumps(told), flush=True)
