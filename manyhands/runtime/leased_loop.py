@@ -23,7 +23,7 @@ from manyhands.parallel.served_states import settings_of
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.fitting import FitSettings
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.served_fitting import END_FIT, LEAVE, REGROUP, REOPEN, SAVE, ServedFit
+from manyhands.runtime.served_fitting import REOPEN, ServedFit
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepStats
@@ -100,16 +100,10 @@ class LeasedLoop(ServedFit):
         """As `Served.computing` gives the parts of one lease, those of all; from one meeting to the next."""
         while (course := self._next_course()) is not None:
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
-            why = yield from self._until_meeting()
-            step = self._training.progress.step
-            self._worker.report(step, "meeting")
-            if why == LEAVE:
-                self._steps.leave()
-            self._steps.saver.after_step(save=why == SAVE or self._is_save_step(step))
-            if why == END_FIT:
+            why, group = (yield from self._until_meeting()), self._worker.group.generation
+            if self._after_meeting(why):
                 return
-            if why == REGROUP:
-                self._regrouping.change()
+            self._go_over(why, group)
 
     def _until_meeting(self) -> Generator[PieceLike | None, Any, int]:
         """Why all workers have met."""

@@ -49,23 +49,41 @@ class ServedFit(Fit):
 
     def _loop(self) -> None:
         self._steps.begin()
+        if self._is_epoch_open:
+            assert self._training.last_stats is not None
+            if self._after_meeting(self._training.last_stats.stop, last_of_epoch=True):
+                return
         while (course := self._next_course()) is not None:
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
-            why = self._take_course()
-            step = self._steps.batches.at(self._training.progress.step)
-            self._worker.report(step.number, "meeting")
-            if step.last_of_epoch:
-                self._end_epoch()
-            if why == LEAVE:
-                self._steps.leave()
-            self._steps.saver.after_step(save=why == SAVE or self._is_save_step(step.number))
-            if why == END_FIT:
+            why, group = self._take_course(), self._worker.group.generation
+            last_of_epoch = self._steps.batches.at(self._training.progress.step).last_of_epoch
+            if self._after_meeting(why, last_of_epoch=last_of_epoch):
                 return
-            if step.last_of_epoch and self._stopped_early():
-                self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
-                return
-            if why == REGROUP:
-                self._regrouping.change()
+            self._go_over(why, group)
+
+    def _after_meeting(self, why: int, *, last_of_epoch: bool = False) -> bool:
+        """What follows a meeting. True: no course does."""
+        training, steps = self._training, self._steps
+        assert training.last_stats is not None, "all meet after a step"
+        training.last_stats.stop = why  # a newcomer is told of it with the state
+        step = training.progress.step
+        self._worker.report(step, "meeting")
+        if last_of_epoch:
+            self._end_epoch()
+        if why == LEAVE:
+            steps.leave()
+        steps.saver.after_step(save=why == SAVE or self._is_save_step(step))
+        if why == END_FIT:
+            return True
+        if last_of_epoch and self._stopped_early():
+            self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
+            return True
+        return False
+
+    def _go_over(self, why: int, group: str) -> None:
+        """To a newer group than that which met, if all met for it. If they went over meanwhile, there may be none."""
+        if why == REGROUP and self._worker.group.generation == group:
+            self._regrouping.change()
 
     def _next_course(self) -> Course | None:
         """To the next thing that all workers do together, as far as that is known."""

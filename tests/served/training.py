@@ -3,7 +3,8 @@
 `python training.py '{"mode": "async", "faults": [{"who": "server 0", "step": 8, "at": "before commit"}]}'`. Every row
 of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
 that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
-"spared", it waits until there is a spare server, and leaves its process number behind.
+"spared", it waits until there is a spare server, and leaves its process number behind; with "late", for the file
+"go on", and with "lives", that is all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from manyhands.parallel.served_part import FusedPart
 from manyhands.parallel.served_step import ServedStep
 from manyhands.parallel.served_tables import Tables
 from manyhands.parallel.served_talks import Push
+from manyhands.runtime import evaluating
 from manyhands.runtime.saving import Saver
 from manyhands.spec.load import seat
 from manyhands.strategies.served import Served
@@ -55,9 +57,19 @@ def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
             return
         if fault.get("spared"):
             os.write(file, str(ready_spare()).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
+        if fault.get("late"):
+            await_file("go on")
+        if not fault.get("lives"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return act
+
+
+def await_file(name: str) -> None:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(name):
+        assert time.monotonic() < deadline, f"there is no {name!r}"
+        time.sleep(0.01)
 
 
 def ready_spare() -> int:
@@ -125,6 +137,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before rows are applied": lambda act: before(RowServer, "_apply", act),
     "between two parts of a table": lambda act: after(RowTable, "update_at", act),
     "before the answer of rows": lambda act: after(RowServer, "_apply", act),
+    "in evaluation": lambda act: before(evaluating, "evaluate", act),
     "while saving": lambda act: before(Saver, "save_now", act),
 }
 

@@ -1,0 +1,36 @@
+"""Workers that come to servers' runs while the others do something together: all go on with the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.native import why_not
+from tests.served.conftest import Start, steps_of
+from tests.served.test_served_runs import faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_worker_that_comes_while_the_others_evaluate_an_epoch_evaluates_it_too(served: Start, mirrored: Any) -> None:
+    places = faults(
+        ("worker 2", 8, "backward"),
+        ("worker 1", 16, "in evaluation"),
+        ("worker 0", 16, "in evaluation"),
+    )
+    places[1] |= {"late": True}
+    places[2] |= {"late": True, "lives": True}
+    asked = {"exact": True, "validate": True}
+    run = served({**asked, "mode": "sync", "faults": places}, "-n", "3", "--servers", "1")
+    run.until(lambda: "1 joined" in run.output(), "another worker", 120.0)
+    (run.folder / "go on").touch()
+    assert run.wait(timeout_s=120.0) == mirrored(**asked)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+    assert [one["step"] for one in steps_of(run)] == list(range(1, 33)), "a step was taken again"
