@@ -117,6 +117,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"manyhands.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    importlib.import_module("manyhands.runtime.script_end").watch_ending()
     value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from manyhands.comm.purposes import do_different_things
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
 
@@ -156,13 +157,8 @@ class Axis:
     def _differ(self, name: str) -> TrainingFailed:
         """By all ranks together: each has seen that there is another name than its own."""
         rows = self._rows(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
-        names = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-        told = ", ".join(f"rank {rank} {one!r}" for rank, one in enumerate(names))
-        return TrainingFailed(
-            f"The workers do different things at the same time: {told}.",
-            fix=[
-                "what all workers do together (reduce, gather, mean, evaluate) where each of them comes to it, in turn"
-            ],
+        return do_different_things(
+            {rank: row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for rank, row in enumerate(rows)}
         )
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], name: str, *, source: int = 0) -> None:

@@ -1,7 +1,8 @@
 """Collectives between the workers of one host, through memory that they share.
 
 A `Plane` is one rank's place in a segment. Every call names itself and has a deadline: a rank that does not arrive
-becomes a `PeerTimeout` that names it. Tensors in, tensors out. Start reading at `Plane`.
+becomes a `PeerTimeout` that names it, and ranks that meet under different names are told so. Tensors in, tensors out.
+Start reading at `Plane`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from manyhands.comm.purposes import do_different_things
 from manyhands.comm.segments import Segment
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import EnvironmentProblem, PeerLost, PeerTimeout
@@ -76,6 +78,7 @@ class Plane:
     def all_reduce_(self, tensor: Tensor, program: bytes, name: str) -> None:
         """Sum in place over the ranks."""
         kind, began = _kind(tensor), perf_counter()
+        library.set_purpose(self._plane, name)
         code = library.all_reduce(self._plane, tensor.data_ptr(), tensor.numel(), kind, program, self._timeout_ns)
         self._waited(began, code, name)
 
@@ -83,6 +86,7 @@ class Plane:
         """`input` holds a part for every rank; `output` becomes the sum of this rank's."""
         assert input.numel() == self.world * output.numel() and input.dtype == output.dtype
         kind, _ = _kind(input), _kind(output)
+        library.set_purpose(self._plane, name)
         self._check(
             library.reduce_scatter(
                 self._plane, output.data_ptr(), input.data_ptr(), output.numel(), kind, program, self._timeout_ns
@@ -94,11 +98,13 @@ class Plane:
         """`output` becomes the ranks' `input`s, one after the other."""
         assert output.is_contiguous() and input.is_contiguous() and output.nbytes == self.world * input.nbytes
         began = perf_counter()
+        library.set_purpose(self._plane, name)
         code = library.all_gather(self._plane, output.data_ptr(), input.data_ptr(), input.nbytes, self._timeout_ns)
         self._waited(began, code, name)
 
     def broadcast_(self, tensor: Tensor, name: str, *, source: int = 0) -> None:
         assert tensor.is_contiguous()
+        library.set_purpose(self._plane, name)
         self._check(library.broadcast(self._plane, tensor.data_ptr(), tensor.nbytes, source, self._timeout_ns), name)
 
     def sum_shared(self, target: Tensor, sources: Sequence[Tensor], program: bytes) -> None:
@@ -115,6 +121,7 @@ class Plane:
 
     def meet(self, name: str) -> None:
         began = perf_counter()
+        library.set_purpose(self._plane, name)
         self._waited(began, library.meet(self._plane, self._timeout_ns), name)
 
     def post(self, times: int = 1) -> None:
@@ -155,6 +162,9 @@ class Plane:
             lost = library.lost_rank(self._segment.address)
             who = f"rank {self._here[lost]}" if lost < len(self._here) else "a rank of another host"
             raise PeerLost(f"Rank {mine} was in {name!r} when {who} was lost.")
+        if code == library.UNLIKE:
+            purposes = [library.purpose_of(self._plane, rank) for rank in range(self.world)]
+            raise do_different_things(dict(zip(self._ranks, purposes, strict=True)))
         raise MemoryError if code == library.NO_MEMORY else ValueError(f"{name!r} was called with what cannot be.")
 
 

@@ -33,7 +33,6 @@ from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, job_of, resolve
 from manyhands.control.premises import Premises
 from manyhands.control.reception import Reception
-from manyhands.control.surroundings import Surroundings
 from manyhands.control.wishes import Wishes
 from manyhands.control.workers import Worker
 from manyhands.errors import JoinRefused, ManyhandsError
@@ -84,7 +83,7 @@ class Agent:
         self._reception = Reception(request, premises.book, owner=premises.coordinator is not None, say=display.say)
         self._desk = Desk(
             premises.context,
-            f"ipc://{premises.directory}/agent",
+            premises.desk_endpoint,
             premises.name,
             send=premises.link.send,
             hello=self._greet,
@@ -303,20 +302,7 @@ class Agent:
         self._begin_generation(plan)
         self._chronicle.begin_attempt()
         self._reception.new_generation()
-        around = Surroundings(
-            agent=f"ipc://{at.directory}/agent",
-            host=self._host,
-            run=at.book.run,
-            job=job,
-            num_workers=self._request.workers,
-            data_address=at.addresses.data,
-            environment=self._request.environment,
-            guard=at.guard,
-            output=self._show_output,
-            started=self._chronicle.note_start,
-            servers_here=lambda plan: at.servers_here(plan.servers),
-            server_prefix=f"ipc://{at.directory}/server-" if job.servers else "",
-        )
+        around = at.surroundings(job, self._host, output=self._show_output, started=self._chronicle.note_start)
         self._crew = Crew(plan, around)
         if not self._crew.everyone:
             self._reception.adopt_default(self._crew)  # nobody here will name a directory

@@ -23,13 +23,16 @@ from manyhands.control.host_messages import Job
 from manyhands.control.keys import private_directory, write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.link import Link
+from manyhands.control.output import Stream
 from manyhands.control.preflight import Addresses, imports_manyhands, is_loopback, versions
 from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import run_name
 from manyhands.control.server_ports import ServerPorts, tcp_endpoint
 from manyhands.control.stop_signals import StopSignals
+from manyhands.control.surroundings import Surroundings
 from manyhands.control.torch_store import TorchMeeting
+from manyhands.control.workers import Worker
 
 __all__ = ["Premises"]
 
@@ -115,6 +118,35 @@ class Premises:
         write_join_file(path, JoinTicket(address=address, run=self.book.run, key=key.hex()))
         more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
         say(f"{more}: mh agent --join {path}")
+
+    @property
+    def desk_endpoint(self) -> str:
+        """Where this host's workers and servers reach their agent."""
+        return f"ipc://{self.directory}/agent"
+
+    def surroundings(
+        self,
+        job: Job,
+        host: str,
+        *,
+        output: Callable[[Worker, Stream, bytes], None],
+        started: Callable[[Worker], None],
+    ) -> Surroundings:
+        """What the processes of a crew find here."""
+        return Surroundings(
+            agent=self.desk_endpoint,
+            host=host,
+            run=self.book.run,
+            job=job,
+            num_workers=self._request.workers,
+            data_address=self.addresses.data,
+            environment=self._request.environment,
+            guard=self.guard,
+            output=output,
+            started=started,
+            servers_here=lambda plan: self.servers_here(plan.servers),
+            server_prefix=f"ipc://{self.directory}/server-" if job.servers else "",
+        )
 
     def servers_here(self, wanted: int) -> Sequence[int]:
         """Their numbers: a cluster's task has its own; else the first host has all."""

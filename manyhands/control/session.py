@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from manyhands import errors
 from manyhands.comm.segments import Segment
-from manyhands.comm.transport import MAX_MESSAGE_BYTES, Curve
+from manyhands.comm.transport import Curve
 from manyhands.control.groups import is_later
 from manyhands.control.key_values import generation_is_over
 from manyhands.control.line import Line
@@ -49,6 +49,7 @@ from manyhands.control.messages import (
     WhereIsEveryone,
     WorkerPosition,
 )
+from manyhands.control.store_calls import StoreCalls
 from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, PeerTimeout
 from manyhands.events import Event, StepDone
 from manyhands.spec.seat import Group, Seat, server_endpoint
@@ -59,8 +60,6 @@ JOIN_TIMEOUT_S = 120.0
 # The agent clears what it hands out: seconds for many gigabytes.
 MEMORY_TIMEOUT_S = 300.0
 HEARTBEAT_EVERY_S = 0.2
-# A value shares its message with a key and a header.
-MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - 4096
 # The agent answers "too late" itself; this only covers an agent or coordinator that is away.
 REPLY_SLACK_S = 5.0
 
@@ -81,7 +80,7 @@ def was_opened() -> bool:
     return _was_opened
 
 
-class Session:
+class Session(StoreCalls):
     """Safe from any thread. In a forked child every call but `close` is refused: the socket belongs to the parent."""
 
     def __init__(self, seat: Seat) -> None:
@@ -223,29 +222,7 @@ class Session:
 
     # ---- the store -------------------------------------------------------------------------------------------
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        value: bytes = self._store("get", [key], timeout_s=timeout_s).value
-        return value
-
-    def set(self, key: str, value: bytes) -> None:
-        if len(value) > MAX_VALUE_BYTES:
-            raise ValueError(f"{key}: {len(value)} bytes are more than a store value may have ({MAX_VALUE_BYTES}).")
-        self._store("set", [key], value=value)
-
-    def wait(self, keys: list[str], timeout_s: float) -> None:
-        self._store("wait", keys, timeout_s=timeout_s)
-
-    def add(self, key: str, amount: int) -> int:
-        number: int = self._store("add", [key], amount=amount).number
-        return number
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store("check", keys).number)
-
-    def delete(self, key: str) -> bool:
-        return bool(self._store("delete", [key]).number)
-
-    def _store(self, op: Any, keys: list[str], *, timeout_s: float = 30.0, **fields: Any) -> StoreReply:
+    def _store(self, op: Any, keys: list[str], timeout_s: float, **fields: Any) -> StoreReply:
         ticket = self._line.new_ticket()
         request = StoreRequest(**self._header(), ticket=ticket, op=op, keys=keys, timeout_s=timeout_s, **fields)
         reply: StoreReply = self._call_group(ticket, request, timeout_s + REPLY_SLACK_S, f"{op} {keys[0]}")

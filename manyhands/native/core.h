@@ -41,7 +41,14 @@ void mh_sum_block(void *target, const void *const *sources, size_t offset, const
                   size_t count, int dtype, unsigned char *scratch);
 
 /* What a call on a plane returns besides 0; a rank that did not arrive is told as MH_MISSING + rank. */
-enum { MH_ABORTED = 1, MH_BAD_ARGUMENT = 2, MH_NO_MEMORY = 3, MH_MISSING = 16 };
+enum { MH_ABORTED = 1, MH_BAD_ARGUMENT = 2, MH_NO_MEMORY = 3, MH_UNLIKE = 4, MH_MISSING = 16 };
+
+/* What a rank comes to a meeting for. */
+#define MH_PURPOSE_BYTES 60
+struct mh_purpose {
+    uint32_t length;
+    char text[MH_PURPOSE_BYTES]; /* as much of it as there is room for, and zeros */
+};
 
 /* One rank's view of the shared memory. Not shared itself. */
 struct mh_plane {
@@ -49,6 +56,7 @@ struct mh_plane {
     uint32_t rank, world;
     size_t area_bytes;
     uint32_t meetings, turns;
+    struct mh_purpose purpose;
 };
 
 size_t mh_plane_bytes(uint32_t world, size_t area_bytes);
@@ -61,8 +69,14 @@ int mh_plane_open(struct mh_plane *plane, void *base, size_t bytes, uint32_t ran
 void mh_abort(void *base, uint32_t world, uint32_t rank);
 int64_t mh_lost_rank(const void *base);
 
+/* Why this rank makes the calls that follow. */
+void mh_set_purpose(struct mh_plane *plane, const char *text, size_t length);
+/* Why `rank` came to the last meeting. */
+const struct mh_purpose *mh_purpose_of(const struct mh_plane *plane, uint32_t rank);
+
 /* Every call below is made by all ranks in the same order with the same sizes, and returns within `timeout_ns` per
- * meeting: a rank that waited in vain aborts the plane, so that nobody waits any longer for it. */
+ * meeting: a rank that waited in vain aborts the plane, so that nobody waits any longer for it. Ranks that met for
+ * different purposes all get MH_UNLIKE. */
 int mh_meet(struct mh_plane *plane, int64_t timeout_ns);
 
 /* Word for whoever looks, without a meeting: what this rank wrote to shared memory before it posted `number` is there for

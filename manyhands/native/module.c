@@ -86,6 +86,25 @@ static PyObject *lost_rank(PyObject *self, PyObject *args) {
     return PyLong_FromLongLong(mh_lost_rank((const void *)(uintptr_t)base));
 }
 
+static PyObject *set_purpose(PyObject *self, PyObject *args) {
+    struct mh_plane *plane;
+    const char *text;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "O&s#:set_purpose", to_plane, &plane, &text, &length)) return NULL;
+    mh_set_purpose(plane, text, (size_t)length);
+    Py_RETURN_NONE;
+}
+
+static PyObject *purpose_of(PyObject *self, PyObject *args) {
+    struct mh_plane *plane;
+    unsigned int rank;
+    if (!PyArg_ParseTuple(args, "O&I:purpose_of", to_plane, &plane, &rank)) return NULL;
+    if (rank >= plane->world) return PyErr_Format(PyExc_ValueError, "%u is no rank of %u", rank, plane->world);
+    const struct mh_purpose *purpose = mh_purpose_of(plane, rank);
+    Py_ssize_t length = purpose->length < MH_PURPOSE_BYTES ? purpose->length : MH_PURPOSE_BYTES;
+    return PyUnicode_DecodeUTF8(purpose->text, length, "replace");
+}
+
 static PyObject *meet(PyObject *self, PyObject *args) {
     struct mh_plane *plane;
     long long timeout_ns;
@@ -311,6 +330,8 @@ static PyMethodDef methods[] = {
     {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
     {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world, rank): wake everybody who waits, for good"},
     {"lost_rank", lost_rank, METH_VARARGS, "lost_rank(address): whom the plane was aborted for, or -1"},
+    {"set_purpose", set_purpose, METH_VARARGS, "set_purpose(plane, text): why this rank makes the calls that follow"},
+    {"purpose_of", purpose_of, METH_VARARGS, "purpose_of(plane, rank): why it came to the last meeting"},
     {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): wait for all ranks"},
     {"post", post, METH_VARARGS, "post(plane, number): what was written so far is there, for whoever looks"},
     {"all_posted", all_posted, METH_VARARGS, "all_posted(plane, number): whether every rank has posted so far"},
@@ -341,7 +362,8 @@ static int add_rest(PyObject *module) {
         const char *name;
         int value;
     } constants[] = {{"ADD", MH_ADD}, {"ABORTED", MH_ABORTED}, {"BAD_ARGUMENT", MH_BAD_ARGUMENT},
-                     {"NO_MEMORY", MH_NO_MEMORY}, {"MISSING", MH_MISSING}, {"F32", MH_F32}, {"F64", MH_F64},
+                     {"NO_MEMORY", MH_NO_MEMORY}, {"UNLIKE", MH_UNLIKE}, {"MISSING", MH_MISSING},
+                     {"F32", MH_F32}, {"F64", MH_F64},
                      {"BF16", MH_BF16}, {"F16", MH_F16}, {"I64", MH_I64},
                      {"SGD", MH_SGD}, {"ADAM", MH_ADAM}, {"ADAGRAD", MH_ADAGRAD}, {"RMSPROP", MH_RMSPROP},
                      {"ROWS_NO_ROOM", MH_ROWS_NO_ROOM}, {"ROWS_TWICE", MH_ROWS_TWICE},

@@ -25,6 +25,8 @@ struct slot {
     _Alignas(LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t posted;
     _Atomic uint32_t sleepers; /* on either */
+    /* Of the last two meetings: who is at one may be read by those who have not left the one before. */
+    _Alignas(LINE) struct mh_purpose purposes[2];
 };
 
 struct header {
@@ -140,12 +142,30 @@ static int wait_for_all(struct mh_plane *plane, int of_posts, uint32_t wanted, i
     return 0;
 }
 
+void mh_set_purpose(struct mh_plane *plane, const char *text, size_t length) {
+    plane->purpose = (struct mh_purpose){.length = (uint32_t)length};
+    memcpy(plane->purpose.text, text, length < MH_PURPOSE_BYTES ? length : MH_PURPOSE_BYTES);
+}
+
+const struct mh_purpose *mh_purpose_of(const struct mh_plane *plane, uint32_t rank) {
+    return &header_of(plane)->slots[rank].purposes[plane->meetings & 1];
+}
+
+static int check_purposes(const struct mh_plane *plane) {
+    for (uint32_t rank = 0; rank < plane->world; rank++) {
+        if (memcmp(mh_purpose_of(plane, rank), &plane->purpose, sizeof plane->purpose)) return MH_UNLIKE;
+    }
+    return 0;
+}
+
 /* A meeting that everybody has come to took place, whoever was lost since. */
 int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
     struct slot *mine = &header_of(plane)->slots[plane->rank];
     uint32_t meeting = ++plane->meetings;
+    mine->purposes[meeting & 1] = plane->purpose;
     count_up(mine, &mine->arrived, meeting);
-    return wait_for_all(plane, 0, meeting, timeout_ns);
+    int failed = wait_for_all(plane, 0, meeting, timeout_ns);
+    return failed ? failed : check_purposes(plane);
 }
 
 void mh_post(struct mh_plane *plane, uint32_t number) {

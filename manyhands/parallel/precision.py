@@ -39,11 +39,20 @@ class LossScale:
 
     GROWTH_STEPS = 2000
     LARGEST = 2.0**24
+    MOST_SKIPPED = 50
 
     def __init__(self) -> None:
         self.value, self.good_steps = 2.0**16, 0
+        self.skipped = 0
+        """Steps in a row that overflowed, as far as this process knows."""
+
+    @property
+    def is_hopeless(self) -> bool:
+        """No scale will do."""
+        return self.skipped >= self.MOST_SKIPPED
 
     def update(self, *, overflow: bool) -> None:
+        self.skipped = self.skipped + 1 if overflow else 0
         if overflow:
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
             return

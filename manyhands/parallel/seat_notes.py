@@ -6,13 +6,19 @@ Start reading at `SeatNotes.write`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 from manyhands.comm.segments import Segment
 
-__all__ = ["STAMP_BYTES", "SeatNotes"]
+__all__ = ["SeatNotes", "stamp_of"]
 
 STAMP_BYTES = 16
+
+
+def stamp_of(generation: str, step: int, redone: int) -> bytes:
+    """What marks gradients of this step, divided as this group of ranks does, done for the so many-th time."""
+    return hashlib.blake2s(f"{generation} {step} {redone}".encode(), digest_size=STAMP_BYTES).digest()
 
 
 class SeatNotes:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import EnvironmentProblem, GaveUp, Preempted, TrainingFailed, UsageError
 from manyhands.runtime.launch import launch_command, make_request, open_display, place
-from manyhands.runtime.solo import watch_ending
+from manyhands.runtime.script_end import watch_ending
 from manyhands.spec.load import KEYS, environment, resolve, seat
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from manyhands.control.keys import new_key, write_join_file
 from manyhands.control.launch_request import JoinTicket
 from manyhands.errors import EnvironmentProblem, SpecError, UsageError
 from manyhands.runtime.cluster_children import in_child
-from manyhands.runtime.solo import watch_ending
+from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.step_functions import import_steps, places_of_steps, sendable
 
 if TYPE_CHECKING:

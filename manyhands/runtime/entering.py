@@ -17,8 +17,9 @@ from manyhands.control.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
+from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
-from manyhands.runtime.solo import Solo, watch_ending
+from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import STRATEGIES, Planned, StrategyChoice, as_strategy, check_strategy
 from manyhands.runtime.worker import Worker, _seated
 from manyhands.spec import load

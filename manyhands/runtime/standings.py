@@ -75,7 +75,12 @@ def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, 
 def is_done(standings: Sequence[Standing], mine: Standing) -> bool:
     """Whether every member has the result of what this one is in the middle of. A newcomer is told it."""
     members = [one for one in standings if one.has_state]
-    return all(one.place > mine.place or (one.place == mine.place and one.done) for one in members)
+    return all(one.place > mine.place or (one.place == mine.place and _has_result(one)) for one in members)
+
+
+def _has_result(one: Standing) -> bool:
+    """Of the last thing that it counts. Who takes steps has gone on from all of them."""
+    return one.done or one.doing == "steps"
 
 
 def can_join(standings: Sequence[Standing], giver: Standing) -> bool:

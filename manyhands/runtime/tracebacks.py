@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["told"]
+__all__ = ["OURS", "came_by_here", "told"]
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 STARTERS = (runpy.__file__, "<frozen runpy>")
@@ -30,6 +30,12 @@ def told(error: BaseException) -> str:
             from_theirs = [frame for frame in from_theirs if not _is_ours(frame)]
         one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
     return "".join(whole.format())
+
+
+def came_by_here(error: BaseException) -> bool:
+    """Whether any of our lines had a part in it."""
+    whole = traceback.TracebackException.from_exception(error)
+    return any(_is_ours(frame) for one in _chain(whole) for frame in one.stack)
 
 
 def _chain(last: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

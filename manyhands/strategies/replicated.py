@@ -7,7 +7,6 @@ Start reading at `Replicated.train_step`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,7 @@ from manyhands.parallel.gradients import GradientSum, total_weight
 from manyhands.parallel.norms import clip_factor
 from manyhands.parallel.phases import Phases
 from manyhands.parallel.precision import LossScale, Precision
-from manyhands.parallel.seat_notes import STAMP_BYTES
+from manyhands.parallel.seat_notes import stamp_of
 from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.sharing import Sharing
 from manyhands.parallel.sparse_step import SparseStep
@@ -37,8 +36,6 @@ from manyhands.strategies.replicas import Replicas
 from manyhands.strategies.staged import StagedSlices
 
 __all__ = ["Replicated"]
-
-MAX_SKIPPED_IN_A_ROW = 50
 
 
 class Replicated(Replicas):
@@ -91,7 +88,7 @@ class Replicated(Replicas):
             rows=rows,
             spread=spread,
         )
-        self.shares, self._clip_norm, self._skipped_in_a_row = shares, clip_norm, 0
+        self.shares, self._clip_norm = shares, clip_norm
         tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._layout: Places | None = None
@@ -201,7 +198,8 @@ class Replicated(Replicas):
         self._mine = shares[self._axis.rank]
         self._reports, self._lost = [], []
         if self.held.shared is not None:
-            self.held.shared.notes.stamp = self._stamp(step.number)
+            generation = self.held.sharing.generation if self.held.sharing is not None else ""
+            self.held.shared.notes.stamp = stamp_of(generation, step.number, self._redone)
         self.held.gradients.begin(len(self._place), shares, f"step {step.number}")
         self._buffers.begin(len(self._place), self._axis.size)
         self._rows.begin()
@@ -214,11 +212,6 @@ class Replicated(Replicas):
         self._exchange = Exchange(
             self._axis, self.held.gradients, shares, note, self._buffers, step.number, hashes, may_ride=not staged
         )
-
-    def _stamp(self, number: int) -> bytes:
-        """What marks this step's gradients: of this number, divided as this group of ranks does."""
-        generation = self.held.sharing.generation if self.held.sharing is not None else ""
-        return hashlib.blake2s(f"{generation} {number} {self._redone}".encode(), digest_size=STAMP_BYTES).digest()
 
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
@@ -392,9 +385,8 @@ class Replicated(Replicas):
         scale.update(overflow=skipped)
         if scale.value != before and self.held.coded is not None:
             self.held.coded.scale_residuals(scale.value / before)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self.raise_non_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {self._step.number}")
+        if scale.is_hopeless:
+            self.raise_non_finite(f"{scale.skipped} steps in a row overflowed, up to step {self._step.number}")
 
 
 class _Reduced(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from manyhands.comm.plane_axis import connect_plane
 from manyhands.comm.shared_memory import AREA_BYTES
+from manyhands.errors import TrainingFailed
 from manyhands.native import why_not
 from manyhands.testing import RankPool
 
@@ -33,6 +34,34 @@ def sums(dtype: torch.dtype) -> list[Tensor]:
     axis.barrier("the end")  # before the first rank takes the memory away
     session.close()
     return found
+
+
+def different_things() -> str:
+    from manyhands.runtime.worker import _seated
+
+    session = _seated.get()[0]
+    rank, size = session.seat.rank, session.seat.world_size
+    memory = session.shared_memory
+    axis = connect_plane(lambda n: memory("unlike", n, size), rank, size, timeout_s=20, missing=lambda: "")
+    axis.plane.meet("the same")
+    try:
+        if rank == 1:
+            axis.plane.meet("gradients of step 5")
+        else:
+            axis.sum_start(torch.ones(4), "a sum of " + 100 * "x").wait()
+    except TrainingFailed as failed:
+        return str(failed)
+    finally:
+        session.close()
+    return "nothing was said"
+
+
+@needs_memory
+def test_ranks_that_meet_for_different_things_are_told_so(ranks: RankPool) -> None:
+    """A sum and a meeting would fit each other."""
+    cut = "a sum of " + 51 * "x"
+    for told in ranks(3, different_things):
+        assert f"rank 0 '{cut}', rank 1 'gradients of step 5', rank 2 '{cut}'." in told
 
 
 @needs_memory

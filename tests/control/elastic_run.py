@@ -27,7 +27,7 @@ def enter(session, group):
 def begin(call=1):
     session = join()
     if SEAT.joining:
-        enter(session, session.offer(call, 20))
+        enter(session, session.offer(call, 60))
     else:
         note("entered", session.group)
     return session
@@ -58,7 +58,7 @@ class Elastic:
         lines = path.read_text().splitlines() if path.exists() else []
         return [entry for entry in map(json.loads, lines) if entry["what"] == what]
 
-    def members(self, slots: list[int], *, after: float = 0.0, timeout_s: float = 15.0) -> list[dict[str, Any]]:
+    def members(self, slots: list[int], *, after: float = 0.0) -> list[dict[str, Any]]:
         """Once a generation of these slots, in any order, is entered by all of them: what they noted, by rank."""
 
         def complete() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Elastic:
             whole = [entries for entries in found.values() if len(entries) == len(slots)]
             return sorted(whole[-1], key=lambda entry: entry["rank"]) if whole else []
 
-        return until(complete, timeout_s, f"a group of {slots}; {self.notes()}")
+        return until(complete, what=f"a group of {slots}; {self.notes()}")
 
     def end(self) -> None:
         (self.folder / "end").touch()

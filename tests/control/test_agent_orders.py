@@ -32,7 +32,7 @@ class FakeCoordinator:
         )
         self.door.watch(self.port)
         address = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        (launcher.folder / "train.py").write_text("import time\ntime.sleep(60)\n")
+        (launcher.folder / "train.py").write_text("import time\ntime.sleep(300)\n")
         self.job = Job(
             command=WorkerCommand("script", str(launcher.folder / "train.py")),
             flags={},
@@ -43,7 +43,7 @@ class FakeCoordinator:
         self.agent = launcher(join={"address": address, "run": "r", "key": key.hex()}, workers=1)
 
     def order(self, until_reported: Callable[[HostReport], bool], **orders: Any) -> HostReport:
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             self.door.attend()
             self.port.socket.poll(20)

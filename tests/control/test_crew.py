@@ -165,7 +165,7 @@ def test_whoever_is_not_planned_is_killed_and_its_slot_filled_only_when_it_is_go
     crew = hands.begin(plan(1, [1, 2]))
     crew.follow(plan(2, [1], workers=[1, 12], lost=True))
     assert [worker.seat.incarnation for worker in hands.started] == [1, 2], "slot 2 is still taken"
-    until(lambda: not alive(hands.started[1].pid), 5, "the end of the one that is not planned")
+    until(lambda: not alive(hands.started[1].pid), what="the end of the one that is not planned")
     hands.see_deaths()
     assert [worker.seat.incarnation for worker in hands.started] == [1, 2, 12]
     seat = hands.started[2].seat
@@ -309,11 +309,11 @@ def test_after_a_stop_servers_end_when_no_worker_is_left_and_do_not_wait_for_one
     assert (server.seat.is_server, worker.seat.incarnation) == (True, 1)
     crew.ask_to_stop("preempt", 15, 30.0, lambda worker: None)
     crew.follow(plan(1, [1, 2], servers=1, living=living))
-    until(lambda: hands.see_deaths() or worker.cleared, 10, "the worker's end")
+    until(lambda: hands.see_deaths() or worker.cleared, what="the worker's end")
     hands.see_deaths()
     assert not crew.servers.asked_to_end, "worker 9 lives on another host"
     crew.follow(plan(1, [1, 2], servers=1, living={2: 2}))
     hands.see_deaths()
     assert crew.servers.asked_to_end
-    until(lambda: hands.see_deaths() or crew.clear, 10, "the server's end")
+    until(lambda: hands.see_deaths() or crew.clear, what="the server's end")
     assert len(hands.started) == 2, "neither worker 2 nor another server was started"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.faults
 TALK = """
     session = join()
     session.set(f"from/{RANK}", str(SEAT.host).encode())
-    hosts = [session.get(f"from/{rank}", 10).decode() for rank in range(SEAT.world_size)]
+    hosts = [session.get(f"from/{rank}", 60).decode() for rank in range(SEAT.world_size)]
     print("hosts", hosts, SEAT.num_hosts, flush=True)
     mark(f"up-{RANK}")
     wait_for("go")
@@ -66,7 +66,7 @@ def test_a_worker_killed_on_one_host_restarts_both_and_a_spent_budget_ends_both_
         """
         session = join()
         mark(f"up-{SEAT.attempt}-{RANK}")
-        time.sleep(60)
+        time.sleep(300)
     """,
         max_restarts=1,
     )
@@ -85,7 +85,7 @@ def test_an_agent_that_loses_the_first_host_ends_its_workers(launcher):
     second = launcher(join=ticket(path), workers=1, lost_after_s=2.0)
     pid = int(first.wait_for("up-1"))
     first.process.kill()
-    assert second.wait(10) == 4
+    assert second.wait() == 4
     assert "silent for 2 s" in second.err
     assert not alive(pid)
 
@@ -118,7 +118,7 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     port.close()
     context.term()
     other = launcher(join={**right, "key": new_key().hex()}, workers=1)
-    assert other.wait(15) == 3
+    assert other.wait() == 3
     assert "refused this host's key" in other.err
     refused = until(lambda: len(found := [event["text"] for event in first.events("Warned")]) >= 2 and found)
     assert {line.rpartition(": ")[2] for line in refused} == {WRONG_KEY, NO_KEY}
@@ -146,7 +146,7 @@ def test_a_host_with_other_versions_or_another_runs_name_is_refused_by_name(laun
         curve=client_curve(bytes.fromhex(right["key"])),
     )
     port.send(HostReport(run="", agent="x", host="old", slots=1, term=0, versions={"torch": "1.0"}, data_address="x"))
-    assert port.socket.poll(5000)
+    assert port.socket.poll(60_000)
     ((_, refusal),) = port.receive()
     port.close()
     context.term()
@@ -157,7 +157,7 @@ def test_the_same_command_on_every_host_meets_at_the_master_address(launcher):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = "session = join(); session.set(str(RANK), b''); session.wait(['0', '1'], 10); print(SEAT.host, flush=True)"
+    script = "session = join(); session.set(str(RANK), b''); session.wait(['0', '1'], 60); print(SEAT.host, flush=True)"
     runs = [launcher(script, workers=1, hosts_wanted=2, master=["127.0.0.1", port], host_rank=rank) for rank in (1, 0)]
     assert [run.wait() for run in runs] == [0, 0]
     assert runs[1].out == "0\n"
@@ -171,11 +171,11 @@ def test_a_host_without_the_others_says_what_it_waits_for_and_a_signal_ends_it_a
     second = launcher("pass", workers=1, host_rank=1, **master)
     until(lambda: f"waiting: no run answers at tcp://127.0.0.1:{port}; trying for 300 s" in second.said())
     second.process.send_signal(signal.SIGTERM)
-    assert second.wait(3) == 143
+    assert second.wait() == 143
     first = launcher("pass", workers=1, host_rank=0, **master)
     until(lambda: "waiting: 1 of 2 hosts has joined; missing: host 1" in first.said())
     first.process.send_signal(signal.SIGINT)
-    assert first.wait(3) == 130
+    assert first.wait() == 130
 
 
 def corpus(count: int) -> list[bytes]:
@@ -204,7 +204,7 @@ def flood(launcher, address: str, frames: list[bytes]) -> None:
     """Every frame to every listener of the run: raw over tcp, without a credential, and as a message over ipc."""
     host, _, port = address.partition(":")
     for start in range(0, len(frames), 100):
-        with socket.create_connection((host, int(port)), timeout=5) as raw, contextlib.suppress(OSError):
+        with socket.create_connection((host, int(port)), timeout=60) as raw, contextlib.suppress(OSError):
             raw.sendall(b"".join(frames[start : start + 100]))
     context: zmq.Context = zmq.Context()
     for name, types in (("coordinator", FromAgent), ("agent", FromWorker), ("control", Ask)):
@@ -267,6 +267,6 @@ def test_a_run_on_one_host_listens_on_nothing_once_its_workers_have_said_hello(l
         family = [psutil.Process(run.process.pid), *run.descendants()]
         return [str(c.laddr) for p in family for c in p.net_connections("inet") if c.status == "LISTEN"]
 
-    until(lambda: not listeners(), 3, "the closing of the torch store's port")
+    until(lambda: not listeners(), what="the closing of the torch store's port")
     (run.folder / "go").touch()
     assert run.wait() == 0

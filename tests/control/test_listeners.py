@@ -55,7 +55,7 @@ def test_nothing_listens_while_workers_join_and_speak_through_the_session(launch
         time.sleep(0.5)
         session = join()
         session.set(f"from/{RANK}", b"x")
-        session.get(f"from/{1 - RANK}", 10)
+        session.get(f"from/{1 - RANK}", 60)
         mark(f"joined-{RANK}")
         wait_for("go")
         session.close()
@@ -104,11 +104,11 @@ def test_a_script_that_asks_for_the_store_gets_it_at_once_on_loopback_and_the_ne
         workers=2,
         store_after_s=60.0,
     )
-    place = run.wait_for("place", 60)
+    place = run.wait_for("place")
     assert heard(run) == {place}
     assert place.startswith("127.0.0.1:")
     (run.folder / "seen").touch()
-    run.wait_for("again-0", 60), run.wait_for("again-1", 60)
+    run.wait_for("again-0"), run.wait_for("again-1")
     assert heard(run) == set()
     (run.folder / "go").touch()
     assert run.wait() == 0, run.err
@@ -127,7 +127,7 @@ def test_a_store_asked_for_stays_when_the_script_joins_the_run_as_well(launcher)
         session.close()
     """
     )
-    assert run.wait(60) == 0, run.err
+    assert run.wait() == 0, run.err
     assert run.out == "kept\n"
 
 
@@ -137,10 +137,11 @@ def test_a_process_that_cannot_ask_finds_the_store_after_a_while(launcher):
 import os, torch.distributed as dist
 from datetime import timedelta
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
 store.set("word", "found")
 print(store.get("word").decode(), flush=True)
 """
+    started = time.monotonic()
     run = plain(
         launcher,
         f"""
@@ -150,10 +151,9 @@ print(store.get("word").decode(), flush=True)
     """,
         store_after_s=4.0,
     )
-    started = time.monotonic()
-    (place,) = until(lambda: heard(run), 60, "a listener")
+    (place,) = until(lambda: heard(run), what="a listener")
     assert time.monotonic() - started > 4
-    assert run.wait(60) == 0, run.err
+    assert run.wait() == 0, run.err
     assert run.out == "found\n"
     assert place.startswith("127.0.0.1:")
 

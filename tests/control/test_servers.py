@@ -38,7 +38,7 @@ def note(what, **more):
 def work():
     session = join()
     if SEAT.joining:
-        session.enter(session.offer(1, 20))
+        session.enter(session.offer(1, 60))
     note("works", slot=SEAT.slot, generation=session.group.generation, servers=[SEAT.num_servers, SEAT.servers])
     while not (HERE / "end").exists() and session.stop_requested is None:
         session.report(int(time.monotonic() * 100), "training", 1)
@@ -79,7 +79,7 @@ class Served:
         return [entry for entry in found if all(entry[name] == value for name, value in same.items())]
 
     def wait(self, what: str, number: int, **same: Any) -> list[dict[str, Any]]:
-        return until(lambda: len(found := self.notes(what, **same)) >= number and found, 15, f"{number} x {what}")
+        return until(lambda: len(found := self.notes(what, **same)) >= number and found, what=f"{number} x {what}")
 
     def end(self) -> Launched:
         (self.folder / "end").touch()
@@ -144,7 +144,7 @@ def test_servers_hear_at_once_of_a_worker_that_died_and_of_the_one_that_takes_it
     without = run.wait("hears", 2)[1]
     # The coordinator's plan for after the death has the next one in it: this was said before.
     assert without["living"] == {number: slot for number, slot in first["living"].items() if number != killed}
-    again = until(lambda: [entry for entry in run.notes("hears")[2:] if len(entry["living"]) == 2], 15, "a newcomer")
+    again = until(lambda: [entry for entry in run.notes("hears")[2:] if len(entry["living"]) == 2], what="a newcomer")
     assert sorted(again[0]["living"].values()) == [0, 1]
     assert killed not in again[0]["living"]
     run.end()
@@ -194,7 +194,7 @@ def test_a_stopped_server_is_found_by_its_silence_and_replaced(served):
     run.wait("serves", 2)
     (lost,) = run.end().events("ServerLost")
     assert re.fullmatch(
-        r"hung: no sign of life for 1\.\d s: the process is stopped, in step 0, serving", lost["reason"]
+        r"hung: no sign of life for [1-9]\d*\.\d s: the process is stopped, in step 0, serving", lost["reason"]
     )
 
 
@@ -218,7 +218,7 @@ def test_a_stop_ends_the_workers_first_and_whoever_does_not_listen_is_killed(ser
         if SEAT.is_server and SEAT.server == 1:
             begin().await_stop()
             note("stays")
-            time.sleep(60)
+            time.sleep(300)
         serve() if SEAT.is_server else work()
     """, grace_s=1.0)  # fmt: skip
     run.wait("works", 2)
@@ -237,7 +237,7 @@ def test_servers_die_with_their_agent(served):
     run = served()
     pids = [entry["pid"] for entry in run.wait("serves", 2)]
     kill(run.run.process.pid)
-    until(lambda: not any(map(alive, pids)), 10, "the servers' end")
+    until(lambda: not any(map(alive, pids)), what="the servers' end")
 
 
 @pytest.mark.faults
@@ -278,7 +278,7 @@ def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
     kill(pid)
     run.wait("serves", 2, server=2)
     (run.folder / "handed over").touch()
-    until(lambda: [one.server for one in query(folder).servers] == [0, 1], 10, "server 2 to leave")
+    until(lambda: [one.server for one in query(folder).servers] == [0, 1], what="server 2 to leave")
     with pytest.raises(UsageError, match="0 parameter servers are too few"):
         request_scale(folder, servers=0)
     assert [event["pid"] for event in run.end().events("ServerLost")] == [pid]
@@ -289,10 +289,10 @@ def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
 def test_status_and_logs_show_servers(served):
     run = served('print("hello from", SEAT.role, file=sys.stderr)\n' + PLAIN)
     run.wait("serves", 2)
-    until(lambda: all(one.phase == "serving" for one in query(run.run.run_dir()).servers), 5, "their first words")
+    until(lambda: all(one.phase == "serving" for one in query(run.run.run_dir()).servers), what="their first words")
     folder = str(run.run.run_dir())
     lines = CliRunner().invoke(status, [folder]).output
-    assert re.search(r"^server 0    live, serving, heard 0s ago, pid \d+$", lines, re.M), lines
+    assert re.search(r"^server 0    live, serving, heard \d+s ago, pid \d+$", lines, re.M), lines
     document = json.loads(CliRunner().invoke(status, [folder, "--json"]).output)
     assert [(one["role"], one["server"], one["status"]) for one in document["servers"]] == [
         ("server", 0, "live"),

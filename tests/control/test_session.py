@@ -46,7 +46,7 @@ class FakeAgent:
 
     def hear(self, kind: type = Heartbeat) -> Any:
         """The next message of this kind."""
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             self.port.socket.poll(100)
             for peer, message in self.port.receive(1):
@@ -78,16 +78,16 @@ def agents(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
 
 
 def newest(session: Session, generation: str) -> Group:
-    return until(lambda: (found := session.newest) is not None and found.generation == generation and found, 5)
+    return until(lambda: (found := session.newest) is not None and found.generation == generation and found)
 
 
 def test_a_heart_beats_five_times_a_second_and_says_for_which_generation(agents):
     agent = agents()
     started = time.monotonic()
     assert [agent.hear().generation for _ in range(5)] == ["7.1"] * 5
-    assert 0.7 < time.monotonic() - started < 3.0
+    assert 0.7 < time.monotonic() - started < 10.0  # a second, unless others have the processors
     agent.session.enter(group(2))
-    until(lambda: agent.hear().generation == "7.2", 1)
+    until(lambda: agent.hear().generation == "7.2")
 
 
 def test_the_newest_generation_is_told_and_late_news_of_older_ones_is_not(agents):
@@ -131,11 +131,11 @@ def test_a_newcomer_hears_of_generations_with_it_only(agents):
 def test_an_offer_is_repeated_until_the_worker_is_admitted(agents):
     agent = agents(joining=True)
     answers: list[Group | None] = []
-    offering = threading.Thread(target=lambda: answers.append(agent.session.offer(3, 5.0)))
+    offering = threading.Thread(target=lambda: answers.append(agent.session.offer(3, 60.0)))
     offering.start()
     assert [agent.hear(Offer).call for _ in range(3)] == [3, 3, 3]
     agent.announce(group(4, rank=1, call=3))
-    offering.join(5)
+    offering.join(60)
     assert answers[0] is not None
     assert (answers[0].generation, answers[0].call) == ("7.4", 3)
 
@@ -143,8 +143,8 @@ def test_an_offer_is_repeated_until_the_worker_is_admitted(agents):
 def test_an_offer_ends_when_the_run_has_moved_past_its_call_or_its_time_is_up(agents):
     agent = agents(joining=True)
     agent.announce(group(2, rank=-1), run_call=4)
-    assert agent.session.offer(3, 5.0) is None
-    until(lambda: isinstance(agent.hear((Offer, Heartbeat)), Heartbeat), 2, "the offer's withdrawal")
+    assert agent.session.offer(3, 60.0) is None
+    until(lambda: isinstance(agent.hear((Offer, Heartbeat)), Heartbeat), what="the offer's withdrawal")
     with pytest.raises(PeerTimeout, match="did not admit this worker to its call 4 within"):
         agent.session.offer(4, 0.1)
     with pytest.raises(PeerTimeout, match="No generation after the first was announced within"):
@@ -157,7 +157,7 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
 
     def get() -> None:
         try:
-            ended.append(agent.session.get("key", 20))
+            ended.append(agent.session.get("key", 100))
         except PeerLost as error:
             ended.append(error)
 
@@ -169,7 +169,7 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
     newest(agent.session, "7.2")
     assert not ended, "a planned change: members finish their step"
     agent.announce(group(3), last_loss="7.3")
-    waiting.join(2)
+    waiting.join(60)
     assert "A member of generation 7.1 is gone; 7.3 goes on without it." in str(ended[0])
     with pytest.raises(PeerLost):
         agent.session.set("key", b"")
@@ -177,7 +177,7 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
     answering = threading.Thread(target=lambda: _refuse(agent))
     answering.start()
     with pytest.raises(PeerLost, match=r"generation 7\.3 is over") as refused:
-        agent.session.get("key", 5)
+        agent.session.get("key", 60)
     assert type(refused.value) is PeerLost, "not a timeout"
     answering.join()
 

@@ -28,15 +28,15 @@ def test_a_signal_lets_workers_commit_and_ends_with_75(launcher, number):
     run = launcher(COMMITS, workers=2)
     run.wait_for("up-0"), run.wait_for("up-1")
     run.process.send_signal(number)
-    assert run.wait(10) == 75
+    assert run.wait() == 75
     assert run.said()[0].startswith(number.name)
 
 
 def test_workers_that_do_not_stop_are_killed_after_the_grace_time(launcher):
-    run = launcher("join(); mark(f'up-{RANK}'); time.sleep(60)", workers=2, grace_s=0.3)
+    run = launcher("join(); mark(f'up-{RANK}'); time.sleep(300)", workers=2, grace_s=0.3)
     run.wait_for("up-0"), run.wait_for("up-1")
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(5) == 130
+    assert run.wait() == 130
 
 
 def test_a_script_that_does_not_speak_our_protocol_gets_the_signal_itself(launcher):
@@ -50,17 +50,17 @@ def test_a_script_that_does_not_speak_our_protocol_gets_the_signal_itself(launch
     """)
     run.wait_for("up")
     run.process.terminate()
-    assert run.wait(10) == 75
+    assert run.wait() == 75
     assert run.out == "caught\n"
 
 
 def test_a_second_signal_ends_everything_at_once(launcher):
-    run = launcher("join(); mark('up'); time.sleep(60)", grace_s=50)
+    run = launcher("join(); mark('up'); time.sleep(300)", grace_s=300)
     pid = int(run.wait_for("up"))
     run.process.terminate()
     until(run.said)
     run.process.terminate()
-    assert run.wait(3) == 143
+    assert run.wait() == 143
     assert not alive(pid)
     last = "SIGTERM again: everything here ends at once; the same command goes on from the last checkpoint"
     assert run.said()[-1] == last
@@ -87,11 +87,11 @@ def test_kill_9_of_the_launcher_leaves_no_process_socket_or_directory(launcher):
     assert len(marked) == 6, "two workers with two descendants each"
     assert len(launcher.sockets_left()) == 1
     run.process.kill()
-    until(lambda: not any(alive(process.pid) for process in before), 10, "the end of the launcher's children")
+    until(lambda: not any(alive(process.pid) for process in before), what="the end of the launcher's children")
     until(
-        lambda: not any(_belongs(process, launcher.temp) for process in psutil.process_iter()), 10, "the end of strays"
+        lambda: not any(_belongs(process, launcher.temp) for process in psutil.process_iter()), what="the end of strays"
     )
-    until(lambda: not launcher.sockets_left(), 10, "the removal of sockets")
+    until(lambda: not launcher.sockets_left(), what="the removal of sockets")
 
 
 def _belongs(process: psutil.Process, temp) -> bool:
@@ -133,8 +133,8 @@ def test_named_semaphores_of_loader_processes_do_not_outlive_a_kill_9(launcher, 
     semaphore = Path("/dev/shm", "sem." + (run.folder / "name").read_text().lstrip("/"))
     assert semaphore.exists()
     run.process.kill() if victim == "launcher" else os.kill(worker, signal.SIGKILL)
-    until(lambda: not semaphore.exists(), 10, "the removal of the semaphore")
-    until(lambda: not run.descendants(), 10, "the end of all processes")
+    until(lambda: not semaphore.exists(), what="the removal of the semaphore")
+    until(lambda: not run.descendants(), what="the end of all processes")
 
 
 def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
@@ -145,18 +145,18 @@ def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_ha
         mark(f"up-{SEAT.attempt}-{RANK}")
         if SEAT.attempt == 1:
             wait_for("coordinator-is-back")
-            assert session.get(f"before/{1 - RANK}", 10) == b"kept"
+            assert session.get(f"before/{1 - RANK}", 60) == b"kept"
             session.set(f"after/{RANK}", b"new")
-            session.get(f"after/{1 - RANK}", 10)
+            session.get(f"after/{1 - RANK}", 60)
             mark(f"met-{RANK}")
-            time.sleep(60)
+            time.sleep(300)
     """,
         workers=2,
     )
     pids = [int(run.wait_for(f"up-1-{rank}")) for rank in (0, 1)]
     old = run.coordinator()
     old.kill()
-    until(lambda: run.coordinator() != old, 5, "a new coordinator")
+    until(lambda: run.coordinator() != old, what="a new coordinator")
     (run.folder / "coordinator-is-back").touch()
     run.wait_for("met-0"), run.wait_for("met-1")
     assert all(alive(pid) for pid in pids)

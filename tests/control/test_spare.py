@@ -50,7 +50,7 @@ def told(command: click.Command, folder: Path) -> str:
 
 
 def ready(folder: Path) -> int:
-    return until(lambda: (spare := query(folder).spare) and spare.status == READY and spare.pid, 15, "a spare")
+    return until(lambda: (spare := query(folder).spare) and spare.status == READY and spare.pid, what="a spare")
 
 
 @pytest.mark.faults
@@ -63,7 +63,7 @@ def test_spares_take_over_as_far_as_they_have_come_and_others_follow_whoever_die
     assert [one.server for one in query(folder).servers] == [0], "it is no server yet"
     ordinary = _share_of(first["pid"])
     os.kill(first["pid"], signal.SIGKILL)
-    until(lambda: [one.pid for one in query(folder).servers] == [starting], 10, "the appointment")
+    until(lambda: [one.pid for one in query(folder).servers] == [starting], what="the appointment")
     (run.folder / "go").touch()
     second = run.wait("serves", 2)[1]
     assert (second["pid"], second["number"], second["times"]) == (starting, 0, 2)
@@ -79,7 +79,7 @@ def test_spares_take_over_as_far_as_they_have_come_and_others_follow_whoever_die
 
     unused = ready(folder)
     os.kill(unused, signal.SIGKILL)
-    until(lambda: query(folder).spare is None, 10, "its end")
+    until(lambda: query(folder).spare is None, what="its end")
     os.kill(waiting, signal.SIGKILL)
     last = run.wait("serves", 4)[3]
     assert (last["number"], last["times"]) == (0, 4), "without a spare, the next one is started as before"
@@ -101,7 +101,7 @@ def test_a_spare_that_nobody_needed_ends_with_the_run_and_takes_part_in_growing(
     run.wait("serves", 1)
     (run.folder / "go").touch()
     spare = ready(folder := run.run.run_dir())
-    assert re.search(rf"^spare       ready, heard \ds ago, pid {spare}$", told(status, folder), re.M)
+    assert re.search(rf"^spare       ready, heard \d+s ago, pid {spare}$", told(status, folder), re.M)
     request_scale(folder, servers=2)
     assert run.wait("serves", 2)[1]["pid"] == spare
     unused = ready(folder)
@@ -118,7 +118,7 @@ def test_a_process_is_held_back_and_let_go():
         before = _share_of(sleeper.pid)
         hold_back(sleeper.pid)
         assert _share_of(sleeper.pid) >= before
-        until(lambda: let_go(sleeper.pid), 5, "its share")
+        until(lambda: let_go(sleeper.pid), what="its share")
         assert _share_of(sleeper.pid) == before
     finally:
         sleeper.kill()

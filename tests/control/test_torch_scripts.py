@@ -33,7 +33,7 @@ def test_gloo_sums_through_the_control_store_and_no_tcp_store_listens(launcher):
     """,
         workers=2,
     )
-    assert run.wait(60) == 0, run.err
+    assert run.wait() == 0, run.err
     assert run.out == "6.0\n['127.0.0.1'] 0\n"
 
 
@@ -53,5 +53,5 @@ def test_a_script_written_for_torchrun_runs_unmodified_and_again_after_a_crash(l
     """)
     )
     run = launcher(command={"kind": "script", "target": "ddp.py", "args": []}, workers=2)
-    assert run.wait(60) == 0, run.err
+    assert run.wait() == 0, run.err
     assert run.out.splitlines()[-1] == "1 3.0 2"

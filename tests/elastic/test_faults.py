@@ -83,6 +83,20 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
     assert "an exchange between workers failed" not in run.output()
 
 
+@pytest.mark.parametrize("step", [10, 40])
+def test_what_one_worker_alone_has_not_heard_the_end_of_is_not_done_again(
+    elastic: Start, undisturbed: Any, step: int
+) -> None:
+    """With the others in the next step, and in the next thing that all do together."""
+    run = elastic(
+        {"steps": 40, "faults": [{"slot": 1, "step": step, "at": "after a barrier", "how": "lose"}]},
+        *("-n", "3", "--elastic", "1:3"),
+    )
+    assert run.wait() == undisturbed({"steps": 40})
+    check_commits(run)
+    assert run.output().count("an exchange between workers failed") == 1
+
+
 def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_missed_when_it_is_back(
     elastic: Start, undisturbed: Any
 ) -> None:

@@ -27,6 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.comm.axis import Axis
+from manyhands.errors import PeerLost
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.shared_gradients import SharedGradients
 from manyhands.parallel.shared_weights import SharedWeights
@@ -68,7 +70,20 @@ def die_late() -> None:
     die()
 
 
-HOW = {"die": die, "stop": stop, "hold": hold_the_interpreter, "spin": spin, "wait": wait, "die late": die_late}
+def lose() -> None:
+    """As on a network, where an exchange may fail for some and not for others."""
+    raise PeerLost("on request")
+
+
+HOW = {
+    "die": die,
+    "stop": stop,
+    "hold": hold_the_interpreter,
+    "spin": spin,
+    "wait": wait,
+    "die late": die_late,
+    "lose": lose,
+}
 
 
 def arm() -> None:
@@ -80,7 +95,8 @@ def arm() -> None:
 
 
 def _once(step: int, act: Callable[[], None]) -> Callable[[], None]:
-    return lambda: act() if step == STEP else None
+    left = [act]
+    return lambda: left.pop()() if step == STEP and left else None
 
 
 def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
@@ -125,6 +141,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before Gloo's sum": _before(GradientSum, "finish"),
     "after Gloo's sum": _after(GradientSum, "finish"),
     "in evaluation": _before(evaluating, "evaluate"),
+    "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
     "while comparing": _before(Checking, "_compare_parts"),
     "while telling times": _before(training, "report_pipeline"),

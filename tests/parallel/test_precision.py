@@ -38,3 +38,16 @@ def test_the_norm_is_that_of_all_gradients_together_and_sees_infinities() -> Non
 def test_clipping_shortens_long_gradients_and_leaves_short_ones_alone() -> None:
     assert clip_factor(5.0, 10.0) == clip_factor(5.0, None) == 1.0
     assert clip_factor(5.0, 1.0) == 0.2
+
+
+def test_overflows_are_hopeless_once_fifty_follow_each_other() -> None:
+    scale = LossScale()
+    for _ in range(49):
+        scale.update(overflow=True)
+    assert not scale.is_hopeless
+    scale.update(overflow=False)
+    scale.update(overflow=True)
+    assert scale.skipped == 1
+    for _ in range(49):
+        scale.update(overflow=True)
+    assert scale.is_hopeless

@@ -70,6 +70,11 @@ def test_what_all_have_the_result_of_is_not_done_again() -> None:
     assert not decide(members, 2)[2].all_done
 
 
+def test_nor_if_the_others_went_on_to_the_next_step() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2, doing="steps", division="1.1")]
+    assert decide(members, 0)[2].all_done, "an exchange may fail for one, and not for the others"
+
+
 def test_what_one_lacks_the_result_of_is_done_again_by_all() -> None:
     members = [standing(7, 2, done=True), standing(7, 2)]
     assert not decide(members, 0)[2].all_done

@@ -60,13 +60,41 @@ def test_a_script_that_exits_with_a_code_has_not_finished_its_run(tmp_path: Path
     assert (record.status, record.exit_code) == ("failed", 3)
 
 
+def run_line(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    (folder / "ask.py").write_text(f"import sys, manyhands as mh\n{line}\n")
+    return subprocess.run([sys.executable, "ask.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
-    [("mh.launch(print, object(), workers=2)", "argument 0 is a"), ("mh.Cluster(workers=0)", "nobody to run steps")],
+    [
+        ("mh.launch(print, object(), workers=2)", "argument 0 is a"),
+        ("mh.Cluster(workers=0)", "nobody to run steps"),
+        ("mh.launch(print, workers=0)", "workers is 0, but must be at least 1"),
+    ],
 )
 def test_what_is_asked_wrongly_of_processes_ends_with_2_and_the_line(tmp_path: Path, call: str, said: str) -> None:
-    (tmp_path / "ask.py").write_text(f"import manyhands as mh\n{call}\n")
-    argv = [sys.executable, "ask.py"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_line(tmp_path, call)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said in done.stderr and "asked for in: " in done.stderr
+    assert said in done.stderr and "asked for in: ask.py line 2\n" in done.stderr
+
+
+def test_settings_that_cannot_work_end_with_2_and_name_line_and_setting(tmp_path: Path) -> None:
+    done = run_line(tmp_path, 'mh.ParameterServer(mode="asynch")')
+    assert done.returncode == 2
+    assert done.stderr.startswith("SpecError: mode is 'asynch'.\n  asked for in: ask.py line 2, mh.ParameterServer\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("mh.Single(); 1 / 0", 1, "line 2, in <module>\n    mh.Single(); 1 / 0\n"),
+        ("sys.excepthook = lambda *of: print('theirs'); mh.Single(); 1 / 0", 1, ""),
+        ("mh.Single(); sys.exit(7)", 7, ""),
+    ],
+)
+def test_endings_that_are_not_ours_stay_as_they_are(tmp_path: Path, line: str, code: int, said: str) -> None:
+    done = run_line(tmp_path, line)
+    assert done.returncode == code and said in done.stderr
+    assert done.stdout == ("theirs\n" if "theirs" in line else "")
