@@ -106,6 +106,8 @@ class StageRunner:
         self._name, self._chunks, self._recompute, self._mates = schedule, chunks, recompute, mates
         self._schedules: dict[int, Schedule] = {}
         self._params = list({id(p): p for stage in self.stages for p in self._parts[stage].params.values()}.values())
+        self._pieces: list[Slice] = []
+        self._began = 0.0
         self.spans: list[Span] = []
         """The last step's operations on this rank, in seconds from its begin; waiting for others is between them.
 

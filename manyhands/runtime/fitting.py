@@ -57,7 +57,7 @@ class Fit:
             self._loop()
             self._worker.end_trial()
             steps.checking.at_end()
-            self._training.tell_layout()
+            self._regrouping.agreed(self._training.tell_layout)
             steps.save("end of fit")
         except BaseException as raised:
             error = raised

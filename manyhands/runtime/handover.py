@@ -22,6 +22,8 @@ class Stands(Protocol):
     def step(self) -> int: ...
     @property
     def has_state(self) -> bool: ...
+    @property
+    def doing(self) -> str: ...
 
 
 class Handover(NamedTuple):
@@ -34,13 +36,17 @@ class Handover(NamedTuple):
 
 
 def hand_over(standings: Sequence[Stands], formation: Formation) -> Handover | None:
-    """By rank. None: whatever the step, some part of the model is with nobody who stands there."""
+    """By rank. None: whatever the step, some part of the model is with nobody who stands there.
+
+    Or one would have to take a step back that does by now what follows it, and would go on with that.
+    """
     lines = [formation.line(rank, "data") for rank in range(len(standings))]
     for step in sorted({one.step for one in standings if one.has_state}, reverse=True):
         there = [one.has_state and one.step == step for one in standings]
         givers = [found[0] for line in lines if (found := [other for other in line if there[other]])]
         if len(givers) == len(lines):
-            return Handover(step, tuple(givers), tuple(not one for one in there))
+            is_past = any(one.has_state and one.step > step and one.doing != "steps" for one in standings)
+            return None if is_past else Handover(step, tuple(givers), tuple(not one for one in there))
     return None
 
 

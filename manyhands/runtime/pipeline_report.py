@@ -28,7 +28,7 @@ class _Row(msgspec.Struct, array_like=True):
 def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
     """Bring the stages' times of the last step together, and tell of them. By all workers of the pipeline."""
     timeline = _measured(worker.line("pipeline"), runner)
-    if not worker.is_chief or not timeline.makespan:
+    if not worker.is_chief or timeline is None:
         return
     schedule = runner.schedule(runner.microbatches)
     theory = play(schedule)
@@ -51,12 +51,17 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
     )
 
 
-def _measured(line: Axis, runner: StageRunner) -> Timeline:
-    """From the begin of whichever stage began first; ranks of one host have one clock."""
+def _measured(line: Axis, runner: StageRunner) -> Timeline | None:
+    """From the begin of whichever stage began first; ranks of one host have one clock.
+
+    None: a stage has taken no step, because its replica had no slice, or its worker was admitted after the last one.
+    """
     spans = [((op.kind, op.stage, op.microbatch), start, stop) for op, start, stop in runner.spans]
     mine = _Row(runner.began, spans, runner.most_alive)
     told = line.all_gather_bytes("times of stages", msgspec.msgpack.encode(mine))
     rows = [msgspec.msgpack.decode(data, type=_Row) for data in told]
+    if not all(row.spans for row in rows):
+        return None
     first = min(row.began for row in rows)
     aligned = tuple(
         tuple(Span(Op(*op), start + row.began - first, stop + row.began - first) for op, start, stop in row.spans)

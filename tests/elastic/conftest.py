@@ -125,12 +125,14 @@ def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
     alone = RankPool()
     alone.start(1)
 
-    def tell(asked: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in asked.items() if name in ("clip", "rows")} | {
-            "steps": asked["steps"],
+    def tell(whole: dict[str, Any]) -> dict[str, Any]:
+        asked = {name: value for name, value in whole.items() if name in ("clip", "rows")} | {
+            "steps": whole["steps"],
             "slow_s": 0,
             "commits": os.devnull,
         }
+        if "mesh" in whole:
+            asked["mesh"] = None
         key = json.dumps(asked, sort_keys=True)
         if key not in known:
             (told,) = alone(1, train, asked)

@@ -4,7 +4,8 @@
 process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory, or what is
 asked for. With "until",
 the first call of `fit` ends when the file of that name is there. With "pause", every worker waits before that step for
-the file "go on"; faults "wait" and "die late" do so where they are.
+the file "go on"; faults "wait" and "die late" do so where they are. With "mesh", such as {"data": 2, "tensor": 2}, the
+model is divided, with momentum and not to the bit.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -28,7 +32,9 @@ from manyhands.errors import PeerLost
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.shared_gradients import SharedGradients
 from manyhands.parallel.shared_weights import SharedWeights
-from manyhands.runtime import evaluating
+from manyhands.parallel.spread import Spread
+from manyhands.runtime import evaluating, training
+from manyhands.runtime.checking import Checking
 from manyhands.runtime.saving import Saver
 from manyhands.spec.load import seat
 
@@ -84,7 +90,7 @@ def arm() -> None:
     here = seat()
     slot = here.slot if here is not None else 0
     for fault in ASKED.get("faults", []):
-        if slot == fault["slot"] and not (here is not None and here.joining):
+        if slot == fault["slot"] and not (here is not None and (here.joining or here.attempt > 1)):
             PLACES[fault["at"]](_once(fault["step"], HOW[fault.get("how", "die")]))
 
 
@@ -122,7 +128,9 @@ def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
 
 IN_BACKWARD: list[Callable[[], None]] = []
 IN_FORWARD: list[Callable[[], None]] = []
+BEFORE_STEP: list[Callable[[], None]] = []
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
+    "before": BEFORE_STEP.append,
     "forward": IN_FORWARD.append,
     "backward": IN_BACKWARD.append,
     "before the sum": _before(SharedGradients, "finish"),
@@ -135,6 +143,9 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "in evaluation": _before(evaluating, "evaluate"),
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
+    "while comparing": _before(Checking, "_compare_parts"),
+    "while telling times": _before(training, "report_pipeline"),
+    "before the word between mates": _before(Spread, "agree"),
 }
 
 
@@ -163,6 +174,8 @@ class Watch:
     def before_step(self, trainer: Any, step: int) -> None:
         global STEP
         STEP = step
+        for act in BEFORE_STEP:
+            act()
         if step == ASKED.get("pause"):
             wait()
 
@@ -203,6 +216,12 @@ def data() -> tuple[Tensor, Tensor]:
     return x, (x[:, :4] + 0.3 * torch.randn(640, 4, generator=generator)).argmax(1)
 
 
+def saved_weights(trainer: mh.Trainer) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(path := Path(folder) / "model.safetensors")
+        return {name: one.flatten().tolist() for name, one in load_file(path).items()} if trainer.is_chief else {}
+
+
 def digest(trained: nn.Module) -> str:
     found = hashlib.sha256()
     for value in trained.state_dict().values():
@@ -211,15 +230,21 @@ def digest(trained: nn.Module) -> str:
     return found.hexdigest()
 
 
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
 def train(asked: dict[str, Any]) -> dict[str, Any]:
     """Two calls of `fit` and of `evaluate`; the weights in the end, and what each call told."""
     ASKED.clear()
     ASKED.update(asked)
+    mesh, divided = ASKED.get("mesh"), "mesh" in ASKED
     trainer = mh.Trainer(
         WithRows if ASKED.get("rows") else model,
         loss,
-        lambda params: torch.optim.AdamW(params, lr=2e-3),
-        exact=True,
+        momentum if divided else lambda params: torch.optim.AdamW(params, lr=2e-3),
+        strategy=mh.Mesh(**mesh) if mesh else None,
+        exact=not divided,
         slices=8,
         seed=3,
         clip_norm=ASKED.get("clip"),
@@ -233,7 +258,8 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     between = trainer.evaluate(data())
     second = trainer.fit(data(), steps=20, batch_size=64, checkpoint=keep)
     after = trainer.evaluate(data())
-    return {"digest": digest(trainer.model), "reached": reached, "told": [list(first), between, list(second), after]}
+    end = {"weights": saved_weights(trainer)} if divided else {"digest": digest(trainer.model)}
+    return {**end, "reached": reached, "told": [list(first), between, list(second), after]}
 
 
 if __name__ == "__main__":

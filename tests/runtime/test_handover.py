@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.comm.mesh import Formation, Grid, by_slots
 from manyhands.runtime.handover import hand_over, words
-from manyhands.runtime.standings import Standing
+from manyhands.runtime.standings import Doing, Standing
 
 REPLICA = Grid(pipeline=2)
 
@@ -17,8 +17,8 @@ def formed(*slots: int) -> Formation:
     return found
 
 
-def at(step: int | None) -> Standing:
-    return Standing(call=1, step=step or 0, operation=0, doing="steps", done=False, has_state=step is not None)
+def at(step: int | None, doing: Doing = "steps") -> Standing:
+    return Standing(call=1, step=step or 0, operation=0, doing=doing, done=False, has_state=step is not None)
 
 
 def test_a_newcomer_gets_its_part_from_the_other_replica() -> None:
@@ -39,6 +39,14 @@ def test_a_step_that_some_part_of_the_model_has_not_taken_is_taken_back() -> Non
     found = hand_over([at(7), at(6), at(6), at(6)], formed(0, 1, 2, 3))
     assert found is not None and found.step == 6
     assert found.takes == (True, False, False, False) and found.givers[0] == 2
+
+
+@pytest.mark.parametrize("doing", ["an evaluation", "something else"])
+def test_a_step_is_not_taken_back_by_one_that_does_what_follows_it(doing: Doing) -> None:
+    """It would do that with the state of the step before, while the others take the step."""
+    assert hand_over([at(7, doing), at(6), at(6), at(6)], formed(0, 1, 2, 3)) is None
+    behind = hand_over([at(7, doing), at(7, doing), at(6), at(6)], formed(0, 1, 2, 3))
+    assert behind is not None and behind.step == 7, "whoever is behind gets there"
 
 
 @pytest.mark.parametrize(
