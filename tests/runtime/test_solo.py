@@ -30,7 +30,7 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     argv = ["sh", "-c", command]  # what people paste goes through a shell; the command holds names of ours only
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_what_cannot_work_names_the_line_of_the_script(tmp_path: Path) -> None:
@@ -67,6 +67,6 @@ def test_a_script_that_exits_with_a_code_has_not_finished_its_run(tmp_path: Path
 def test_what_is_asked_wrongly_of_processes_ends_with_2_and_the_line(tmp_path: Path, call: str, said: str) -> None:
     (tmp_path / "ask.py").write_text(f"import manyhands as mh\n{call}\n")
     argv = [sys.executable, "ask.py"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert said in done.stderr and "asked for in: " in done.stderr
