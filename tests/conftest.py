@@ -75,7 +75,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it with the first optimizer
     assert not changed, f"environment variables changed: {sorted(changed)}"
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         processes = {child for child in _children() - children if child.pid not in _pool.pids()}
         left = [t.name for t in threading.enumerate() if t.ident not in threads and _is_ours(t)]

@@ -41,6 +41,6 @@ def _by_proc(pids: set[int]) -> set[str]:
 def _by_ss(pids: set[int]) -> set[str]:
     if shutil.which("ss") is None:
         return set()
-    asked = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True, timeout=10)
+    asked = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True, timeout=60)
     lines = [(line.split()[3], re.findall(r"\bpid=(\d+)", line)) for line in asked.stdout.splitlines()]
     return {address.replace("[", "").replace("]", "") for address, owners in lines if pids & set(map(int, owners))}

@@ -27,6 +27,8 @@ MAX_WAITING = 10_000
 FLUSH_S = 2.0
 RETRY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
+# How long the import of tensorboard may take; on a busy machine that is many times what a disk takes.
+IMPORT_TIMEOUT_S = 60.0
 
 
 class TensorBoardHook:
@@ -50,12 +52,13 @@ class TensorBoardHook:
         self._log_dir, self._every = log_dir, every
         self._last_step = 0
         self._writer: _Writer | None = None
+        self._dropped_before = 0
         self._warned = False
 
     @property
     def dropped(self) -> int:
         """Values that could not be written."""
-        return self._writer.dropped if self._writer else 0
+        return self._dropped_before + (self._writer.dropped if self._writer else 0)
 
     def begin(self, trainer: Any) -> None:
         if self._writer is None:  # the first fit of the run; later ones write on
@@ -78,7 +81,7 @@ class TensorBoardHook:
         if self._writer is not None:
             self._writer.close(CLOSE_TIMEOUT_S)
             self._warn_once()
-            self._writer = None
+            self._dropped_before, self._writer = self.dropped, None
 
     def state(self) -> dict[str, int]:
         return {"last_step": self._last_step}
@@ -123,6 +126,8 @@ class _Writer:
         self._waiting: queue.Queue[_Values | None] = queue.Queue(MAX_WAITING)
         self._file: _EventFile | None = None
         self._retry_at = 0.0
+        self._imported = threading.Event()
+        self._writing = False
         self._thread = threading.Thread(target=self._work, name="manyhands-tensorboard", daemon=True)
         self._thread.start()
 
@@ -133,18 +138,36 @@ class _Writer:
             self._lose("the disk is too slow")
 
     def close(self, timeout_s: float) -> None:
+        """Write what waits, or give up `timeout_s` after tensorboard is imported; what then remains is lost."""
+        self._imported.wait(IMPORT_TIMEOUT_S)
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._give_up(f"not written within {timeout_s:g} s of the end")
+
+    def _give_up(self, reason: str) -> None:
+        if self._writing:
+            self._lose(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if self._waiting.get_nowait() is not None:
+                    self._lose(reason)
+        self._waiting.put(None)
 
     def _work(self) -> None:
+        with contextlib.suppress(Exception):  # which the first value will meet, and tell of
+            _tensorboard()
+        self._imported.set()
         while (item := self._waiting.get()) is not None:
+            self._writing = True
             try:
                 self._write(item)
             except Exception as error:  # whatever it is, training has nothing to do with it
                 self._lose(f"{type(error).__name__}: {error}")
                 self._close_file()
                 self._retry_at = time.monotonic() + RETRY_S
+            self._writing = False
         self._close_file()
 
     def _write(self, item: _Values) -> None:
@@ -169,16 +192,21 @@ class _Writer:
                 file.close()
 
 
+def _tensorboard() -> tuple[Any, Any, Any, Callable[[str, float], Any]]:
+    """What writes its files. Importing takes a second or more: better in the writer's thread than in the loop."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.summary.writer.record_writer import RecordWriter
+    from torch.utils.tensorboard.summary import scalar
+
+    return Event, SessionLog, RecordWriter, cast(Callable[[str, float], Any], scalar)
+
+
 class _EventFile:
     """One file in TensorBoard's format. Its own writer has a thread that blocks, and dies with a traceback."""
 
     def __init__(self, log_dir: Path, purge_step: int | None) -> None:
-        # Importing takes a second or more: better here, in the writer's thread, than in the loop.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import scalar
-
-        self._event, self._scalar = Event, cast(Callable[[str, float], Any], scalar)
+        Event, SessionLog, RecordWriter, self._scalar = _tensorboard()  # noqa: N806
+        self._event = Event
         log_dir.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a directory in the order of their names.
         name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"

@@ -62,7 +62,7 @@ class PoolSession:
             offset, fd = self._memory.allot(name, num_bytes, ranks), self._memory.fd
             self.set(key, f"{os.getpid()} {fd} {offset}".encode())
             return Segment(fd, num_bytes, offset)
-        pid, number, offset = map(int, self.get(key, timeout_s=30.0).split())
+        pid, number, offset = map(int, self.get(key, timeout_s=100.0).split())
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         try:
             return Segment(fd, num_bytes, offset)

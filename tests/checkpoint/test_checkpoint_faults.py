@@ -94,7 +94,7 @@ def test_an_input_output_error_of_the_kernel_fails_the_save_and_nothing_else(tmp
     inject = ["strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO:when=2"]
     done = subprocess.run(
         [*inject, "-o", os.devnull, sys.executable, "-c", script, str(tmp_path)],
-        cwd=HERE, capture_output=True, text=True, timeout=60,
+        cwd=HERE, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     if "ptrace" in done.stderr or "seccomp" in done.stderr:
         pytest.skip(f"CHECK 22 NOT RUN with real system calls: strace may not trace here: {done.stderr.strip()}")
@@ -110,7 +110,7 @@ def test_a_writer_killed_at_any_point_leaves_the_old_checkpoint_or_a_whole_new_o
         shutil.copytree(tmp_path / "old", tmp_path / f"root-{n}")
     # One process that has torch loaded forks a writer for each point and waits for it to die.
     done = subprocess.run(
-        [sys.executable, HERE / "killed_writers.py", tmp_path], cwd=HERE, capture_output=True, text=True, timeout=60
+        [sys.executable, HERE / "killed_writers.py", tmp_path], cwd=HERE, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     survivors = {int(line) for line in done.stdout.split()}

@@ -58,7 +58,7 @@ def test_whoever_sees_a_result_may_save_again_at_once(tmp_path):
     hand = writer(tmp_path, keep_last=1)
     for step in range(1, 20):
         hand.save(snapshot(step), wait=False)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (results := hand.poll()) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert results[0].path is not None, results

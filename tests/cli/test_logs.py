@@ -93,7 +93,7 @@ def test_on_a_terminal_no_worker_can_move_the_cursor_of_the_merged_view(run):
     run.write(1, 0, "out", b"\r 3%|###\x1b[2J\x1b]0;title\x07\tend\r\n")
     read_end, terminal = os.openpty()
     command = [sys.executable, "-m", "manyhands.cli.main", "logs", str(run.path)]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=terminal, check=True, timeout=30)
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=terminal, check=True, timeout=100)
     os.close(terminal)
     seen = os.read(read_end, 4096)
     os.close(read_end)

@@ -45,9 +45,9 @@ def test_functions_that_workers_cannot_find_are_refused_with_the_reason():
 def test_a_function_of_a_prompt_is_refused_and_one_of_a_script_is_found_by_path(tmp_path):
     code = "from manyhands.runtime.call import call_target\ndef f(): pass\nprint(call_target(f))\n"
     (tmp_path / "script.py").write_text(code)
-    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=30)
+    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=100)
     assert found.stdout.strip() == f"{tmp_path.resolve()}/script.py:f"
-    prompt = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    prompt = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "a notebook cell's or a prompt's" in prompt.stderr
 
 
@@ -72,7 +72,7 @@ become_launcher(resolved)
 
 
 def test_a_prompt_cannot_become_a_launcher():
-    done = subprocess.run([sys.executable, "-c", BECOMES], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", BECOMES], capture_output=True, text=True, timeout=100)
     assert "no script for workers to run" in done.stderr
 
 
@@ -81,7 +81,7 @@ def test_under_torchrun_the_script_says_what_to_type(tmp_path):
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}
     environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     words = [sys.executable, tmp_path / "train.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, env=environ)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environ)
     assert "started by torchrun" in done.stderr
     assert "mh run with the same flags" in done.stderr
 

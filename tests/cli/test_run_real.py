@@ -68,11 +68,11 @@ def mh(start):
 
 
 def ended(child: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=100)
     return child.returncode, out, err
 
 
-def wait_until(ready, child: subprocess.Popen, timeout_s: float = 15.0) -> None:
+def wait_until(ready, child: subprocess.Popen, timeout_s: float = 100.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline
@@ -211,20 +211,26 @@ def test_another_host_joins_by_the_join_file(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_ps_task_ends_with_the_only_worker(start, tmp_path):
-    # Long enough for the other task, which looks twice a second, to see it.
-    (tmp_path / "train.py").write_text(RANK + "import time; time.sleep(1.5)")
+    (tmp_path / "train.py").write_text(RANK + "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
     worker, ps = (f"127.0.0.1:{port}" for port in free_ports(2))
 
     def task(kind: str, code: str) -> subprocess.Popen:
         config = {"cluster": {"worker": [worker], "ps": [ps]}, "task": {"type": kind, "index": 0}}
         return start("-c", code, "run", "-n", "1", "--ui=none", "train.py", TF_CONFIG=json.dumps(config))
 
-    quick = "from manyhands.runtime import launch; launch.wait_for_end.__kwdefaults__['gone_after_s'] = 1.0\n"
+    quick = """
+from manyhands.runtime import launch
+launch.wait_for_end.__kwdefaults__["gone_after_s"] = 1.0
+answers = launch._answers
+launch._answers = lambda address: answers(address) and not open("seen", "w").close()
+"""
     plain = "from manyhands.cli.main import main; main()"
     waiting = task("ps", quick + plain)
-    code, out, err = ended(task("worker", plain))
+    training = task("worker", plain)
+    wait_until((tmp_path / "seen").exists, waiting)
+    (tmp_path / "go").touch()
+    code, out, err = ended(training)
     assert (code, out) == (0, "hello from 0\n"), err
-    assert waiting.poll() is None
     assert ended(waiting)[0] == 0
 
 
@@ -238,7 +244,7 @@ def test_a_join_file_that_is_none_is_refused(mh, tmp_path):
 
 
 def test_stop_ends_a_live_run_and_refuses_one_that_is_over(mh, start, tmp_path):
-    (tmp_path / "train.py").write_text("import time\nopen('up', 'w')\ntime.sleep(60)\n")
+    (tmp_path / "train.py").write_text("import time\nopen('up', 'w')\ntime.sleep(300)\n")
     words = ("-m", "manyhands.cli.main", "run", "-n", "1", "--grace", "1", "--ui=none", "--run-dir", "r", "train.py")
     run = start(*words)
     wait_until((tmp_path / "up").exists, run)

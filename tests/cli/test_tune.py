@@ -12,7 +12,6 @@ import pytest
 
 from manyhands.cli.main import cli
 from manyhands.errors import SpecError, UsageError
-from manyhands.runtime.trials import GONE_AFTER_S
 from manyhands.spec.config_file import with_settings, write_settings
 from manyhands.spec.load import resolve
 
@@ -31,7 +30,7 @@ assert place.flags["run.run_dir"] == str(session.run_dir) and "manyhands-tune-" 
 if "fail" in sys.argv:
     raise RuntimeError("no such data")
 if "hang" in sys.argv:
-    time.sleep(60)
+    time.sleep(300)
 if "quit" in sys.argv:
     sys.exit(print("nothing to train", file=sys.stderr))
 if "fail-at-2" in sys.argv and place.world_size == 2:
@@ -64,12 +63,21 @@ def folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "temporary", "run.toml"}
 
 
+# A launcher that would have to be killed takes longer than the tests wait.
+TUNE = """
+from manyhands.cli.main import main
+from manyhands.runtime import trials
+trials.GONE_AFTER_S = 300.0
+main()
+"""
+
+
 def start(folder: Path, *words: str) -> subprocess.Popen:
     hidden = ("MANYHANDS_", "PET_", "TF_CONFIG")
     environ = {name: text for name, text in os.environ.items() if not name.startswith(hidden)}
     paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder / "temporary")}
     return subprocess.Popen(
-        [sys.executable, "-m", "manyhands.cli.main", "tune", *words],
+        [sys.executable, "-c", TUNE, "tune", *words],
         cwd=folder, env={**environ, **paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -77,7 +85,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen:
 def tune(folder: Path, *words: str) -> tuple[int, str, str]:
     child = start(folder, *words)
     try:
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=100)
     finally:
         child.kill()
         child.communicate()
@@ -125,10 +133,8 @@ def test_a_training_that_ends_by_itself_is_measured_by_the_steps_it_has(folder):
 
 
 def test_a_trial_with_more_to_tell_than_is_read_ends_at_once(folder):
-    began = time.monotonic()
     code, _, err = tune(folder, "-n", "1", *QUICK, "--allocator", "keep", "train.py", "flood")
     assert code == 0, err
-    assert time.monotonic() - began < GONE_AFTER_S, "its launcher had to be killed"
 
 
 def test_a_script_that_fails_is_reported_with_its_error(folder):
@@ -139,12 +145,10 @@ def test_a_script_that_fails_is_reported_with_its_error(folder):
 
 
 def test_a_script_that_never_steps_is_given_up(folder):
-    began = time.monotonic()
     code, _, err = tune(folder, *QUICK, "--wait", "1", "train.py", "hang")
     assert code == 1
     assert "The script cannot be measured: no step within 1 s." in err
     assert "  try: --wait 2" in err
-    assert time.monotonic() - began < 30
 
 
 def test_a_script_that_ends_without_a_step_is_reported_with_its_last_words(folder):
@@ -154,14 +158,14 @@ def test_a_script_that_ends_without_a_step_is_reported_with_its_last_words(folde
 
 
 def test_a_signal_ends_the_trial_and_leaves_nothing(folder):
-    child = start(folder, *QUICK, "--wait", "40", "train.py", "hang")
+    child = start(folder, *QUICK, "--wait", "200", "train.py", "hang")
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while not list((folder / "temporary").glob("manyhands-tune-*/run/run.json")):
             assert time.monotonic() < deadline and child.poll() is None
             time.sleep(0.05)
         child.send_signal(signal.SIGTERM)
-        child.communicate(timeout=25)
+        child.communicate(timeout=100)
     finally:
         child.kill()
         child.communicate()

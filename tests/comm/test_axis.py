@@ -17,7 +17,7 @@ def call_in_different_names(store: str) -> str:
 
     rank = _seated.get()[0].seat.rank
     device = torch.device("cpu")
-    axis = connect(FileStore(store, 3), rank, 3, address="127.0.0.1", device=device, timeout_s=20)
+    axis = connect(FileStore(store, 3), rank, 3, address="127.0.0.1", device=device, timeout_s=60)
     assert axis.all_gather_bytes("the same", b"x" * rank) == [b"", b"x", b"xx"]
     try:
         axis.all_gather_bytes("reduce" if rank == 1 else "mean", b"some data")

@@ -27,7 +27,7 @@ def sums(dtype: torch.dtype) -> list[Tensor]:
     session = _seated.get()[0]
     rank, size = session.seat.rank, session.seat.world_size
     memory = session.shared_memory
-    axis = connect_plane(lambda n: memory("sums", n, size), rank, size, timeout_s=20, missing=lambda: "")
+    axis = connect_plane(lambda n: memory("sums", n, size), rank, size, timeout_s=60, missing=lambda: "")
     found = [contribution(rank, count, dtype) for count in SIZES]
     for tensor in found:
         axis.sum_start(tensor, "a sum").wait()

@@ -48,7 +48,7 @@ def value(rank: int, size: int) -> Any:
 
 def exchange() -> list[Any]:
     """Both send all, before either receives any; received in another order than sent."""
-    values, session = opened(timeout_s=20)
+    values, session = opened(timeout_s=60)
     other = 1 - values.rank
     for tag, size in enumerate(SIZES):
         values.send(value(values.rank, size), other, tag, f"value {tag}")
@@ -68,7 +68,7 @@ def test_values_arrive_as_they_were_sent_in_rings_that_they_outgrow(ranks: RankP
 
 def stream(count: int) -> list[int]:
     """Many small ones, more than the table has entries for; then one at a time, there and back."""
-    values, session = opened(timeout_s=20)
+    values, session = opened(timeout_s=60)
     first = values.rank == 0
     found = []
     if first:
@@ -95,7 +95,7 @@ def test_messages_come_in_order_and_rings_are_used_round_and_round(ranks: RankPo
 
 
 def changed_after_sending() -> list[float]:
-    values, session = opened(timeout_s=20)
+    values, session = opened(timeout_s=60)
     found = []
     if values.rank == 0:
         sent = torch.ones(5)
@@ -132,9 +132,9 @@ def be_lost() -> str:
     values, session = opened(segments, ranks=[4, 6], here=[4, 5, 6], timeout_s=60)
     if values.rank == 1:
         values.send("here", 0, 0, "the first")
-        session.get("waiting", 20)
+        session.get("waiting", 60)
         library.abort_plane(segments[0].address, 2, 1)
-        session.get("done", 20)
+        session.get("done", 60)
         return ""
     first = values.receive(1, 0, "the first")
     session.set("waiting", b"1")

@@ -30,7 +30,7 @@ def exchange(store: str) -> list[Any]:
     session, _ = _seated.get()
     rank = session.seat.rank
     device = torch.device("cpu")
-    values = Values(connect(FileStore(store, 2), rank, 2, address="127.0.0.1", device=device, timeout_s=20))
+    values = Values(connect(FileStore(store, 2), rank, 2, address="127.0.0.1", device=device, timeout_s=60))
     for tag, size in enumerate(SIZES):
         values.send(value(rank, size), 1 - rank, tag, f"value {tag}")
     values.expect(1 - rank, 3, "value 3")
@@ -40,7 +40,7 @@ def exchange(store: str) -> list[Any]:
 
 
 def test_values_arrive_as_they_were_sent_whatever_their_size(ranks: RankPool, tmp_path: Path) -> None:
-    for rank, found in enumerate(ranks(2, exchange, str(tmp_path / "store"), deadline_s=110.0)):
+    for rank, found in enumerate(ranks(2, exchange, str(tmp_path / "store"))):
         for size, got in zip(SIZES, found, strict=True):
             sent = value(1 - rank, size)
             assert got.pop("name") == sent.pop("name")

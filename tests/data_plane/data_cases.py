@@ -87,7 +87,7 @@ class ThreadExchange:
     """An exchange between threads of one process; each call is a barrier, and names must agree."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._barrier = threading.Barrier(world_size, timeout=60)
         self._slots: list[tuple[str, bytes]] = [("", b"")] * world_size
         self.calls: list[str] = []
 

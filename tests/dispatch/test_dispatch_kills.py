@@ -117,7 +117,7 @@ with mh.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluster:
         guards = [found for found in psutil.Process(parent.pid).children() if str(directory) in found.cmdline()]
         assert directory.is_dir() and len(processes) == 2 and len(guards) == 1
         parent.kill()
-    assert psutil.wait_procs([*processes, *guards], timeout=30)[1] == []
+    assert psutil.wait_procs([*processes, *guards], timeout=60)[1] == []
     assert not directory.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,18 @@ class Slow:
         time.sleep(self._pause_s)
 
 
+class Held:
+    """Waits before `step` until the file is gone, or the run is to stop: until then the run cannot have ended."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self._step, self._file = step, file
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        session = trainer._run.worker.session
+        while step == self._step and self._file.exists() and session.stop_requested is None:
+            time.sleep(0.01)
+
+
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -32,6 +45,8 @@ def main() -> None:
     parser.add_argument("--strategy", default="mirrored")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--hold", type=int, default=0)
+    parser.add_argument("--while-there", type=Path, default=Path())
     parser.add_argument("--every-steps", type=int, default=5)
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(3)
@@ -45,7 +60,7 @@ def main() -> None:
         strategy=options.strategy,
         slices=4,
         exact=True,
-        hooks=[Slow(options.pause)],
+        hooks=[Slow(options.pause), Held(options.hold, options.while_there)],
     )
     checkpoint = mh.Checkpoints(every_steps=options.every_steps)
     trainer.fit(data, steps=options.steps, batch_size=24, checkpoint=checkpoint)

@@ -29,7 +29,7 @@ def start(folder: Path, name: str, workers: int, *flags: str) -> subprocess.Pope
 
 
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     found = re.search(r"weights (\w+)", out)
     assert found, out
@@ -42,7 +42,7 @@ def events(folder: Path, name: str) -> list[Event]:
 
 
 def wait_for_division(folder: Path, name: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not any(isinstance(event, Divided) for event in events(folder, name)):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("broken_training.py")
 
 def run(folder: Path, *words: str, fault: str = "none", after: int = 7) -> tuple[int, str, str]:
     command = [*MH, "run", "--run-dir", "run", *words, str(SCRIPT), fault, str(after)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     found = re.search(r"weights (\w+)", done.stdout)
     return done.returncode, found.group(1) if found else "", done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -51,14 +50,24 @@ trainer.fit(torch.ones(96, 64), steps=8, batch_size=24)
 @pytest.mark.parametrize("reducer", [pytest.param("bf16", marks=pytest.mark.long), "int8"])
 def test_a_worker_killed_in_the_middle_of_a_coded_exchange_is_named_soon(tmp_path: Path, reducer: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = ("--reducer", reducer, "--bucket-bytes", "65536", "--max-restarts", "0", "--run-dir", "run")
-    began = time.monotonic()
+    # No survivor waits for the whole timeout, which is longer than this test does.
+    options = (
+        "--timeout",
+        "300",
+        "--reducer",
+        reducer,
+        "--bucket-bytes",
+        "65536",
+        "--max-restarts",
+        "0",
+        "--run-dir",
+        "run",
+    )
     done = subprocess.run(
-        [*MH, "run", "-n", "3", *options, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*MH, "run", "-n", "3", *options, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 4, done.stderr
     assert re.search(r"first failure +rank 1 on .*SIGKILL", done.stderr), done.stderr
     assert re.search(r"Rank [02] lost a peer in 'gradients of step 3", done.stderr), "where the others were"
-    assert time.monotonic() - began < 30, "no survivor waits for the whole timeout"
     left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     assert not left, left

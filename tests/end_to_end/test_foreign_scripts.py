@@ -32,7 +32,7 @@ def mh_run(tmp_path: Path) -> Any:
             env={**clean, "PYTHONPATH": str(Path(manyhands.__file__).parents[1])},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr

@@ -28,21 +28,30 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """One `mh run` of the small training, in the directory `name`."""
+    """One `mh run` of the small training, in the directory `name`; it does not begin step `hold` before `let_go`."""
 
-    def __init__(self, folder: Path, name: str, workers: int, *words: str, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, name: str, workers: int, *words: str, flags: tuple[str, ...] = (), hold: int = 0
+    ) -> None:
         self.run_dir = folder / name
+        self._hold = folder / f"{name}.hold"
+        if hold:
+            self._hold.touch()
+            words += ("--hold", str(hold), "--while-there", str(self._hold))
         self._process = subprocess.Popen(
             [*MH, "run", "-n", str(workers), "--run-dir", name, *flags, str(SCRIPT), *words],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.pid = self._process.pid
 
+    def let_go(self) -> None:
+        self._hold.unlink()
+
     def events(self, kind: type[Event]) -> list[Event]:
         path = self.run_dir / "events" / "chief.jsonl"
         return [event for event in read_events(path) if isinstance(event, kind)] if path.exists() else []
 
-    def wait_for_step(self, step: int, deadline_s: float = 30.0) -> None:
+    def wait_for_step(self, step: int, deadline_s: float = 100.0) -> None:
         deadline = time.monotonic() + deadline_s
         while not any(event.step >= step for event in self.events(StepDone)):
             assert time.monotonic() < deadline, f"step {step} was not reached"
@@ -53,7 +62,7 @@ class Job:
         children = psutil.Process(self.pid).children(recursive=True)
         return sorted((p for p in children if "manyhands.runtime.bootstrap" in p.cmdline()), key=lambda p: p.pid)
 
-    def end(self, deadline_s: float = 60.0) -> tuple[int, str, str]:
+    def end(self, deadline_s: float = 100.0) -> tuple[int, str, str]:
         out, err = self._process.communicate(timeout=deadline_s)
         return self._process.returncode, out, err
 
@@ -76,22 +85,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, once: Any) -> str:
 
 @pytest.mark.faults
 def test_a_worker_killed_mid_run_changes_nothing_in_the_result(tmp_path: Path, undisturbed: str) -> None:
-    job = Job(tmp_path, "killed", 2, "--pause", "0.05")
+    job = Job(tmp_path, "killed", 2, "--pause", "0.05", flags=("--timeout", "300"), hold=12)
     job.wait_for_step(7)
     victim = job.workers()[-1]
-    started = time.monotonic()
     victim.send_signal(signal.SIGKILL)
+    job.let_go()
     code, out, err = job.end()
     assert code == 0, err
     assert digest(out) == undisturbed
     [resumed] = [event.step for event in job.events(Resumed)]
     assert resumed in (5, 10), "the last checkpoint before the kill, whichever step that came at"
     assert "SIGKILL" in err and f"restarting from step {resumed}" in err
-    assert time.monotonic() - started < 30
 
 
 def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tmp_path: Path, undisturbed: str) -> None:
-    job = Job(tmp_path, "stopped", 2, "--pause", "0.05")
+    job = Job(tmp_path, "stopped", 2, hold=8)
     job.wait_for_step(3)
     os.kill(job.pid, signal.SIGTERM)
     code, out, err = job.end()
@@ -108,11 +116,12 @@ def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tm
 
 
 def test_a_directory_in_use_or_finished_ends_with_2_and_overwrite_starts_over(tmp_path: Path, undisturbed: str) -> None:
-    job = Job(tmp_path, "busy", 1, "--pause", "0.1")
+    job = Job(tmp_path, "busy", 1, hold=2)
     job.wait_for_step(1)
     code, _, err = Job(tmp_path, "busy", 1).end()
     assert code == 2
     assert f"pid {job.pid}" in err
+    job.let_go()
     assert job.end()[0] == 0
     code, _, err = Job(tmp_path, "busy", 1).end()
     assert code == 2
@@ -135,11 +144,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.faults
 def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(small_disk: Path, undisturbed: str) -> None:
-    job = Job(small_disk, "full", 2, "--pause", "0.05", "--every-steps", "2")
+    job = Job(small_disk, "full", 2, "--every-steps", "2", hold=8)
     job.wait_for_step(1)
     with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:
         while True:
             ballast.write(bytes(1024))
+    job.let_go()
     code, out, err = job.end()
     assert code == 0, err
     assert digest(out) == undisturbed

@@ -44,7 +44,7 @@ def ended(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: text for name, text in os.environ.items() if not name.startswith("MANYHANDS_")}
     return subprocess.run(
-        [sys.executable, *command, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, *command, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
     )
 
 

@@ -56,7 +56,7 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
     (folder / "temporary").mkdir()
     environ = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, *words, "train.py"]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
 
 
 def left_in(folder: Path) -> set[str]:

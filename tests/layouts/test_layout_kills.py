@@ -43,7 +43,7 @@ def test_a_killed_worker_is_named_and_changes_nothing_in_the_result(
     workers = LAYOUTS[layout].workers
     command = [*MH, "run", "-n", str(workers), "--run-dir", "run", SCRIPT]
     ended = subprocess.run(
-        [*command, layout, "model.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=150
+        [*command, layout, "model.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert ended.returncode == 0, ended.stderr
     assert f"rank {workers - 1}" in ended.stderr and "SIGKILL" in ended.stderr
@@ -64,7 +64,7 @@ def elastic(folder: Path, bounds: str, *words: str, second_host: bool = False) -
             joined = subprocess.Popen(
                 [*MH, "agent", "--join", "join", "-n", "2"], cwd=folder, stderr=subprocess.DEVNULL
             )
-        _, told = run.communicate(timeout=150)
+        _, told = run.communicate(timeout=200)
     finally:
         for process in [run] if joined is None else [run, joined]:
             process.kill()
@@ -73,7 +73,7 @@ def elastic(folder: Path, bounds: str, *words: str, second_host: bool = False) -
     return told
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"

@@ -67,7 +67,7 @@ class Ranks:
             pass
         self._lines[rank].close()
 
-    def open(self, world: int, area_bytes: int, timeout_s: float = 10.0) -> None:
+    def open(self, world: int, area_bytes: int, timeout_s: float = 60.0) -> None:
         """A fresh plane of the first `world` processes."""
         os.pwrite(self.memory.fd, bytes(Plane.num_bytes(world, area_bytes)), 0)
         told = {"op": "open", "world": world, "area_bytes": area_bytes, "timeout_s": timeout_s}
@@ -86,7 +86,7 @@ class Ranks:
         """A rank that comes to a meeting writes so at the start of the segment."""
         before = os.pread(self.memory.fd, 4096, 0)
         self.tell(rank, told)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while os.pread(self.memory.fd, 4096, 0) == before:
             assert time.monotonic() < deadline, "it never arrived"
             time.sleep(0.001)
@@ -99,7 +99,7 @@ class Ranks:
         for line in self._lines:
             line.close()  # a rank whose line ends, ends
         self._control.close()
-        self._source.wait(timeout=10)
+        self._source.wait(timeout=60)
         self.segment.close()
         self.memory.close()
 
@@ -195,7 +195,7 @@ def assert_rank_1_is_missed(warm: Ranks, told: dict[str, Any]) -> None:
     for rank in (0, 2):
         warm.tell(rank, told)
     errors = [warm.hear(rank)["error"] for rank in (0, 2)]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert any("PeerTimeout" in error and "rank 1" in error for error in errors)
     assert all("PeerTimeout" in error or "PeerLost" in error for error in errors)
 
@@ -244,7 +244,7 @@ def test_an_abort_wakes_those_who_wait_and_those_who_come_later(warm: Ranks) -> 
     plane.abort(1)
     assert "PeerLost: Rank 0 was in 'meet' when rank 1 was lost" in warm.hear(0)["error"]
     assert "PeerLost" in warm.call([{"op": "meet"}])[0]["error"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_meeting_that_took_place_counts_for_those_who_look_later(warm: Ranks) -> None:
@@ -289,7 +289,7 @@ def test_a_rank_that_posts_no_more_is_named_and_one_that_is_lost_wakes_who_waits
     warm.tell(0, waiting)
     Plane(warm.segment, 2, 3, area_bytes=4096).abort(1)
     assert "PeerLost: Rank 0 was in 'posts' when rank 1 was lost" in warm.hear(0)["error"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_memory_that_is_not_there_is_an_error_to_everybody_who_asks_for_it() -> None:
@@ -321,7 +321,7 @@ def test_a_build_with_sanitizers_finds_nothing(tmp_path: Path) -> None:
     flags = ["-std=c11", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-I", str(SOURCES)]
     core = [str(path) for path in SOURCES.glob("*.c") if not path.stem.endswith("module")]
     files = [str(Path(__file__).with_name(name)) for name in ("sanitized.c", "sanitized_rows.c")] + core
-    subprocess.run(["gcc", *flags, "-o", str(binary), *files, "-lm"], check=True, timeout=60)
-    ran = subprocess.run([str(binary)], capture_output=True, text=True, timeout=60)
+    subprocess.run(["gcc", *flags, "-o", str(binary), *files, "-lm"], check=True, timeout=200)
+    ran = subprocess.run([str(binary)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "ok\n"

@@ -73,7 +73,7 @@ def rank(number: int, memory: HostMemory, say: int) -> None:
     params = parameters()
     optimizer = torch.optim.AdamW(params, lr=0.01)
     segment = Segment(memory.fd, Plane.num_bytes(2), memory.allot("plane", Plane.num_bytes(2), 2))
-    plane = Plane(segment, number, 2, timeout_s=20)
+    plane = Plane(segment, number, 2, timeout_s=60)
 
     def ask(name: str, num_bytes: int) -> Segment:
         return Segment(memory.fd, num_bytes, OFFSETS[name])

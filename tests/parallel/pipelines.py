@@ -29,7 +29,7 @@ def axis_of(store: str, world: int) -> Axis:
         return Axis(0, 1)
     session, _ = _seated.get()
     device = torch.device("cpu")
-    return connect(FileStore(store, world), session.seat.rank, world, address="127.0.0.1", device=device, timeout_s=30)
+    return connect(FileStore(store, world), session.seat.rank, world, address="127.0.0.1", device=device, timeout_s=60)
 
 
 class Piece(NamedTuple):

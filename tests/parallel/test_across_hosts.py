@@ -49,9 +49,9 @@ def on_two_hosts(store: str, params: list[nn.Parameter]) -> tuple[int, Plane, Sh
 
     session = _seated.get()[0]
     seat, device = session.seat, torch.device("cpu")
-    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=20)
+    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=60)
     peers = FileStore(f"{store}{seat.local_rank}", HOSTS)
-    axis = connect(peers, seat.host, HOSTS, address="127.0.0.1", device=device, timeout_s=20)
+    axis = connect(peers, seat.host, HOSTS, address="127.0.0.1", device=device, timeout_s=60)
     across = AcrossHosts(axis, plane)
     return seat.rank, plane, SharedGradients(params, plane, session.shared_memory, across, BUCKET_BYTES)
 
@@ -120,7 +120,7 @@ class Meanwhile(torch.autograd.Function):
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it did not happen while backward was running"
         time.sleep(0.001)

@@ -60,10 +60,10 @@ def take_place(store: str) -> Host:
 
     session = _seated.get()[0]
     seat, device = session.seat, torch.device("cpu")
-    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=20)
+    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=60)
     hosts = seat.world_size // HERE
     peers = FileStore(f"{store}{seat.local_rank}", hosts)
-    axis = connect(peers, seat.host, hosts, address="127.0.0.1", device=device, timeout_s=20)
+    axis = connect(peers, seat.host, hosts, address="127.0.0.1", device=device, timeout_s=60)
     return Host(seat.rank, plane, AcrossHosts(axis, plane), session.shared_memory)
 
 

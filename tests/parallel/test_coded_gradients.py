@@ -57,7 +57,7 @@ def sum_steps(store: str, codec: str, steps: Sequence[int], before: Given | None
 
     seat, device = _seated.get()[0].seat, torch.device("cpu")
     rank, world = seat.rank, seat.world_size
-    axis = connect(FileStore(store, world), rank, world, address="127.0.0.1", device=device, timeout_s=10)
+    axis = connect(FileStore(store, world), rank, world, address="127.0.0.1", device=device, timeout_s=60)
     dtypes = [torch.float64 if place == DOUBLE else torch.float32 for place in range(len(SHAPES))]
     params = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(SHAPES, dtypes, strict=True)]
     summed = CodedGradientSum(params, axis, 2048, CODECS[codec]())
@@ -164,7 +164,7 @@ def overflow(store: str) -> list[tuple[bool, bool]]:
     from manyhands.runtime.worker import _seated
 
     seat, device = _seated.get()[0].seat, torch.device("cpu")
-    axis = connect(FileStore(store, 2), seat.rank, 2, address="127.0.0.1", device=device, timeout_s=10)
+    axis = connect(FileStore(store, 2), seat.rank, 2, address="127.0.0.1", device=device, timeout_s=60)
     param = nn.Parameter(torch.zeros(5000))
     summed = CodedGradientSum([param], axis, 2**20, Int8())
     found = []
@@ -190,7 +190,7 @@ def frozen(store: str) -> tuple[float, list[int] | None, list[int] | None]:
     from manyhands.runtime.worker import _seated
 
     seat, device = _seated.get()[0].seat, torch.device("cpu")
-    axis = connect(FileStore(store, 2), seat.rank, 2, address="127.0.0.1", device=device, timeout_s=10)
+    axis = connect(FileStore(store, 2), seat.rank, 2, address="127.0.0.1", device=device, timeout_s=60)
     params = [nn.Parameter(torch.zeros(300)) for _ in range(3)]
     summed = CodedGradientSum(params, axis, 2048, Int8())
     summed.begin(2, [range(1), range(1, 2)], "step 1")

@@ -24,7 +24,7 @@ def carry(store: str, dtype: torch.dtype, slices: int, world_size: int) -> list[
     session, _ = _seated.get()
     rank = session.seat.rank
     device = torch.device("cpu")
-    axis = connect(FileStore(store, world_size), rank, world_size, address="127.0.0.1", device=device, timeout_s=10)
+    axis = connect(FileStore(store, world_size), rank, world_size, address="127.0.0.1", device=device, timeout_s=60)
     params = [nn.Parameter(torch.zeros(5, dtype=dtype)), nn.Parameter(torch.zeros(2, 3, dtype=dtype))]
     summed = GradientSum(params, axis, bucket_bytes=16)
     shares = [slices_of(r, world_size, slices) for r in range(world_size)]
@@ -65,7 +65,7 @@ def carries(store: str, slices: int) -> bool:
 
     session, _ = _seated.get()
     seat, device = session.seat, torch.device("cpu")
-    axis = connect(FileStore(store, 3), seat.rank, 3, address="127.0.0.1", device=device, timeout_s=10)
+    axis = connect(FileStore(store, 3), seat.rank, 3, address="127.0.0.1", device=device, timeout_s=60)
     summed = GradientSum([nn.Parameter(torch.zeros(5))], axis, bucket_bytes=16)
     summed.begin(slices, [slices_of(r, 3, slices) for r in range(3)], "step 1")
     return summed.can_carry(8)

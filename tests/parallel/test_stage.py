@@ -86,7 +86,6 @@ def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["unet", pytest.param("gpt2", marks=pytest.mark.long), "towers"])
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -98,7 +97,7 @@ def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_activations_are_kept_as_long_as_the_schedule_says(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
-    found = ranks(4, count_activations, str(tmp_path / "store"), 4, schedule, 6, deadline_s=110.0)
+    found = ranks(4, count_activations, str(tmp_path / "store"), 4, schedule, 6)
     expected = play(make_schedule(schedule, 4, 6)).most_alive
     assert found == [(most, 0) for most in expected]
 

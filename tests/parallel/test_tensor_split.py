@@ -61,7 +61,7 @@ ALWAYS = ("mlp", "own code", "convolutions", "transformer", "gpt2", "bert", "fal
 def test_any_number_of_ranks_ends_where_one_process_ends(ranks: RankPool, tmp_path: Path, name: str) -> None:
     (alone,) = ranks(1, train, str(tmp_path / "1"), name)
     for size in (2, 4):
-        found = ranks(size, train, str(tmp_path / str(size)), name, 3, not why_not(), deadline_s=110)
+        found = ranks(size, train, str(tmp_path / str(size)), name, 3, not why_not())
         assert_same_on_every_rank(found)
         assert not {what: by for what, by in deviations(found, alone).items() if by > TOLERANCE}
 

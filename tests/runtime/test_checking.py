@@ -37,7 +37,7 @@ class Unhurried:
     def after_step(self, trainer: mh.Trainer, step: int, stats: Any) -> None:
         assert trainer._fit is not None
         writer = trainer._fit._steps.saver._writer
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while writer is not None and writer.busy:
             assert time.monotonic() < deadline
             time.sleep(0.001)

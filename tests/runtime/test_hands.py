@@ -65,7 +65,7 @@ for batch in hands.batches((torch.randn(8, 4), torch.randn(8, 1)), batch_size=4,
 def test_the_loop_of_the_guide_ends_without_a_complaint_of_python_or_torch(tmp_path: Path) -> None:
     # Not in a function: at the end of the process its variables are torn down with the modules they need.
     (tmp_path / "loop.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -30,7 +30,7 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     argv = ["sh", "-c", command]  # what people paste goes through a shell; the command holds names of ours only
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_what_cannot_work_names_the_line_of_the_script(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_script_that_exits_with_a_code_has_not_finished_its_run(tmp_path: Path
 
 def run_line(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     (folder / "ask.py").write_text(f"import sys, manyhands as mh\n{line}\n")
-    return subprocess.run([sys.executable, "ask.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "ask.py"], cwd=folder, capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize(

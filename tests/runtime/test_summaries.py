@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 import warnings
@@ -114,7 +115,7 @@ def test_a_log_directory_that_cannot_be_made_is_warned_about_once_and_training_g
         hook.begin(trainer)
         for step in range(1, 50):
             hook.after_step(trainer, step, stats())
-        hook._writer.close(10)
+        hook._writer.close(60)
         hook.after_step(trainer, 50, stats())
         assert hook.dropped == 49
         hook.end(trainer, None)
@@ -140,13 +141,31 @@ def test_after_a_failure_writing_starts_again_in_a_new_file(trainer, tmp_path, m
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hook.after_step(trainer, 1, stats())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not hook.dropped and time.monotonic() < deadline:
             time.sleep(0.01)
         (tmp_path / "summaries").unlink()
         hook.after_step(trainer, 2, stats())
         hook.end(trainer, None)
     assert [step for step, _ in scalars(tmp_path / "summaries")["train/loss"]] == [2]
+
+
+def test_what_is_not_written_in_time_is_counted_and_warned_about(trainer, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(summaries, "_tensorboard", go_on.wait)
+    monkeypatch.setattr(summaries, "IMPORT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(summaries, "CLOSE_TIMEOUT_S", 0.05)
+    hook = TensorBoardHook()
+    hook.begin(trainer)
+    thread = hook._writer._thread
+    for step in (1, 2, 3):
+        hook.after_step(trainer, step, stats())
+    with pytest.warns(RuntimeWarning, match=r"being lost \(not written within 0.05 s of the end\)"):
+        hook.end(trainer, None)
+    assert hook.dropped == 3
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.skipif(
@@ -170,12 +189,12 @@ def test_on_a_full_disk_training_goes_on_and_no_file_stays_open(tmp_path):
             slowest = max(slowest, time.perf_counter() - began)
         hook._writer.close(40)  # on a busy machine its thread may be far behind
         assert hook.dropped > 1000, hook.dropped
-        assert slowest < 0.5, slowest
+        assert slowest < 3.0, slowest
         assert len(os.listdir("/proc/self/fd")) < 20
         print("trained on")
     """
     command = ["unshare", "--mount", sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "trained on\n", done.stderr
     assert "Traceback" not in done.stderr
 
@@ -205,5 +224,5 @@ def test_an_interval_below_one_step_is_refused():
 
 def test_importing_the_hook_does_not_import_tensorboard():
     code = "import sys, manyhands.runtime.summaries; print('tensorboard' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stdout == "False\n", done.stdout + done.stderr
