@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from manyhands.errors import SpecError
+from manyhands.strategies.settings import at_least, one_of
 
 __all__ = ["EarlyStop", "Hooks"]
 
@@ -65,8 +66,13 @@ class EarlyStop(msgspec.Struct, kw_only=True):
     """A name in the epoch's results; with validation data, the validation's value of it."""
     patience: int = 3
     min_delta: float = 0.0
+    """Less than this is no improvement."""
     mode: str = "auto"
     """"min", "max" or "auto": small is good for losses and errors, large for the rest."""
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, ("auto", "min", "max"), "mh.EarlyStop")
+        at_least("patience", self.patience, 1, "mh.EarlyStop")
 
     def verdict(self, values: Sequence[float]) -> bool:
         """Whether to stop after these values, one per epoch: a pure function, so that every worker agrees."""

@@ -21,7 +21,7 @@ from manyhands.runtime.strategy_names import Planned
 from manyhands.spec.load import PLAN_VARIABLE, environment
 from manyhands.spec.plan_order import PlanOrder
 
-__all__ = ["ask_for_plan", "tell_plan"]
+__all__ = ["ask_for_plan", "last_words", "tell_plan"]
 
 
 class _Told(msgspec.Struct):
@@ -48,18 +48,29 @@ def ask_for_plan(command: WorkerCommand, strategy: str, workers: int, timeout_s:
         path = Path(folder) / "plan.json"
         order = msgspec.json.encode(PlanOrder(str(path), strategy, workers)).decode()
         call = ["-m", command.target] if command.kind == "module" else [command.target]
-        ended = subprocess.run(
-            [sys.executable, *call, *command.args],
-            env={**environment(), PLAN_VARIABLE: order},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=timeout_s,
-            check=False,
-        )
+        try:
+            ended = subprocess.run(
+                [sys.executable, *call, *command.args],
+                env={**environment(), PLAN_VARIABLE: order},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            fix = [f"--wait {max(1, round(2 * timeout_s))}"]
+            raise TrainingFailed(f"The script did not come to fit within {timeout_s:g} s.", fix=fix) from None
         if not path.exists():
-            last = ended.stderr.decode(errors="replace").strip().splitlines()[-5:]
-            raise TrainingFailed("The script did not come to fit.\n  " + "\n  ".join(last))
+            last = last_words(ended.stderr.decode(errors="replace"))
+            raise TrainingFailed("\n  ".join(["The script did not come to fit.", *last]))
         told = msgspec.json.decode(path.read_bytes(), type=_Told)
     if told.plan is None:
         raise TrainingFailed(told.problem)
     return told.plan
+
+
+def last_words(stderr: str) -> list[str]:
+    """The error that a script ended with, all of it, or its last five lines where that is more."""
+    lines = stderr.strip().splitlines()
+    heads = [number for number, line in enumerate(lines) if not line.startswith(" ")]
+    return lines[min([len(lines) - 5, *heads[-1:]]) :] if len(lines) > 5 else lines

@@ -39,7 +39,9 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     """When to save and what to keep. One is always committed before step 1 and when `fit` ends."""
 
     every_steps: int | None = None
+    """Where the run's step is a multiple of it."""
     every_s: float | None = 600.0
+    """After so many seconds, with the next step."""
     keep_last: int = 3
     keep_best: str | None = None
     """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
@@ -47,6 +49,9 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         at_least("every_steps", self.every_steps, 1, "mh.Checkpoints")
         at_least("keep_last", self.keep_last, 1, "mh.Checkpoints")
+        if self.every_s is not None and self.every_s < 0:
+            what = f"every_s is {self.every_s:g}, but must not be below 0."
+            raise SpecError(what, where="mh.Checkpoints", fix=["every_s=600", "every_s=None"])
 
 
 def check_checkpoints(given: object) -> None:

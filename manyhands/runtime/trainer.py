@@ -273,7 +273,7 @@ def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
     fix = [f"metric={name!r}" for name in nearest(metric, there) or there]
     raise SpecError(
         f"Early stopping looks at {metric!r}, but the results of an epoch are {', '.join(there)}.",
-        where="EarlyStop",
+        where="mh.EarlyStop",
         fix=fix if validated else [*fix, "validation=..., for metrics"],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.errors import SpecError, UsageError
+from manyhands.errors import SpecError, TrainingFailed, UsageError
 from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
 from manyhands.parallel.tree import most_held
 from manyhands.runtime.dividing import Sample
 from manyhands.runtime.layout_check import Asked, check
 from manyhands.runtime.memory_limit import parse_bytes
+from manyhands.runtime.plan_show import ask_for_plan, last_words
 from manyhands.runtime.planning import plan_model
 
 WIDE = 64 * 64 * 4 + 64 * 4
@@ -189,3 +191,18 @@ def test_a_layout_that_mh_check_does_not_know_is_named_before_anything_runs() ->
     with pytest.raises(UsageError, match="workers is called pipelin 2") as refused:
         check(Asked(command=command, only=("tensor 2", "pipelin 2")), print)
     assert refused.value.fix[0].startswith("--only 'pipeline 2")
+
+
+def test_a_script_that_does_not_come_to_fit_in_time_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import threading; threading.Event().wait()")
+    with pytest.raises(TrainingFailed, match=r"within 0.1 s\.\n  try: --wait 1"):
+        ask_for_plan(WorkerCommand("script", str(script), []), "", 0, timeout_s=0.1)
+
+
+def test_the_error_a_script_ended_with_is_told_whole() -> None:
+    tries = [f"  try: {n}" for n in range(6)]
+    assert last_words("\n".join(["warning", "SpecError: no.", *tries])) == ["SpecError: no.", *tries]
+    assert last_words("\n".join(map(str, range(9)))) == ["4", "5", "6", "7", "8"]
+    assert last_words("a\nb\n") == ["a", "b"]
+    assert last_words("") == []

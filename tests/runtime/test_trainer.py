@@ -75,6 +75,19 @@ def stop_early() -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: mh.EarlyStop(mode="minimum"), "mode is 'minimum'"),
+        (lambda: mh.EarlyStop(patience=0), "patience is 0"),
+        (lambda: mh.Checkpoints(every_s=-1), "every_s is -1"),
+    ],
+)
+def test_when_to_stop_and_save_is_checked_where_it_is_said(wrong, said) -> None:
+    with pytest.raises(SpecError, match=said):
+        wrong()
+
+
+@pytest.mark.parametrize(
     ("metric", "metrics", "validated", "fix"),
     [("acuracy", ["accuracy"], True, "metric='accuracy'"), ("val_loss", [], False, "metric='loss'")],
 )
