@@ -152,6 +152,7 @@ class Run:
             self._set_up_for_joining()
             if not self.regrouping.go_over().received:
                 self._training = self.regrouping.training = None
+            self.calls.resume_at = self.regrouping.resumed
             return
         self._training = self.regrouping.training = training
         if loaded is not None:
@@ -185,7 +186,7 @@ class Run:
     def _restore(self, loaded: Incoming) -> None:
         training = self.ready()
         training.restore(loaded)
-        self.calls.resume_at = training.progress.call
+        self.calls.resume_at = self.regrouping.resumed = training.progress.call
 
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
