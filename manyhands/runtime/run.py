@@ -116,6 +116,17 @@ class Run:
             return True
         return self.calls.already_done
 
+    def put_on_record(self, write: Callable[[], None]) -> None:
+        """The result of this call, which `write` writes on the chief. No worker goes on to the next call before it is
+        there: one that comes to the run meanwhile looks for it."""
+
+        def work() -> None:
+            write()
+            if self.worker.is_elastic:
+                self.worker.wait_for_chief("record")
+
+        self.regrouping.agreed(work)
+
     def ready(self, *, resume: bool = True) -> Training:
         if self._training is not None:
             return self._training

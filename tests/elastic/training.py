@@ -29,7 +29,9 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.shared_gradients import SharedGradients
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.runtime import evaluating
+from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Saver
+from manyhands.runtime.training import Training
 from manyhands.spec.load import seat
 
 ASKED: dict[str, Any] = {}
@@ -132,9 +134,12 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the flip": _before(SharedWeights, "_flip"),
     "before Gloo's sum": _before(GradientSum, "finish"),
     "after Gloo's sum": _after(GradientSum, "finish"),
+    "set up": _after(Run, "_build"),
     "in evaluation": _before(evaluating, "evaluate"),
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
+    "before predictions are kept": _before(evaluating, "to_file"),
+    "while loading": _before(Training, "load_weights"),
 }
 
 
