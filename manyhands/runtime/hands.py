@@ -175,7 +175,7 @@ class Hands:
                     self._loop.leave_slice()
                 self._leased = None
                 taken.close()
-        run.calls.finish(None)
+        run.put_on_record(lambda: run.calls.finish(None))
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Backward of this slice's loss: its mean, or a sum with its weight."""
@@ -252,7 +252,7 @@ class Hands:
             self._check_slice_done()
             source = as_source(data, collate=collate, num_workers=0, shuffle=False)
             return self._leased.evaluate(source, batch_size, loss, metrics or {})
-        run, engine = self._all_workers("evaluate"), self._training.engine
+        run, engine = self._all_there("evaluate"), self._training.engine
         source = run.source(data, collate=collate, shuffle=False)
         with engine.using_loss(loss):
             results, _ = run.regrouping.agreed(
@@ -265,7 +265,7 @@ class Hands:
         return self._gather("gather", tensor)
 
     def _gather(self, what: str, tensor: Tensor) -> list[Tensor]:
-        return self._all_workers(what).regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
+        return self._all_there(what).regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
         """Sum or mean over the workers, the same bits on each. All workers must call it."""
@@ -277,6 +277,17 @@ class Hands:
         """The run, for something that all workers do together."""
         refuse_apart(what, in_loop=self._leased is not None, was_left=self._was_left)
         return self._known_run
+
+    def _all_there(self, what: str) -> Run:
+        """The same for what nobody who comes later can know."""
+        run = self._all_workers(what)
+        if self._worker.is_waiting:
+            raise UsageError(
+                f"This worker came to a running run, whose workers had called {what} outside of a loop before: what "
+                "it gave is not on record.",
+                fix=[f"hands.{what}(...) in the loop over batches(), or after the last one", "mh.Trainer"],
+            )
+        return run
 
     @property
     def _known_run(self) -> Run:

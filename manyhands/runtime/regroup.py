@@ -79,6 +79,8 @@ class Regrouping:
         self._result: Evaluated | None = None
         self._told: Evaluated | None = None
         """What the others came to in the evaluation that they were in when this worker was admitted."""
+        self.resumed = 0
+        """The call that the checkpoint was taken in which this worker, or who gave it its state, began with."""
         self._is_short = False
         """Nobody of this worker's group can train before others have come."""
         self._listeners: list[Callable[[], None]] = []
@@ -333,6 +335,7 @@ class Regrouping:
             mapped=training.engine.held.mapped if training is not None and self._has_state else None,
             parts=training.division if training is not None and self._has_state else None,
             result=self._result,
+            resumed=self.resumed,
         )
 
     def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
@@ -344,6 +347,7 @@ class Regrouping:
             take()
             training.keep()
             self._operation, self.division, self._has_state = has_behind_it(standing), "", True
+            self.resumed = standing.resumed
 
 
 def _lost_outside_of_steps() -> PartLost:

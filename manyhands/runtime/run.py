@@ -116,6 +116,17 @@ class Run:
             return True
         return self.calls.already_done
 
+    def put_on_record(self, write: Callable[[], None]) -> None:
+        """The result of this call, which `write` writes on the chief. No worker goes on to the next call before it is
+        there: one that comes to the run meanwhile looks for it."""
+
+        def work() -> None:
+            write()
+            if self.worker.is_elastic:
+                self.worker.wait_for_chief("record")
+
+        self.regrouping.agreed(work)
+
     def ready(self, *, resume: bool = True) -> Training:
         if self._training is not None:
             return self._training
@@ -152,6 +163,7 @@ class Run:
             self._set_up_for_joining()
             if not self.regrouping.go_over().received:
                 self._training = self.regrouping.training = None
+            self.calls.resume_at = self.regrouping.resumed
             return
         self._training = self.regrouping.training = training
         if loaded is not None:
@@ -185,7 +197,7 @@ class Run:
     def _restore(self, loaded: Incoming) -> None:
         training = self.ready()
         training.restore(loaded)
-        self.calls.resume_at = training.progress.call
+        self.calls.resume_at = self.regrouping.resumed = training.progress.call
 
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts

@@ -42,6 +42,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is divided, of one that has a part."""
     result: Evaluated | None = None
     """What it has the result of, if that is an evaluation."""
+    resumed: int = 0
+    """The call that the checkpoint was taken in which it began with; 0: it began with none."""
 
     @property
     def place(self) -> tuple[int, int, int]:

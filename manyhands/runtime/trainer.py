@@ -190,7 +190,7 @@ class Trainer:
             run.announce("fit", taken.total_steps)
         with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
-        run.calls.finish(list(history))
+        run.put_on_record(lambda: run.calls.finish(list(history)))
         return history
 
     def evaluate(
@@ -205,7 +205,7 @@ class Trainer:
             return dict(run.calls.recorded())
         source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
         results = run.evaluate(source, batch_size)
-        run.calls.finish(results)
+        run.put_on_record(lambda: run.calls.finish(results))
         return results
 
     def predict(
@@ -224,8 +224,12 @@ class Trainer:
             return evaluating.from_file(path, run.calls.recorded())
         source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
         outputs = run.predict(source, batch_size)
-        if self.is_chief:
-            run.calls.finish(evaluating.to_file(path, outputs))
+
+        def keep() -> None:
+            if self.is_chief:
+                run.calls.finish(evaluating.to_file(path, outputs))
+
+        run.put_on_record(keep)
         return outputs
 
     def save(self, path: str | Path) -> None:
@@ -242,7 +246,7 @@ class Trainer:
             run.worker.wait_for_chief("save")
 
         run.regrouping.agreed(work)
-        run.calls.finish(None)
+        run.put_on_record(lambda: run.calls.finish(None))
 
     def load(self, path: str | Path) -> None:
         """Read weights written by `save`, and give every worker the chief's."""
@@ -250,13 +254,18 @@ class Trainer:
         training = run.begin_call("load")
         if run.is_call_over():
             return
-        training.load_weights(Path(path))
-        run.calls.finish(None)
+        run.regrouping.agreed(lambda: training.load_weights(Path(path)))
+        run.put_on_record(lambda: run.calls.finish(None))
 
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's weights."""
-        with self._run.ready().engine.editing() as model:
+        training = self._run.ready()
+        if self._run.worker.is_waiting:  # the others have done it, and it gets their weights
+            with torch.no_grad():
+                yield training.model
+            return
+        with training.engine.editing() as model:
             yield model
 
     def request_stop(self) -> None:

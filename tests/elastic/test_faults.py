@@ -16,7 +16,7 @@ from tests.elastic.conftest import ENDLESS, Run, Start, check_commits
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-OWN_LOOP = Path(__file__).with_name("own_loop.py")
+OWN_LOOP, CALLING = (Path(__file__).with_name(name) for name in ("own_loop.py", "calling.py"))
 
 
 def longest_gap(run: Run, after_step: int) -> float:
@@ -83,7 +83,7 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
     assert "an exchange between workers failed" not in run.output()
 
 
-@pytest.mark.parametrize("step", [10, 40])
+@pytest.mark.parametrize("step", [10, pytest.param(40, marks=pytest.mark.long)])
 def test_what_one_worker_alone_has_not_heard_the_end_of_is_not_done_again(
     elastic: Start, undisturbed: Any, step: int
 ) -> None:
@@ -175,3 +175,41 @@ def test_a_loop_of_ones_own_asks_those_who_took_the_step_and_newcomers_after_the
     alone = elastic({"steps": 40}, "-n", "1", script=OWN_LOOP)
     assert run.wait() == alone.wait()
     assert "an exchange between workers failed" not in run.output()
+
+
+@pytest.mark.long
+def test_a_worker_that_gets_ready_later_than_the_others_begins_in_the_call_that_they_begin_in(
+    elastic: Start, undisturbed: Any
+) -> None:
+    """In the first attempt in the first call, in the second attempt in the third."""
+    places = [{"slot": 1, "step": 0, "at": "set up", "how": "lose"}]
+    run = elastic({"steps": 10, "slow_s": 0.05, "save_every": 2, "faults": places}, "-n", "3", "--elastic", "1:3")
+    run.until(lambda: run.step() > 15, "the second call of fit")
+    for member in run.members():
+        os.kill(member.pid, signal.SIGKILL)
+    told, expected = run.wait(), undisturbed({"steps": 10})
+    assert (told["digest"], told["told"]) == (expected["digest"], expected["told"])
+    assert "attempt 2" in run.output()
+
+
+@pytest.mark.long
+def test_a_worker_without_a_slice_hears_the_means_of_the_others_out(elastic: Start) -> None:
+    places = [{"slot": 1, "step": 12, "at": "forward"}]
+    run = elastic({"steps": 25, "slices": 2, "faults": places}, "-n", "4", "--elastic", "1:4", script=OWN_LOOP)
+    alone = elastic({"steps": 25, "slices": 2}, "-n", "1", script=OWN_LOOP)
+    assert run.wait() == alone.wait()
+    assert "different things" not in run.output() and "an exchange between workers failed" not in run.output()
+
+
+@pytest.mark.long
+def test_workers_lost_between_two_calls_are_replaced_in_the_next(elastic: Start) -> None:
+    places = [
+        {"slot": 0, "step": 10, "at": "before predictions are kept"},
+        {"slot": 1, "step": 10, "at": "while loading"},
+    ]
+    run = elastic({"steps": 20, "faults": places, "pause": 20}, "-n", "3", "--elastic", "1:3", script=CALLING)
+    run.until(lambda: " joined" in run.output(), "another one")
+    (run.folder / "go on").touch()
+    alone = elastic({"steps": 20}, "-n", "1", script=CALLING)
+    assert run.wait() == alone.wait()
+    assert "attempt 2" not in run.output() and "an exchange between workers failed" not in run.output()

@@ -35,7 +35,9 @@ from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.spread import Spread
 from manyhands.runtime import evaluating, training
 from manyhands.runtime.checking import Checking
+from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Saver
+from manyhands.runtime.training import Training
 from manyhands.spec.load import seat
 
 ASKED: dict[str, Any] = {}
@@ -140,12 +142,15 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the flip": _before(SharedWeights, "_flip"),
     "before Gloo's sum": _before(GradientSum, "finish"),
     "after Gloo's sum": _after(GradientSum, "finish"),
+    "set up": _after(Run, "_build"),
     "in evaluation": _before(evaluating, "evaluate"),
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
     "while comparing": _before(Checking, "_compare_parts"),
     "while telling times": _before(training, "report_pipeline"),
     "before the word between mates": _before(Spread, "agree"),
+    "before predictions are kept": _before(evaluating, "to_file"),
+    "while loading": _before(Training, "load_weights"),
 }
 
 
