@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -44,8 +44,8 @@ class Local:
         """Nothing: what this worker writes, servers find."""
         return []
 
-    def open(self, opened: Open) -> None:
-        self._link.open(opened)
+    def open(self, opened: Open, is_wanted: Callable[[], bool]) -> None:
+        self._link.open(opened, is_wanted)
 
     def last_course(self) -> Open:
         return msgspec.msgpack.decode(course_register(self.memory, 0).value, type=Open)

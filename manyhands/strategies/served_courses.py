@@ -210,7 +210,7 @@ class InCourses(Computing):
         told = msgspec.msgpack.encode(self._install(number, course, workers, scheduler, scheduled)) if is_chief else b""
         opened = msgspec.msgpack.decode(self._axis.all_gather_bytes("course", told)[0], type=Open)
         if is_chief:
-            self._reach.open(opened)
+            self._have_opened(opened)
         self._wait_for_chief(f"course {number}")
         if not is_chief:
             self._enter_memory(opened)
@@ -222,6 +222,11 @@ class InCourses(Computing):
         self._rows.enter(number, opened.servers)
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
+
+    def _have_opened(self, opened: Open) -> None:
+        """By all of its servers; if fewer are wanted meanwhile, who leaves before it hears of it never answers."""
+        least = min(self._num_servers(), opened.servers)  # with a log there are as many as began it
+        self._reach.open(opened, lambda: self._num_servers() >= least or self._reach.are_up(opened.servers))
 
     def _install(
         self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
