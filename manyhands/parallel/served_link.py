@@ -163,6 +163,10 @@ class Link:
         self._await(lambda: len(self._rows) == len(asked), say, "look up rows")
         return [self._rows[question.ticket] for _, question in asked]
 
+    def forget(self, step: int) -> None:
+        """All steps to this one are known to be applied: nobody will ask who has said so."""
+        self._applied = {one: servers for one, servers in self._applied.items() if one > step}
+
     def await_applied(self, push: Pushed) -> None:
         """Returns when every server has applied the step."""
         step, everyone, first = push.filled.held.step, len(self._ports), True
