@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.comm.segments import Segment
 
-__all__ = ["LINE", "Flat", "Section", "Stretch", "lay_out"]
+__all__ = ["LINE", "Flat", "Section", "Stretch", "in_memory_order", "lay_out"]
 
 LINE = 64
 
@@ -109,3 +109,8 @@ def lay_out(tensors: Sequence[Tensor]) -> Flat:
 def strides(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own where it fills its memory (channels_last does), else those of a row-major one."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Its elements, one after the other as they lie there; it has no gaps."""
+    return tensor.as_strided((tensor.numel(),), (1,))

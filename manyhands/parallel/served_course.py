@@ -29,6 +29,7 @@ from manyhands.parallel.served_messages import (
     Piece,
     Want,
 )
+from manyhands.parallel.served_misfit import check_told
 from manyhands.parallel.served_part import Gradient, ServedPart
 from manyhands.parallel.served_reception import Outbox, Reception
 from manyhands.parallel.served_states import load_settings, plain_schedule, settings_of
@@ -296,7 +297,9 @@ class Ongoing:
             scheduler=plain_schedule(self._scheduler),
             owed=self._owed,
         )
-        self._register.write(msgspec.msgpack.encode(saved))
+        told = msgspec.msgpack.encode(saved)
+        check_told(len(told), self._register.most_bytes, f"What server {self._number} keeps with every update")
+        self._register.write(told)
 
     @property
     def _lr(self) -> float:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from manyhands.errors import EnvironmentProblem, SpecError
+from manyhands.parallel.flat import in_memory_order
 from manyhands.parallel.leases import Minutes, Standing
 from manyhands.parallel.placing import Chunk
 from manyhands.parallel.served_log import Past, ServedLog
@@ -53,7 +54,7 @@ class Keeper:
         """The same from a row of this server's own, which nobody else writes to: the sum of those that it names."""
         rows = [self._served.row(number).views for number in gradient.rows]
         for place, start, stop in self._of(gradient.present):
-            parts = {(0, v): _flat(row[place])[start:stop] for v, row in enumerate(rows)}
+            parts = {(0, v): in_memory_order(row[place])[start:stop] for v, row in enumerate(rows)}
             self._own(place)[start:stop] = finish(parts, len(rows), torch.add)
         return gradient._replace(rows=(self._row,))
 
@@ -134,7 +135,7 @@ class Keeper:
         return [chunk for chunk in self._chunks if chunk.place in there]
 
     def _own(self, place: int) -> Tensor:
-        return _flat(self._served.row(self._row).views[place])
+        return in_memory_order(self._served.row(self._row).views[place])
 
 
 def first_minutes(opened: Open, standings: Sequence[Standing]) -> Minutes:
@@ -156,11 +157,6 @@ def check_together(reaches: Sequence[int], ahead: int) -> None:
 def statistics_from(told: Sequence[bytes]) -> list[Tensor]:
     """As they are in an `Update`."""
     return [torch.frombuffer(bytearray(one), dtype=torch.float64) for one in told]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Its elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -15,7 +15,7 @@ import zmq
 
 from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.comm.waiting import Waiting
-from manyhands.errors import PeerTimeout
+from manyhands.errors import PeerLost, PeerTimeout
 from manyhands.parallel.served_messages import (
     Applied,
     ApplyRows,
@@ -70,12 +70,15 @@ class Link:
         self.waiting = Waiting()
         """Where waiting for servers is added up."""
 
-    def open(self, message: Open | OpenRows) -> None:
-        """Have every server begin this course; returns when each has said so."""
+    def open(self, message: Open | OpenRows, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Have every server begin this course; returns when each has said so. `PeerLost` when it `is_wanted` no more:
+        then some server has left, or never comes.
+        """
         self.reach(message.servers)
         self._number, self._opened, self._applied = message.number, set(), {}
 
         def say() -> None:
+            _insist(is_wanted)
             for server in set(range(message.servers)) - self._opened:
                 self._ports[server].send(message)
 
@@ -90,11 +93,12 @@ class Link:
         """A number that this worker has not used."""
         return next(self._tickets)
 
-    def carry(self, talks: Sequence[Talk], what: str) -> None:
-        """Have each of these come to its end."""
+    def carry(self, talks: Sequence[Talk], what: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Have each of these come to its end, as long as it `is_wanted`."""
         began = heard = time.monotonic()
         self._talks, patience_s = talks, SAY_AGAIN_S
         while going := [talk for talk in talks if not talk.is_done]:
+            _insist(is_wanted)
             for talk in going:
                 for message in talk.due():
                     self._ports[talk.server].send(message)
@@ -158,6 +162,10 @@ class Link:
 
         self._await(lambda: len(self._rows) == len(asked), say, "look up rows")
         return [self._rows[question.ticket] for _, question in asked]
+
+    def forget(self, step: int) -> None:
+        """All steps to this one are known to be applied: nobody will ask who has said so."""
+        self._applied = {one: servers for one, servers in self._applied.items() if one > step}
 
     def await_applied(self, push: Pushed) -> None:
         """Returns when every server has applied the step."""
@@ -237,3 +245,8 @@ class Link:
                     case Applied():
                         self._applied.setdefault(message.step, set()).add(message.server)
         return answered
+
+
+def _insist(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise PeerLost("Fewer servers are wanted than were to begin, and some of them are not there: others begin.")

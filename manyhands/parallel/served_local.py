@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.copies import copy_large_
+from manyhands.parallel.flat import in_memory_order
 from manyhands.parallel.leases import Held
 from manyhands.parallel.placing import Chunk
 from manyhands.parallel.served_link import Link
@@ -44,8 +45,8 @@ class Local:
         """Nothing: what this worker writes, servers find."""
         return []
 
-    def open(self, opened: Open) -> None:
-        self._link.open(opened)
+    def open(self, opened: Open, is_wanted: Callable[[], bool]) -> None:
+        self._link.open(opened, is_wanted)
 
     def last_course(self) -> Open:
         return msgspec.msgpack.decode(course_register(self.memory, 0).value, type=Open)
@@ -105,7 +106,7 @@ class Local:
                 if stop - start == views[place].numel():
                     copy_large_(own[place], views[place])
                 else:
-                    copy_large_(_flat(own[place])[start:stop], _flat(views[place])[start:stop])
+                    copy_large_(in_memory_order(own[place])[start:stop], in_memory_order(views[place])[start:stop])
             if served.version(server) <= version + served.copies - 2:  # nobody wrote there meanwhile
                 return version
 
@@ -125,7 +126,3 @@ class Local:
     def _memory_now(self) -> ServedMemory:
         assert self._served is not None, "enter comes first"
         return self._served
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -63,6 +63,10 @@ class Register:
         self.segment, self._room = segment, segment.num_bytes // 2
         self._number, self.value = self._newest()
 
+    @property
+    def most_bytes(self) -> int:
+        return self._room - _HEADER.size
+
     def read(self) -> bytes:
         """What is there now, whoever wrote it."""
         self._number, self.value = self._newest()

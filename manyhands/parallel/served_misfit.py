@@ -18,7 +18,7 @@ from manyhands.parallel.served_messages import Open, Refused
 from manyhands.parallel.served_states import settings_of
 from manyhands.parallel.updates import runs_fused
 
-__all__ = ["check_room", "check_servable", "misfit", "refusal"]
+__all__ = ["check_room", "check_servable", "check_told", "misfit", "refusal"]
 
 _SHOWN = 3
 MOST_COPIES, MOST_ROWS = 2**16, 2**20
@@ -73,6 +73,23 @@ def check_room(needed: int, room: int) -> None:
         raise EnvironmentProblem(
             f"weights, states and gradients take {needed / 1e6:.1f} MB, and it has {room / 1e6:.1f} MB",
             fix=["fewer workers or slices, or a lower staleness", "a higher memory limit of the container"],
+        )
+
+
+def check_told(num_bytes: int, most_bytes: int, what: str) -> None:
+    """`SpecError` if what is said of parameters, beside what lies in memory, is more than can be sent or kept.
+
+    Whoever sent it would wait for an answer that never comes.
+    """
+    if num_bytes > most_bytes:
+        raise SpecError(
+            f"{what} takes {num_bytes / 1e6:.2f} MB beside weights and states, but parameter servers take at most "
+            f"{most_bytes / 1e6:.2f} MB: there are too many parameters, or their names are too long.",
+            fix=[
+                "fewer and larger parameters",
+                "SGD, Adam or AdamW, of whose states less is told",
+                'strategy="mirrored"',
+            ],
         )
 
 

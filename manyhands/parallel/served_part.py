@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.parallel.flat import in_memory_order
 from manyhands.parallel.fused import WORTH_A_THREAD, Batch, Fused, Piece, counts_steps, pack_pieces, run_update
 from manyhands.parallel.norms import clip_factor, global_norm
 from manyhands.parallel.placing import Chunk
@@ -87,11 +88,6 @@ class ServedPart(ABC):
         return norm, clip_factor(norm, self._clip_norm)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Its elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 class FusedPart(ServedPart):
     """Gradients are summed on their way into new weights, block by block."""
 
@@ -122,7 +118,7 @@ class FusedPart(ServedPart):
         if start:
             for place, low, high in self._chunks:
                 if place == self._place[id(param)]:
-                    _flat(view)[low:high] = start
+                    in_memory_order(view)[low:high] = start
         return view
 
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
@@ -205,7 +201,7 @@ class FusedPart(ServedPart):
             kept = [(memory.weights(version), memory.weights(version + 1))]
             kept += [(memory.states(name, version), memory.states(name, version + 1)) for name in names]
             for old, new in kept:
-                _flat(new.views[place])[start:stop] = _flat(old.views[place])[start:stop]
+                in_memory_order(new.views[place])[start:stop] = in_memory_order(old.views[place])[start:stop]
 
     def updated(self, version: int) -> None:
         self._fused.step_taken(self._batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ class Reach(Protocol):
 
     def brings(self, *, states: bool) -> list[Of]: ...
 
-    def open(self, opened: Open) -> None:
-        """By the chief: have all servers begin this course with what it has put into the memory."""
+    def open(self, opened: Open, is_wanted: Callable[[], bool]) -> None:
+        """By the chief: have all servers begin this course with what it has put into the memory. `PeerLost` when it
+        `is_wanted` no more.
+        """
 
     def last_course(self) -> Open: ...
 

@@ -61,7 +61,7 @@ class Remote:
         """What servers do not find in place when this worker has a course opened."""
         return ["weights", "states"] if states else ["weights"]
 
-    def open(self, opened: Open) -> None:
+    def open(self, opened: Open, is_wanted: Callable[[], bool]) -> None:
         """Have every server begin this course with what is here."""
         self._number = opened.number
         self._link.follow(opened)
@@ -70,7 +70,8 @@ class Remote:
             streams.brought(opened.brings, opened.version, opened.more, mine)
             for streams, mine in zip(self._streams, rows, strict=True)
         ]
-        self._link.carry([Opening(server, opened, one) for server, one in enumerate(streams)], "begin a course")
+        talks = [Opening(server, opened, one) for server, one in enumerate(streams)]
+        self._link.carry(talks, "begin a course", is_wanted)
         self._rows = []
 
     def last_course(self) -> Open:

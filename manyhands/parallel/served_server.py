@@ -114,11 +114,11 @@ class PartServer:
 
     def is_released(self) -> bool:
         """Whether a later course is under way without this server."""
-        told = course_register(self._memory, 0).value
-        if not told or self._course is None:
-            return self._course is None
+        told, course = course_register(self._memory, 0).value, self._course
+        if not told:
+            return course is None
         newest = msgspec.msgpack.decode(told, type=Open)
-        return newest.number > self._course.opened.number and newest.servers <= self._number
+        return newest.servers <= self._number and (course is None or newest.number > course.opened.number)
 
     @property
     def is_first(self) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 from torch import nn
 
 from manyhands.comm.axis import Axis
+from manyhands.errors import PeerLost
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory
@@ -48,6 +49,10 @@ class _Servers(msgspec.Struct, array_like=True):
     current: OpenRows
     proposed: OpenRows | None
     has_tried: bool
+    agreed: OpenRows | None = None
+    """What all went over to when somebody was lost. Some servers may have begun it, but no rank has."""
+    is_void: bool = False
+    """Some server of what was agreed is not there, and is not wanted any more."""
 
 
 def agreed_servers(everyone: Sequence[_Servers]) -> OpenRows:
@@ -57,8 +62,10 @@ def agreed_servers(everyone: Sequence[_Servers]) -> OpenRows:
     one of them is at would have two owners.
     """
     proposed = [one.proposed for one in everyone if one.proposed is not None]
-    may_change = not any(one.has_tried for one in everyone)
-    return max([*(one.current for one in everyone), *(proposed if may_change else [])], key=lambda one: one.number)
+    agreed = [one.agreed for one in everyone if one.agreed is not None]
+    may_change = any(one.is_void for one in everyone) or not any(one.has_tried for one in everyone)
+    known = [*(one.current for one in everyone), *agreed, *(proposed if may_change else [])]
+    return max(known, key=lambda one: one.number)
 
 
 def in_slices(ranks: Sequence[Sequence[tuple[int, Handed]]]) -> list[tuple[int, Handed]]:
@@ -103,6 +110,8 @@ class ServedStep(SparseStep):
         self._owed: _Owed | None = None
         self._has_tried = False
         """A share of the step that is owed may be on its way to a server."""
+        self._agreed: OpenRows | None = None
+        self._is_void = False
         self._tells_peers = False
 
     @property
@@ -123,16 +132,24 @@ class ServedStep(SparseStep):
         opening = msgspec.msgpack.decode(axis.all_gather_bytes("servers of rows", proposed)[0], type=OpenRows)
         if axis.rank == 0:
             self._served.install(opening.step + opening.base)
-            self._link.open(opening)
+            self._have_opened(opening)
         self._wait_for_chief(f"rows {opening.number}")
         self._enter(opening)
+
+    def _have_opened(self, opening: OpenRows) -> None:
+        """By all of its servers; if fewer are wanted meanwhile, who leaves before it hears of it never answers."""
+        try:
+            self._link.open(opening, lambda: self._num_servers() >= opening.servers or self._are_up(opening.servers))
+        except PeerLost:
+            self._is_void = True
+            raise
 
     def _propose(self, step: int, base: int) -> OpenRows:
         self._openings += 1
         return OpenRows(number=(*self._generation(), self._openings), servers=self._num_servers(), step=step, base=base)
 
     def _enter(self, opening: OpenRows) -> None:
-        self._opening = opening
+        self._opening, self._agreed, self._is_void = opening, None, False
         self._link.follow(opening)
         self._served.enter(opening.number, opening.servers)
         self._served.tells = True
@@ -168,15 +185,18 @@ class ServedStep(SparseStep):
     def _agree_on_servers(self, axis: Axis) -> None:
         """The step is taken by all; and it goes to other servers than the last one, if rank 0 thinks that it should."""
         assert self._opening is not None
-        mine = _Servers(self._opening, self._rescaled() if axis.rank == 0 else None, self._has_tried)
+        proposed = self._rescaled() if axis.rank == 0 else None
+        mine = _Servers(self._opening, proposed, self._has_tried, self._agreed, self._is_void)
         self._has_tried = True  # from here on: who hears all may send, and be the only one to know of it
         told = axis.all_gather_bytes("step taken by all", msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(data, type=_Servers) for data in told]
         opening = agreed_servers(everyone)
         if all(one.current.number == opening.number for one in everyone):
             return
+        self._agreed, self._is_void = opening, False
+        axis.barrier("other servers of rows")  # none of them has heard of what some rank does not know
         if axis.rank == 0:
-            self._link.open(opening)
+            self._have_opened(opening)
         self._wait_for_chief(f"rows {opening.number}")
         self._enter(opening)
 
@@ -184,7 +204,9 @@ class ServedStep(SparseStep):
         """Another number of servers is wanted, and all of them are there: what to tell them. Nothing is copied."""
         assert self._opening is not None
         wanted = self._num_servers()
-        if self._owed is None or wanted == self._opening.servers or not self._are_up(wanted):
+        if self._owed is None:
+            return None
+        if not self._is_void and (wanted == self._opening.servers or not self._are_up(wanted)):
             return None
         return self._propose(self._owed.step - 1, self._opening.base)
 

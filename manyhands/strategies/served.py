@@ -56,6 +56,7 @@ class Served(InCourses):
             self._await_applied()
         else:
             self._held = {key: one for key, one in self._held.items() if one.filled.held.step > reply.version}
+            self._link.forget(reply.version)
         self.phases.mark("reduce")
         self._told = max([self._told, *(done.update for done in reply.done)])
         self._book, self.others = reply.book, reply.values

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.transport import MAX_MESSAGE_BYTES
 from manyhands.errors import SpecError
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
 from manyhands.parallel.course import Course
@@ -30,7 +31,7 @@ from manyhands.parallel.served_link import Link, Pushed
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import ServedMemory, layout_name
 from manyhands.parallel.served_messages import Number, Open, Values
-from manyhands.parallel.served_misfit import check_servable
+from manyhands.parallel.served_misfit import check_servable, check_told
 from manyhands.parallel.served_reach import Reach
 from manyhands.parallel.served_rows import RowFiller
 from manyhands.parallel.served_states import load_states, merge_states, plain_schedule, settings_of, store_states
@@ -208,9 +209,11 @@ class InCourses(Computing):
         found = [msgspec.msgpack.decode(one) for one in self._axis.all_gather_bytes("workers", me)]
         workers: dict[int, bool] = dict(found)
         told = msgspec.msgpack.encode(self._install(number, course, workers, scheduler, scheduled)) if is_chief else b""
-        opened = msgspec.msgpack.decode(self._axis.all_gather_bytes("course", told)[0], type=Open)
+        told = self._axis.all_gather_bytes("course", told)[0]
+        check_told(len(told), MAX_MESSAGE_BYTES, "What servers are told of a course")
+        opened = msgspec.msgpack.decode(told, type=Open)
         if is_chief:
-            self._reach.open(opened)
+            self._have_opened(opened)
         self._wait_for_chief(f"course {number}")
         if not is_chief:
             self._enter_memory(opened)
@@ -222,6 +225,11 @@ class InCourses(Computing):
         self._rows.enter(number, opened.servers)
         self._met, self._book = course.first - 1, 0
         self._look(opened.version)
+
+    def _have_opened(self, opened: Open) -> None:
+        """By all of its servers; if fewer are wanted meanwhile, who leaves before it hears of it never answers."""
+        least = min(self._num_servers(), opened.servers)  # with a log there are as many as began it
+        self._reach.open(opened, lambda: self._num_servers() >= least or self._reach.are_up(opened.servers))
 
     def _install(
         self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool

@@ -68,7 +68,7 @@ class Direct:
         for server in self._servers:
             server.close()
 
-    def open(self, message: Open) -> None:
+    def open(self, message: Open, is_wanted: Callable[[], bool]) -> None:
         for server in self._servers:
             assert server.take(b"worker", message)
 
@@ -89,6 +89,9 @@ class Direct:
         for server in self._servers:
             self._deliver(server.take(b"worker", push.filled))
         self._work()
+
+    def forget(self, step: int) -> None:
+        """It is not long."""
 
     def await_applied(self, push: Pushed) -> None:
         step = push.filled.held.step

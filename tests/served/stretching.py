@@ -101,7 +101,7 @@ class Line:
         self.waiting = Waiting()
         self._pushed: Pushed | None = None
 
-    def open(self, message: Open) -> None:
+    def open(self, message: Open, is_wanted: Callable[[], bool]) -> None:
         for server in self._world.servers:
             assert server.take(self._sender, message)
 

@@ -109,6 +109,31 @@ def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
         train("sync", lambda params: with_setting(OPTIMIZERS["SGD"](params), object()), clip=None, servers=1)
 
 
+class LongNamed(torch.nn.Linear):
+    """As much is told of it as of many thousands of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 3)
+        self.register_parameter("n" * 1_100_000, torch.nn.Parameter(torch.zeros(3)))
+
+
+class Remembering(torch.optim.NAdam):
+    """The same of its states."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for state in self.state.values():
+            state["said"] = "s" * 300_000
+
+
+def test_what_is_too_much_to_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match=r"What server 0 keeps with every update takes .* at most 1\.05 MB"):
+        train("sync", lambda params: Remembering(params, lr=0.01), clip=None, servers=1)
+    monkeypatch.setattr("tests.served.direct.make_model", LongNamed)
+    with pytest.raises(SpecError, match=r"What servers are told of a course takes 1\.10 MB .* at most 1\.05 MB"):
+        train("sync", OPTIMIZERS["SGD"], clip=None, servers=1)
+
+
 def with_setting(optimizer: torch.optim.Optimizer, value: Any) -> torch.optim.Optimizer:
     optimizer.param_groups[0]["mine"] = value
     return optimizer

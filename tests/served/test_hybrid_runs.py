@@ -80,6 +80,19 @@ def test_rows_go_to_fewer_servers_and_to_more_while_the_run_lasts(served: Start,
     assert run.wait() == mirrored(**ROWS, epochs=4)
 
 
+@pytest.mark.long
+def test_a_chief_that_dies_half_way_to_other_servers_is_followed_by_one_that_goes_there(
+    served: Start, mirrored: Any
+) -> None:
+    places = faults(("worker 0", 1, "half-way to other servers"))
+    slow = {"worker 0": 0.05, "worker 1": 0.05}
+    run = served({"mode": "hybrid", **ROWS, "slow_s": slow, "faults": places}, *TWO_AND_TWO)
+    run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    request_scale(run.directory, None, 1)
+    assert run.wait(timeout_s=60.0) == mirrored(**ROWS)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
 def serving(run: Run) -> int:
     """Servers that are there and have been told of a step; 0: some have not."""
     servers = query(run.directory).servers

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.control.client import request_scale
 from manyhands.native import why_not
 from tests.served.conftest import Start, steps_of
 from tests.served.test_served_runs import faults
@@ -34,3 +35,16 @@ def test_a_worker_that_comes_while_the_others_evaluate_an_epoch_evaluates_it_too
     assert run.wait(timeout_s=120.0) == mirrored(**asked)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     assert [one["step"] for one in steps_of(run)] == list(range(1, 33)), "a step was taken again"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_server_that_was_wanted_and_is_not_any_more_is_not_waited_for(served: Start, mirrored: Any) -> None:
+    asked = {"exact": True, "epochs": 4}
+    slow = {"worker 0": 0.02, "worker 1": 0.02}
+    run = served({**asked, "mode": "sync", "save_every": 4, "slow_s": slow}, "-n", "2", "--servers", "1")
+    run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
+    request_scale(run.directory, None, 3)
+    run.until(lambda: any(one.phase == "opening a course" for one in run.members()), "a course of three servers")
+    request_scale(run.directory, None, 1)
+    assert run.wait(timeout_s=60.0) == mirrored(**asked)

@@ -117,6 +117,20 @@ def half_way(act: Callable[[], None]) -> None:
     Link.tell = tell  # type: ignore[method-assign]
 
 
+def half_way_to_servers(act: Callable[[], None]) -> None:
+    """In the middle of going over to other servers of rows: the first has heard of it, others have not."""
+    original = Link.open
+
+    def open_some(self: Link, message: Any, *rest: Any) -> None:
+        if STEP:
+            self._ports[0].send(message)
+            time.sleep(0.05)  # it has left this process
+            act()
+        original(self, message, *rest)
+
+    Link.open = open_some  # type: ignore[method-assign]
+
+
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "backward": IN_BACKWARD.append,
     "before the push": lambda act: before(Served, "_push", act),
@@ -137,6 +151,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before rows are applied": lambda act: before(RowServer, "_apply", act),
     "between two parts of a table": lambda act: after(RowTable, "update_at", act),
     "before the answer of rows": lambda act: after(RowServer, "_apply", act),
+    "half-way to other servers": half_way_to_servers,
     "in evaluation": lambda act: before(evaluating, "evaluate", act),
     "while saving": lambda act: before(Saver, "save_now", act),
 }
