@@ -19,6 +19,7 @@ from manyhands.comm.mesh import Formation, left_over, parts_without
 from manyhands.control.session import Session
 from manyhands.errors import PartLost, PeerLost, PeerTimeout
 from manyhands.events import RoundRestarted, Warned
+from manyhands.parallel.spread import Division
 from manyhands.runtime.given_state import take_shared
 from manyhands.runtime.handover import hand_over, words
 from manyhands.runtime.standings import (
@@ -63,7 +64,7 @@ class _Incomplete(PeerLost):
 
 
 class _Inopportune(PeerLost):
-    """The others are in the middle of what a newcomer cannot join."""
+    """The others are in the middle of what a newcomer cannot join, or it is itself half-way into having a part."""
 
 
 class Regrouping:
@@ -288,7 +289,7 @@ class Regrouping:
         giver = standings[handover.givers[group.rank]]
         if not all(can_join(standings, standings[rank]) for rank in handover.givers):
             raise _lost_outside_of_steps()
-        training.take_part(division)
+        self._take_part(division, wait=not all(one.has_state for one in standings))
         line, takes = formation.line(group.rank, "data"), handover.takes[group.rank]
         if any(handover.takes[rank] for rank in line):
             source = line.index(handover.givers[group.rank])
@@ -302,6 +303,20 @@ class Regrouping:
             listener()
         received = takes and (not mine.has_state or mine.step < handover.step)
         return Arrival(received, same_step=False, all_done=is_done(standings, mine))
+
+    def _take_part(self, division: Division, *, wait: bool) -> None:
+        """A newcomer cuts the model into parts, which has no deadline; the others `wait` for it."""
+        training = self.training
+        assert training is not None
+        try:
+            training.take_part(division)
+        except PeerLost as lost:
+            if training.has_part:
+                raise
+            text = "Others were lost while a newcomer took its part of the model. It goes, and another comes."
+            raise _Inopportune(text) from lost
+        if wait:
+            self._worker.wait_for_all("parts of newcomers")
 
     def _form(self, group: Group) -> Formation:
         """Who stands where in this group; `_Incomplete` if it takes others before anybody can train."""

@@ -225,12 +225,17 @@ class Training:
         """Of a model that others train already, divided like this; after that, have the same one in another group."""
         assert self.whole is not None and isinstance(self.engine, Replicated)
         axis = self.worker.replicas
-        if self.engine.has_part:
+        if self.has_part:
             self.worker.connect_lasting()
             self.engine.regroup(axis, None)
         else:
             divided = self.engine.take_part(axis, known)
             self.whole.divided(divided.shares, divided.present)
+
+    @property
+    def has_part(self) -> bool:
+        """Of a divided model; before that, a newcomer has all of it, or is about to give up what is others'."""
+        return isinstance(self.engine, Replicated) and self.engine.has_part
 
     @property
     def division(self) -> Division | None:

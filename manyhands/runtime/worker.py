@@ -273,16 +273,27 @@ class Worker(InGrid):
             return None
         if self.group.lost:  # the others come from the middle of a step, and nobody has time to lose
             return axis
-        # A collective's deadline is meant for steps; how long each worker takes to get here is another matter.
-        here = [f"{purpose}/{session.seat.host}/here/{other}" for other in range(size)]
-        session.set(here[rank], b"1")
-        session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, comm.timeout_s))
+        self._gather(f"{purpose}/{session.seat.host}", rank, size)
         return axis
+
+    def wait_for_all(self, what: str) -> None:
+        """Nobody goes on before all workers are here."""
+        self._gather(what, self.rank, self.world_size)
+
+    def _gather(self, what: str, rank: int, size: int) -> None:
+        """A collective's deadline is meant for steps; how long each worker takes to get somewhere is another matter."""
+        if isinstance(self.session, Solo):
+            return
+        here = [f"{what}/{self.group.generation}/here/{other}" for other in range(size)]
+        self.session.set(here[rank], b"1")
+        self.session.wait(here, timeout_s=max(GATHER_TIMEOUT_S, self.resolved.spec.comm.timeout_s))
 
     def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
             store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
+            if size > 1 and self.is_elastic and not self.group.lost:
+                self._gather(f"{prefix} over sockets", rank, size)
         return connect(
             store,
             rank,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.conftest import Start, check_commits
+from tests.elastic.conftest import Run, Start, check_commits
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 MESHES = {"stages": {"data": 2, "pipeline": 2}, "tensors": {"data": 2, "tensor": 2}}
-FOUR = ("-n", "4", "--elastic", "2:4")
+FOUR = ("-n", "4", "--elastic", "2:4", "--hang", "100")  # some wait for the test
 
 
 def assert_alike(told: dict[str, Any], alone: dict[str, Any]) -> None:
@@ -31,6 +31,17 @@ def replica_lost(step: int, at: str = "before") -> list[dict[str, Any]]:
     return [{"slot": slot, "step": step, "at": at} for slot in (2, 3)]
 
 
+def end_with_others(run: Run) -> dict[str, Any]:
+    """Where they paused, they go on when a replica is there in place of the one that was lost."""
+    run.until(lambda: "2 joined" in run.output(), "others", 150.0)
+    (run.folder / "go on").touch()
+    told = run.wait(150.0)
+    check_commits(run)
+    assert "restarting" not in run.output()
+    return told
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("pause", [40, 60])
 def test_a_replica_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_the_others(
@@ -39,11 +50,7 @@ def test_a_replica_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_t
     """With `pause` at 40, after an evaluation too."""
     asked = {"steps": 40, "mesh": MESHES[mesh]}
     run = elastic({**asked, "faults": replica_lost(pause - 5), "pause": pause}, *FOUR)
-    run.until(lambda: "2 joined" in run.output(), "others", 150.0)
-    (run.folder / "go on").touch()
-    assert_alike(run.wait(150.0), undisturbed(asked))
-    check_commits(run)
-    assert "restarting" not in run.output()
+    assert_alike(end_with_others(run), undisturbed(asked))
 
 
 @pytest.mark.long
@@ -56,8 +63,20 @@ def test_a_step_that_one_who_evaluates_would_have_to_take_back_is_not_known_whol
         {"slot": 1, "step": 10, "at": "in evaluation"},
         {"slot": 2, "step": 10, "at": "before the word between mates", "how": "wait"},
     ]
-    run = elastic({**asked, "faults": faults}, "-n", "4", "--elastic", "4:4")
-    run.until(lambda: "lost rank 1" in run.output(), "the loss of one that evaluates")
+    run = elastic({**asked, "faults": faults}, *FOUR)
+    run.until(lambda: "lost rank 1" in run.output(), "the loss of one that evaluates", 150.0)
     (run.folder / "go on").touch()
-    assert_alike(run.wait(), undisturbed(asked))
+    assert_alike(run.wait(150.0), undisturbed(asked))
     assert "restarting from step 8" in run.output()
+
+
+@pytest.mark.long
+def test_a_newcomer_that_loses_others_while_it_takes_its_part_is_started_again(
+    elastic: Start, undisturbed: Any
+) -> None:
+    """It has given up what is theirs of the model by then, and could not divide it once more."""
+    asked = {"steps": 40, "tied": True, "mesh": {**MESHES["stages"], "cuts": ["3"]}}
+    dies = {"slot": 3, "step": 0, "at": "while cutting", "how": "die once", "newcomer": True}
+    run = elastic({**asked, "faults": [*replica_lost(10), dies], "pause": 20}, *FOUR)
+    assert_alike(end_with_others(run), undisturbed(asked))
+    assert (run.folder / "died").exists()

@@ -5,7 +5,8 @@ process of its slot only. Every commit of a step is appended to `commits.jsonl` 
 asked for. With "until",
 the first call of `fit` ends when the file of that name is there. With "pause", every worker waits before that step for
 the file "go on"; faults "wait" and "die late" do so where they are. With "mesh", such as {"data": 2, "tensor": 2}, the
-model is divided, with momentum and not to the bit.
+model is divided, with momentum and not to the bit; "tied" has its stages share a weight. A fault of a "newcomer" is
+that of processes that were started later.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.shared_gradients import SharedGradients
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.spread import Spread
-from manyhands.runtime import evaluating, training
+from manyhands.runtime import dividing, evaluating, training
 from manyhands.runtime.checking import Checking
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Saver
@@ -72,6 +73,14 @@ def die_late() -> None:
     die()
 
 
+def die_once() -> None:
+    try:
+        os.close(os.open("died", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    die()
+
+
 def lose() -> None:
     """As on a network, where an exchange may fail for some and not for others."""
     raise PeerLost("on request")
@@ -84,6 +93,7 @@ HOW = {
     "spin": spin,
     "wait": wait,
     "die late": die_late,
+    "die once": die_once,
     "lose": lose,
 }
 
@@ -92,7 +102,8 @@ def arm() -> None:
     here = seat()
     slot = here.slot if here is not None else 0
     for fault in ASKED.get("faults", []):
-        if slot == fault["slot"] and not (here is not None and (here.joining or here.attempt > 1)):
+        newcomer = here is not None and here.joining
+        if slot == fault["slot"] and newcomer == ("newcomer" in fault) and (here is None or here.attempt == 1):
             PLACES[fault["at"]](_once(fault["step"], HOW[fault.get("how", "die")]))
 
 
@@ -146,6 +157,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "in evaluation": _before(evaluating, "evaluate"),
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
+    "while cutting": _before(dividing, "_ties"),
     "while comparing": _before(Checking, "_compare_parts"),
     "while telling times": _before(training, "report_pipeline"),
     "before the word between mates": _before(Spread, "agree"),
@@ -203,6 +215,12 @@ def model() -> nn.Module:
     )
 
 
+def tied_model() -> nn.Module:
+    layers = [nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)]
+    layers[3].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
 class WithRows(nn.Module):
     """The same, with rows of embeddings for the signs and sizes of some features."""
 
@@ -245,7 +263,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     ASKED.update(asked)
     mesh, divided = ASKED.get("mesh"), "mesh" in ASKED
     trainer = mh.Trainer(
-        WithRows if ASKED.get("rows") else model,
+        WithRows if ASKED.get("rows") else tied_model if ASKED.get("tied") else model,
         loss,
         momentum if divided else lambda params: torch.optim.AdamW(params, lr=2e-3),
         strategy=mh.Mesh(**mesh) if mesh else None,
