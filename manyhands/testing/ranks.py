@@ -37,7 +37,7 @@ class RankPool:
         run_dir: Path | None = None,
         flags: dict[str, Any] | None = None,
         hosts: int = 1,
-        deadline_s: float = 120.0,
+        deadline_s: float = 240.0,
     ) -> list[Any]:
         """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
 
