@@ -49,7 +49,11 @@ class RankPool:
             home = run_dir or Path(folder) / "run"
             for rank in range(world_size):
                 self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}, hosts))
-            return self._collect(world_size, time.monotonic() + deadline_s)
+            try:
+                return self._collect(world_size, time.monotonic() + deadline_s)
+            except BaseException:
+                self.close()  # whatever state they are in, the next call starts with fresh processes
+                raise
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results, failures = [], []
@@ -67,7 +71,6 @@ class RankPool:
             else:
                 failures.append(f"rank {rank}:\n{value}")
         if failures:
-            self.close()  # whatever state they are in, the next call starts with fresh processes
             raise RankFailed("\n".join(failures))
         return results
 
