@@ -37,7 +37,7 @@ class RankPool:
         run_dir: Path | None = None,
         flags: dict[str, Any] | None = None,
         hosts: int = 1,
-        deadline_s: float = 120.0,
+        deadline_s: float = 240.0,
     ) -> list[Any]:
         """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
 
@@ -49,7 +49,11 @@ class RankPool:
             home = run_dir or Path(folder) / "run"
             for rank in range(world_size):
                 self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}, hosts))
-            return self._collect(world_size, time.monotonic() + deadline_s)
+            try:
+                return self._collect(world_size, time.monotonic() + deadline_s)
+            except BaseException:
+                self.close()  # whatever state they are in, the next call starts with fresh processes
+                raise
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results, failures = [], []
@@ -67,7 +71,6 @@ class RankPool:
             else:
                 failures.append(f"rank {rank}:\n{value}")
         if failures:
-            self.close()  # whatever state they are in, the next call starts with fresh processes
             raise RankFailed("\n".join(failures))
         return results
 

@@ -36,7 +36,7 @@ trainer.fit((torch.randn(300, 8), torch.randint(0, 4, (300,))), steps=int(sys.ar
 def chaos(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "manyhands.cli.main", "chaos", "-n", "3", "--run-dir", "found", "--json", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.long

@@ -20,7 +20,17 @@ from manyhands.control.hang import Limits
 from manyhands.control.hang_watch import HangWatch
 from manyhands.control.host_messages import Job, Place, Plan, PlannedWorker
 from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import Announce, Heartbeat, Hello, MemoryRequest, Offer, Report, RunFacts, ToWorker
+from manyhands.control.messages import (
+    Announce,
+    Heartbeat,
+    Hello,
+    MemoryRequest,
+    Offer,
+    Report,
+    RunFacts,
+    StopRequest,
+    ToWorker,
+)
 from manyhands.control.surroundings import Surroundings
 from manyhands.control.workers import Worker
 from manyhands.native import library
@@ -234,13 +244,19 @@ class Line:
     def say(self, message: object) -> bool:
         """True when the coordinator should hear of it at once."""
         self.port.send(message)
-        assert self.desk.port.socket.poll(5000)
+        assert self.desk.port.socket.poll(60_000)
         return self.desk.attend(self.crew)
 
     def announced(self, now: float) -> list[Announce]:
+        """What it announces now; the word to stop, which it is given to send next, comes after all of that."""
         self.desk.announce(self.crew, now)
-        self.port.socket.poll(100)
-        return [message for _, message in self.port.receive() if isinstance(message, Announce)]
+        peer = next(worker.peer for worker in self.crew.everyone if worker.peer is not None)
+        self.desk.port.send(StopRequest(kind="stop"), to=peer)
+        heard: list[object] = []
+        while not any(isinstance(message, StopRequest) for message in heard):
+            assert self.port.socket.poll(60_000)
+            heard += [message for _, message in self.port.receive()]
+        return [message for message in heard if isinstance(message, Announce)]
 
     def close(self) -> None:
         self.port.close()

@@ -92,14 +92,16 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def intrude(endpoint: str) -> None:
-    """Knock with another run's key."""
+def intrude(endpoint: str, notes: Notes) -> str:
+    """Knock with another run's key, until that was refused: why."""
     context: zmq.Context[Any] = zmq.Context()
     port = open_port(context, zmq.DEALER, endpoint, dict, curve=client_curve(new_key()))
     port.send({"ask": 1})
+    refused = notes.wait("refuses", 1)
     assert not port.socket.poll(300)
     port.close()
     context.term()
+    return str(refused[0]["why"])
 
 
 @pytest.mark.faults
@@ -120,8 +122,7 @@ def test_workers_of_another_host_reach_servers_by_tcp_with_keys_and_those_of_the
     again = notes.wait("serves", 3)[2]
     assert (again["server"], again["at"]) == (1, serves[1]["at"]), "at the same port"
     assert {entry["slot"] for entry in notes.wait("answered", 2, by=again["pid"])} == {0, 1}
-    intrude(serves[0]["at"])
-    assert WRONG_KEY in notes.wait("refuses", 1)[0]["why"]
+    assert WRONG_KEY in intrude(serves[0]["at"], notes)
     killed = works[1]["incarnation"]
     assert all(killed in entry["living"] for entry in notes("hears") if entry["living"])
     kill(works[1]["pid"])

@@ -46,7 +46,7 @@ class Run:
     def output(self) -> str:
         return (self.folder / "output.txt").read_text()
 
-    def wait(self, timeout_s: float = 90.0) -> dict[str, Any]:
+    def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
         """What the chief told at the end of a run that ended well."""
         try:
             code = self.process.wait(timeout_s)
@@ -57,10 +57,10 @@ class Run:
         told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
         return told
 
-    def enough(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def enough(self) -> dict[str, Any]:
         """The same for one that was asked to train for ENDLESS steps: this ends its first call of `fit`."""
         (self.folder / "enough").touch()
-        return self.wait(timeout_s)
+        return self.wait()
 
     def commits(self) -> list[dict[str, Any]]:
         try:
@@ -82,7 +82,7 @@ class Run:
         path = self.directory / "events" / "agent-0.jsonl"
         return [event for event in read_events(path) if type(event).__name__ == "GenerationStarted"]
 
-    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 100.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if found := condition():
@@ -95,7 +95,7 @@ class Run:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(5)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -19,6 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 OWN_LOOP, CALLING = (Path(__file__).with_name(name) for name in ("own_loop.py", "calling.py"))
 
 
+# Who waits until a newcomer has come is not taken for hung: on a busy machine one takes its time to start.
+PATIENT = ("--hang", "300")
+
+
 def longest_gap(run: Run, after_step: int) -> float:
     """The longest time between commits of consecutive steps, by any worker, from `after_step` on."""
     first: dict[int, float] = {}
@@ -57,7 +61,7 @@ def test_a_worker_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_th
     """With `pause` at 40, after an evaluation too."""
     run = elastic(
         {"steps": 40, "faults": [{"slot": 2, "step": pause - 5, "at": "forward"}], "pause": pause},
-        *("-n", "3", "--elastic", "1:3"),
+        *("-n", "3", "--elastic", "1:3", *PATIENT),
     )
     run.until(lambda: "1 joined" in run.output(), "another one")
     (run.folder / "go on").touch()
@@ -75,7 +79,7 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
         {"slot": 1, "step": 40, "at": at, "how": "die late"},
         {"slot": 0, "step": 40, "at": at, "how": "wait"},
     ]
-    run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3")
+    run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3", *PATIENT)
     run.until(lambda: "1 joined" in run.output(), "another one")
     (run.folder / "go on").touch()
     assert run.wait() == undisturbed({"steps": 40})
@@ -108,7 +112,7 @@ def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_miss
     second = run.until(lambda: (now := query(run.directory).coordinator_pid) not in (0, first) and now, "another one")
     run.until(lambda: run.step() > reached + 20, "twenty steps more")
     assert len(run.generations()) == 1, "no generation without a reason"
-    assert longest_gap(run, 10) < 2.0
+    assert longest_gap(run, 10) < 10.0
     victim = run.until(run.members, "members")[1].pid
     os.kill(second, signal.SIGKILL)
     os.kill(victim, signal.SIGKILL)
@@ -167,7 +171,7 @@ def test_a_newcomer_killed_while_it_joins_is_no_loss_to_the_others(elastic: Star
 def test_a_loop_of_ones_own_asks_those_who_took_the_step_and_newcomers_after_the_next(elastic: Start) -> None:
     run = elastic(
         {"steps": 40, "faults": [{"slot": 2, "step": 30, "at": "forward"}], "pause": 36},
-        *("-n", "3", "--elastic", "1:3"),
+        *("-n", "3", "--elastic", "1:3", *PATIENT),
         script=OWN_LOOP,
     )
     run.until(lambda: "1 joined" in run.output(), "another one")

@@ -95,7 +95,7 @@ def test_a_worker_killed_on_the_other_host_is_replaced(run_on_two_hosts: Any, un
     run.until(lambda: "1 joined" in [event.why for event in run.generations()], "a replacement")
     told = run.enough()
     assert told == undisturbed({"steps": told["reached"]})
-    assert run.second.wait(30) == 0
+    assert run.second.wait(60) == 0
     check_commits(run)
 
 
@@ -103,17 +103,20 @@ def test_a_worker_killed_on_the_other_host_is_replaced(run_on_two_hosts: Any, un
 def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_ends(
     run_on_two_hosts: Any, undisturbed: Any
 ) -> None:
-    asked = {"steps": 100, "slow_s": 0.01}
-    run = run_on_two_hosts(asked)
+    run = run_on_two_hosts(ENDLESS)
     run.until(lambda: run.step() > 10, "step 10")
     cut_off = set(run.workers_of_second())
     run.cut()
     cut_at = time.monotonic()
-    assert run.wait(120) == undisturbed(asked)
-    assert run.second.wait(60) != 0
+
+    def commits_of_others() -> list[Any]:
+        return [commit for commit in run.commits() if commit["pid"] not in cut_off and commit["at"] > cut_at + 0.5]
+
+    by_others = run.until(commits_of_others, "steps without the other host")
+    told = run.enough()
+    assert told == undisturbed({"steps": told["reached"]})
+    assert run.second.wait(100) != 0
     check_commits(run)
-    by_others = [commit for commit in run.commits() if commit["pid"] not in cut_off and commit["at"] > cut_at + 0.5]
-    assert min(commit["at"] for commit in by_others) - cut_at < 10.0
     theirs = [commit["step"] for commit in run.commits() if commit["pid"] in cut_off]
     assert max(theirs) <= min(commit["step"] for commit in by_others), "the cut-off side took no step of its own"
     assert not any(psutil.pid_exists(pid) for pid in cut_off)
@@ -130,7 +133,7 @@ def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
     theirs = set(run.workers_of_second())
     run.until(lambda: theirs <= {commit["pid"] for commit in run.commits()}, "a commit by each of them")
     run.second.send_signal(signal.SIGTERM)
-    assert run.second.wait(30) == 0
+    assert run.second.wait(60) == 0
     reached = run.step()
     run.until(lambda: run.step() > reached + 5, "five steps more")
     told = run.enough()

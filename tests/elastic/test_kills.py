@@ -82,8 +82,10 @@ def test_two_at_once_and_a_third_while_the_others_regroup(elastic: Start, undist
 def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(
     elastic: Start, undisturbed: Any, plane: str
 ) -> None:
-    run = elastic({**ENDLESS, "faults": faults((1, 12, "backward"))}, "-n", "3", "--elastic", "1:3", "--plane", plane)
+    asked = {**ENDLESS, "faults": faults((1, 12, "backward")), "pause": 5}
+    run = elastic(asked, "-n", "3", "--elastic", "1:3", "--plane", plane, "--hang", "300")
     first = run.until(lambda: len(found := run.members()) == 3 and found, "three workers")
+    (run.folder / "go on").touch()
     run.until(lambda: run.step() > 14, "step 15")
     later = run.until(
         lambda: len(found := run.members()) == 3 and all(one.step for one in found) and found, "three again"

@@ -1,11 +1,17 @@
-"""The police of tests/conftest.py see what they are there to see."""
+"""The police of tests/conftest.py see what they are there to see, and a pool of ranks keeps tests apart."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from typing import Any
 
+import pytest
+
+from manyhands.testing import RankPool
 from tests.conftest import _children
 
 PARENT = """
@@ -25,3 +31,23 @@ def test_children_and_their_children_are_seen() -> None:
         assert {child.pid for child in _children()} - ours == {parent.pid, grandchild}
         assert os.getpid() not in ours
         parent.communicate()  # closes what both wait for
+
+
+@pytest.mark.long
+def test_a_call_of_a_pool_that_was_interrupted_leaves_the_next_one_no_answer() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    pool, before = RankPool(), signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        pool.start(1)
+        with pytest.raises(Interrupted):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            pool(1, str, "first")  # which it answers when it has imported torch
+        assert pool(1, str, "second") == ["second"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        pool.close()

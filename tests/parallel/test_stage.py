@@ -65,9 +65,7 @@ def test_a_sequential_trains_as_in_one_process(
     ranks: RankPool, tmp_path: Path, world: int, schedule: str, options: dict[str, Any]
 ) -> None:
     case = CASES["sequential"]
-    found = ranks(
-        world, train_pipelined, str(tmp_path / "store"), world, case, PLAN, schedule, options, deadline_s=110.0
-    )
+    found = ranks(world, train_pipelined, str(tmp_path / "store"), world, case, PLAN, schedule, options)
     assert_same(found, alone("sequential"))
     timelines = [play(make_schedule(schedule, world, count, options.get("chunks"))) for _, count in PLAN]
     for rank, one in enumerate(found):
@@ -90,7 +88,7 @@ def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str,
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     schedule = "1f1b" if name == "towers" else "zero_bubble"
-    found = ranks(2, train_pipelined, str(tmp_path / "store"), 2, case, PLAN, schedule, {}, deadline_s=220.0)
+    found = ranks(2, train_pipelined, str(tmp_path / "store"), 2, case, PLAN, schedule, {})
     assert_same(found, alone(name))
     assert bool(found[0]["tied"]) == (name == "gpt2")
 

@@ -238,7 +238,7 @@ def test_a_loop_of_ones_own_is_healed_too(ranks: RankPool) -> None:
 def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankPool) -> None:
     """Flipped by the worker whose part it is: its hash, taken after its own hooks, is sure to see it."""
     on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
-    undisturbed = ranks(6, train, None, flags=on_hosts, hosts=3, deadline_s=180.0)
+    undisturbed = ranks(6, train, None, flags=on_hosts, hosts=3)
     results = ranks(6, train, (2, 6, "weight"), flags=on_hosts, hosts=3)
     (diverged,) = told(results[0], CopiesDiverged)
     assert (diverged.step, diverged.ranks, diverged.healed) == (6, [2, 3], True), "both workers of the second host"

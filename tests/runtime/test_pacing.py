@@ -175,7 +175,6 @@ def test_slices_move_between_hosts(ranks: RankPool) -> None:
         "multi_worker",
         flags={**FLAGS, "train.balance": True},
         hosts=2,
-        deadline_s=110.0,
     )
     assert [result["weights"] == alone["weights"] for result in results] == [True] * 4
     assert of_kind(results[0]["events"], Divided)[0].slices[0] > 4

@@ -348,7 +348,7 @@ def test_the_worker_that_opened_it_is_told(busy, tmp_path, why, raises, told):
         link = Link(lambda server: at, b"worker")
 
         def answer_one() -> None:
-            assert port.socket.poll(30_000)
+            assert port.socket.poll(60_000)
             ((sender, message),) = port.receive(1)
             for receiver, answer in busy.wire.servers[0].take(sender, message):
                 port.send(answer, to=receiver)

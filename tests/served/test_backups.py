@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ONE_AND_TWO = ("-n", "1", "--servers", "2")
-SLOWLY = {"slow_s": {"worker 0": 0.1, "worker 1": 0.1}}
+SLOWLY = {"slow_s": {"worker 0": 0.1, "worker 1": 0.1}, "waits": {"hold": 20, "most_s": 2.0}}
 REPLICA = {"rows": True, "epochs": 4, "settings": {"durability": "replica"}}
 
 
@@ -42,10 +42,19 @@ def until_another_host_has(run: TwoHosts, more: int) -> None:
     run.until(lambda: num_steps(run) >= enough, f"{more} steps more")
 
 
-def backup_of(run: TwoHosts) -> psutil.Process:
-    children = psutil.Process(run.second.pid).children()
-    [found] = [child for child in children if "manyhands.control.backup" in child.cmdline()]
-    return found
+def backup_of(run: TwoHosts, other_than: int = 0) -> psutil.Process:
+    def found() -> list[psutil.Process]:
+        return [child for child in psutil.Process(run.second.pid).children() if _is_backup(child, other_than)]
+
+    [backup] = run.until(found, "a backup")
+    return backup
+
+
+def _is_backup(process: psutil.Process, other_than: int) -> bool:
+    try:
+        return process.pid != other_than and "manyhands.control.backup" in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -54,16 +63,17 @@ def test_nothing_is_lost_with_the_servers_host(tmp_path: Path, mirrored: Any, mo
     asked = {"mode": mode, "exact": mode == "sync", "save_every": 30, "faults": places, **REPLICA}
     with two_hosts_run(tmp_path, {**asked, **SLOWLY}, *ONE_AND_TWO) as run:
         until_another_host_has(run, more=5)
-        os.kill(backup_of(run).pid, signal.SIGKILL)  # which costs nothing
+        first = backup_of(run).pid
+        os.kill(first, signal.SIGKILL)  # which costs nothing
         enough = num_steps(run) + 5
         run.until(lambda: num_steps(run) >= enough, "steps after the backup was killed")
-        backup = backup_of(run)
+        backup = backup_of(run, other_than=first)
         run.process.kill()
-        run.process.wait(30)
+        run.process.wait(60)
         before = steps_of(run)
         run.second.kill()  # there is nothing left for it to do
-        run.second.wait(30)
-        psutil.wait_procs([backup], timeout=30)
+        run.second.wait(60)
+        psutil.wait_procs([backup], timeout=60)
         assert not backup.is_running(), "it has outlived the run"
     (tmp_path / "run.join").unlink()
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as again:
@@ -84,8 +94,9 @@ def test_without_the_host_that_keeps_them_training_goes_on_and_asks_for_a_checkp
         until_another_host_has(run, more=3)
         backup, lost_at = backup_of(run), num_steps(run)
         run.second.kill()
-        psutil.wait_procs([backup], timeout=30)
+        psutil.wait_procs([backup], timeout=60)
         run.until(lambda: run.output().count("kept on this host alone") == 2, "that both servers say so")
         run.until(lambda: (saved_step(run.directory) or 0) >= lost_at, "a checkpoint that nobody else asked for")
+        (tmp_path / "go on").touch()
         told = run.wait(200)
     assert (told["counter"], told["reached"]) == ([4.0], 64)

@@ -30,7 +30,7 @@ def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
     """Kill the agent -9, and with it everybody; what the chief had been told of until then."""
     run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) >= after, f"{after} steps")
     os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait(30)
+    run.process.wait(60)
     return steps_of(run)
 
 
@@ -39,7 +39,8 @@ def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
 def test_with_a_log_nothing_is_lost_with_the_agent(served: Start, mirrored: Any, mode: str, durability: str) -> None:
     places = faults(("server 1", 12, "before commit"), ("server 0", 24, "between tables and weights"))
     asked = {"mode": mode, "rows": True, "settings": {"durability": durability}, "save_every": 10, "faults": places}
-    before = lose_host(served({**asked, "exact": mode == "sync", **SLOWLY}, *TWO_AND_TWO, folder="run"), after=14)
+    slowly = {"exact": mode == "sync", **SLOWLY, "waits": {"hold": 18}}
+    before = lose_host(served({**asked, **slowly}, *TWO_AND_TWO, folder="run"), after=14)
     again = served({**asked, "exact": mode == "sync"}, *TWO_AND_TWO, folder="run")
     told = again.wait()
     assert told["counter"] == [2.0] and told["reached"] == 32
@@ -54,10 +55,12 @@ def test_with_a_log_nothing_is_lost_with_the_agent(served: Start, mirrored: Any,
 
 @pytest.mark.long
 def test_with_a_log_nothing_is_lost_with_all_workers_either(served: Start) -> None:
-    run = served({"mode": "ssp", "rows": True, "settings": {"durability": "wal"}, **SLOWLY}, *TWO_AND_TWO)
+    asked = {"mode": "ssp", "rows": True, "settings": {"durability": "wal"}, **SLOWLY, "waits": {"hold": 18}}
+    run = served(asked, *TWO_AND_TWO)
     run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) >= 10, "10 steps")
     for worker in query(run.directory).members:
         os.kill(worker.pid, signal.SIGKILL)
+    (run.folder / "go on").touch()
     assert run.wait()["counter"] == [2.0]
     steps = steps_of(run)
     again = [one["step"] for one in steps].index(1, 1)
@@ -67,7 +70,7 @@ def test_with_a_log_nothing_is_lost_with_all_workers_either(served: Start) -> No
 @pytest.mark.long
 def test_by_default_a_host_takes_along_what_came_after_the_checkpoint(served: Start) -> None:
     asked = {"mode": "async", "rows": True, "epochs": 3, "save_every": 20}
-    before = lose_host(served({**asked, **SLOWLY}, *TWO_AND_TWO, folder="run"), after=28)
+    before = lose_host(served({**asked, **SLOWLY, "waits": {"hold": 34}}, *TWO_AND_TWO, folder="run"), after=28)
     again = served(asked, *TWO_AND_TWO, folder="run")
     assert again.wait()["counter"] == [3.0]
     since = steps_of(again)[len(before) :]

@@ -33,7 +33,6 @@ def faults(*places: tuple[str, int, str]) -> list[dict[str, Any]]:
     return [{"who": who, "step": step, "at": at} for who, step, at in places]
 
 
-@pytest.mark.timeout(240)
 def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies_and_goes_on_with_others_after_a_stop(
     served: Start, mirrored: Any
 ) -> None:
@@ -46,21 +45,22 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies_and_goes_o
     )
     asked = {"exact": True, "clip": 5.0, "validate": True}
     slow = {"slow_s": {"worker 0": 0.03, "worker 1": 0.03}}
-    first = served({**asked, **slow, "mode": "sync", "faults": places[:3]}, *TWO_AND_TWO, folder="run")
-    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 12, "twelve steps", 120.0)
+    first = served(
+        {**asked, **slow, "mode": "sync", "faults": places[:3], "waits": {"hold": 16}}, *TWO_AND_TWO, folder="run"
+    )
+    first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 12, "twelve steps")
     os.kill(first.process.pid, signal.SIGTERM)
-    assert first.process.wait(60) == 75
+    assert first.process.wait(100) == 75
     taken = [one["step"] for one in steps_of(first)]
     assert taken == list(range(1, len(taken) + 1)), "a step was taken again, or left out"
     assert len(taken) < 24, "it was stopped too late for what comes then"
     again = served({**asked, "mode": "sync", "faults": places}, "-n", "1", "--servers", "1", folder="run")
-    assert again.wait(timeout_s=120.0) == mirrored(**asked)
+    assert again.wait() == mirrored(**asked)
     assert {one["staleness"] for one in steps_of(again)} == {0}
     assert len(list(again.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_rows_that_gradients_depend_on_have_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
     places = faults(
         ("worker 1", 4, "half-way through the push"),
@@ -70,11 +70,10 @@ def test_rows_that_gradients_depend_on_have_the_bits_of_mirrored_whoever_dies(se
     )
     asked = {"rows": True, "deep": True, "exact": True}
     run = served({"mode": "sync", **asked, "faults": places}, *TWO_AND_TWO)
-    assert run.wait(timeout_s=180.0) == mirrored(**asked)
+    assert run.wait() == mirrored(**asked)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
     places = faults(
@@ -88,7 +87,7 @@ def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
     )
     places[-1]["spared"] = True
     run = served({"mode": mode, "rows": True, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
-    told = run.wait(timeout_s=180.0)  # where others want the processors, a spare takes its time
+    told = run.wait()  # where others want the processors, a spare takes its time
     assert told["counter"] == [3.0]
     assert told["reached"] == 48
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
@@ -101,12 +100,14 @@ def test_ssp_keeps_its_bound_without_a_slow_worker_that_dies_and_servers_are_the
     served: Start,
 ) -> None:
     asked = {"mode": "ssp", "settings": {"staleness": 2}, "epochs": 4, "slow_s": {"worker 1": 0.15}}
-    run = served({**asked, "faults": faults(("worker 1", 12, "backward"))}, *TWO_AND_TWO)
+    places = faults(("worker 1", 12, "backward"))
+    run = served({**asked, "faults": places, "waits": {"hold": 20}}, *TWO_AND_TWO)
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
     run.until(lambda: all(one.step for one in query(run.directory).servers), "the versions of both")
     servers = query(run.directory).servers
     assert [one.server for one in servers] == [0, 1]
     tell_their_variables(run)
+    (run.folder / "go on").touch()
     assert run.wait()["counter"] == [4.0]
     stale = [one["staleness"] for one in steps_of(run)]
     assert 0 < max(stale) <= 2
@@ -115,7 +116,7 @@ def test_ssp_keeps_its_bound_without_a_slow_worker_that_dies_and_servers_are_the
 
 @pytest.mark.long
 def test_a_save_is_told_when_it_has_ended_and_not_when_all_meet_again(served: Start) -> None:
-    asked = {"mode": "sync", "epochs": 1, "save_every": 4, "slow_s": {"worker 0": 0.2, "worker 1": 0.2}}
+    asked = {"mode": "sync", "epochs": 1, "save_every": 4, "slow_s": {"worker 0": 0.4, "worker 1": 0.4}}
     run = served(asked, "-n", "2", "--servers", "1")
     run.wait()
     told = list(read_events(run.directory / "events" / "chief.jsonl"))
@@ -133,10 +134,10 @@ def test_ssp_without_staleness_is_synchronous(served: Start, mirrored: Any) -> N
 @pytest.mark.long
 def test_a_run_that_was_stopped_goes_on_with_more_servers_and_workers(served: Start, mirrored: Any) -> None:
     asked = {"exact": True, "clip": 5.0, "validate": True}
-    first = served({**asked, "mode": "sync", "slow_s": {"worker 0": 0.03}}, "-n", "1", "--servers", "1", folder="run")
+    first = served({**asked, "mode": "sync", "waits": {"hold": 8}}, "-n", "1", "--servers", "1", folder="run")
     first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 5, "five steps")
     os.kill(first.process.pid, signal.SIGTERM)
-    assert first.process.wait(60) == 75
+    assert first.process.wait(100) == 75
     reached = steps_of(first)[-1]["step"]
     assert reached < 32
     again = served({**asked, "mode": "sync"}, *TWO_AND_TWO, folder="run")
@@ -168,8 +169,8 @@ def gone_with_it(run: Run, servers: list[int]) -> None:
 
 @pytest.mark.long
 def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -> None:
-    slow = {"worker 0": 0.05, "worker 1": 0.05}
-    run = served({"mode": "sync", "exact": True, "epochs": 6, "slow_s": slow}, *TWO_AND_TWO)
+    slow = {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}, "waits": {"hold": 20, "most_s": 1.0}}
+    run = served({"mode": "sync", "exact": True, "epochs": 6, **slow}, *TWO_AND_TWO)
 
     def scale(servers: int) -> None:
         request_scale(run.directory, None, servers)
@@ -180,4 +181,5 @@ def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
     scale(3)
     scale(1)
+    (run.folder / "go on").touch()
     assert run.wait() == mirrored(exact=True, epochs=6)

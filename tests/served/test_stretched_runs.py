@@ -71,7 +71,7 @@ def stopped_at(run: Run) -> int:
     """Let it take some steps, and ask it to stop: the step that it has saved."""
     run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) > 5, "five steps")
     os.kill(run.process.pid, signal.SIGTERM)
-    assert run.process.wait(60) == 75
+    assert run.process.wait(100) == 75
     return int(steps_of(run)[-1]["step"])
 
 
@@ -81,7 +81,7 @@ def test_an_exchange_of_asynchronous_easgd_moves_the_center_once_whoever_dies_an
 ) -> None:
     way = {"every": 2, "outer": "elastic", "asynchronous": True}
     asked = {"mode": "local_sgd", "settings": way, "epochs": 3, "save_every": 20, "record": True}
-    reached = stopped_at(served({**asked, "slow_s": {"worker 0": 0.03}}, "-n", "1", "--servers", "1", folder="run"))
+    reached = stopped_at(served({**asked, "waits": {"hold": 8}}, "-n", "1", "--servers", "1", folder="run"))
     assert reached < 30
     places = faults(
         ("worker 1", reached + 4, "before the push"),

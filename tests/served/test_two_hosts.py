@@ -52,7 +52,6 @@ def test_synchronous_training_over_two_hosts_gives_the_bits_of_one_process_whoev
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode: str) -> None:
     asked = {"mode": mode, "rows": True, "save_every": 20, **LONGER, "settings": {"spare": True}}
@@ -67,7 +66,6 @@ def test_every_gradient_counts_exactly_once_over_two_hosts(tmp_path: Path, mode:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_stretches_count_once_and_rounds_close_over_two_hosts(tmp_path: Path) -> None:
     way, some = {"push_every": 3, "pull_every": 3}, {"epochs": 3, "save_every": 20}
     places = faults(("server 0", 2, "taking a frame"), ("worker 1", 12, "between frames"))
@@ -97,7 +95,6 @@ REASON = namespaces.why_not()
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_networks_train_one_model_whoever_dies(

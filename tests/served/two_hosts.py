@@ -20,7 +20,7 @@ Prefixes = tuple[Sequence[str], Sequence[str]]
 class TwoHosts(Run):
     """What the chief prints, the agent of its own host tells: whoever was chief at the end."""
 
-    def wait(self, timeout_s: float = 90.0) -> dict[str, Any]:
+    def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
         code = self.process.wait(timeout_s)
         assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
         _end(self.second)
@@ -58,7 +58,7 @@ def two_hosts_run(
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
     """By itself, since the run has ended; else by force."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while agent.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     if agent.poll() is None:
