@@ -60,6 +60,8 @@ JOIN_TIMEOUT_S = 120.0
 # The agent clears what it hands out: seconds for many gigabytes.
 MEMORY_TIMEOUT_S = 300.0
 HEARTBEAT_EVERY_S = 0.2
+# Asked for an error's message, which comes without them where nobody answers.
+POSITIONS_TIMEOUT_S = 1.0
 # The agent answers "too late" itself; this only covers an agent or coordinator that is away.
 REPLY_SLACK_S = 5.0
 
@@ -275,12 +277,12 @@ class Session(StoreCalls):
         can_wait = isinstance(event, StepDone) and event.staleness is not None
         self._line.post(Publish(**self._header(), event=event), at_once=not can_wait)
 
-    def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
+    def positions(self) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""
         ticket = self._line.new_ticket()
         question = WhereIsEveryone(**self._header(), ticket=ticket)
         try:
-            reply: PositionReply = self._line.call(ticket, question, timeout_s, "positions")
+            reply: PositionReply = self._line.call(ticket, question, POSITIONS_TIMEOUT_S, "positions")
         except ManyhandsError:
             return {}
         return reply.positions

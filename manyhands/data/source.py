@@ -222,9 +222,9 @@ def _refuse_samplers(loader: DataLoader[Any]) -> None:
         )
 
 
-def split(data: Any, fraction: float, *, context: InputContext | None = None) -> tuple[RowSource, RowSource]:
+def split(data: Any, fraction: float) -> tuple[RowSource, RowSource]:
     """(training, validation): the last `fraction` of the rows, unshuffled, is for validation, as in Keras."""
-    source = as_source(data, context=context)
+    source = as_source(data)
     if not isinstance(source, RowSource):
         raise DataError(
             "validation_split needs data with a length, and this is a stream.", fix=["validation=other_data"]

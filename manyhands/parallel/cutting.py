@@ -66,16 +66,11 @@ class Blocks(Protocol):
 
 
 def balance(
-    costs: Sequence[float],
-    stages: int,
-    memory: Sequence[float] | None = None,
-    limit: float | None = None,
-    pins: Mapping[int, int] | None = None,
+    costs: Sequence[float], stages: int, memory: Sequence[float] | None = None, pins: Mapping[int, int] | None = None
 ) -> list[int]:
     """Where each stage begins, so that the most expensive stage costs least; among those, the largest is smallest.
 
-    With a limit no stage takes more `memory` than that; `pins` say which stage has a block. `SpecError` where that
-    cannot be.
+    `pins` say which stage has a block. `SpecError` where that cannot be.
     """
     pins = pins or {}
     count = len(costs)
@@ -85,18 +80,12 @@ def balance(
             fix=[f"stages={count}", "smaller blocks: a longer nn.Sequential, or more modules in the model"],
         )
     sizes = [0.0] * count if memory is None else list(memory)
-    cheapest = _smallest(costs, stages, sizes, math.inf if limit is None else limit, pins)
+    cheapest = _smallest(costs, stages, sizes, math.inf, pins)
     if cheapest is None:
-        tightest = _smallest(sizes, stages, costs, math.inf, pins)
-        if tightest is None:
-            told = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
-            raise SpecError(
-                f"No cut into {stages} stages has {told}: a stage is blocks in a row, and none is empty.",
-                fix=["other stages for these blocks, in the order of the blocks", "no place="],
-            )
+        told = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
         raise SpecError(
-            f"No cut into {stages} stages keeps each below {limit:g}; the best has one of {tightest[0]:g}.",
-            fix=[f"memory_limit={tightest[0]:g}", "more stages"],
+            f"No cut into {stages} stages has {told}: a stage is blocks in a row, and none is empty.",
+            fix=["other stages for these blocks, in the order of the blocks", "no place="],
         )
     smallest = _smallest(sizes, stages, costs, cheapest[0], pins)
     assert smallest is not None

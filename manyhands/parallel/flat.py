@@ -73,7 +73,7 @@ class Flat(NamedTuple):
         start = self.starts[place]
         return range(max(start, elements.start), min(start + numel, elements.stop))
 
-    def views(self, tensors: Sequence[Tensor], segment: Segment, at_byte: int = 0) -> list[Tensor]:
+    def views(self, tensors: Sequence[Tensor], segment: Segment) -> list[Tensor]:
         """A tensor over the segment for each of `tensors`, like it in shape and, where it has no gaps, in strides.
 
         Each has a storage of its own, exactly as long as itself: whoever saves one of them saves no more than that.
@@ -82,7 +82,7 @@ class Flat(NamedTuple):
         for section in self.sections:
             for place in section.members:
                 like = tensors[place]
-                offset = at_byte + section.start_byte + self.starts[place] * section.dtype.itemsize
+                offset = section.start_byte + self.starts[place] * section.dtype.itemsize
                 if like.numel() == 0:
                     found[place] = torch.empty_like(like, device="cpu")
                     continue

@@ -44,8 +44,6 @@ def cut(
     *,
     at: Sequence[str] = (),
     costs: Sequence[float] | None = None,
-    sizes: Sequence[float] | None = None,
-    limit: float | None = None,
     place: Mapping[str, int] | None = None,
 ) -> Sequence[Part]:
     """Parts for so many stages: beginning at the blocks that the user named, else balanced by what blocks cost.
@@ -55,10 +53,8 @@ def cut(
     """
     if at:
         return blocks.parts(starts_at(blocks.names, at, stages))
-    known = sizes_of(blocks) if sizes is None else sizes
-    return blocks.parts(
-        balance(known if costs is None else costs, stages, known, limit, _pins(blocks, place or {}, stages))
-    )
+    sizes = sizes_of(blocks)
+    return blocks.parts(balance(costs or sizes, stages, sizes, _pins(blocks, place or {}, stages)))
 
 
 def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, int]:

@@ -64,9 +64,9 @@ class Place:
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return self  # a group of ranks cannot be copied
 
-    def ranges(self, tensor: str, dim: int = 0) -> Ranges:
-        """Of one of the layer's tensors along a dim."""
-        return next(ranges for cut_dim, ranges in self.cuts[tensor] if cut_dim == dim)
+    def ranges(self, dim: int = 0) -> Ranges:
+        """Of the layer's weight along a dim."""
+        return next(ranges for cut_dim, ranges in self.cuts["weight"] if cut_dim == dim)
 
     def split(self, dim: int, ranges: Ranges) -> Split:
         return Split(self.axis, dim, ranges, self.name)
@@ -180,7 +180,7 @@ class Columns(_Matrix):
         return y if place.bare else parted(y, place.split(y.dim() - 1, self._outputs()))
 
     def _outputs(self) -> Ranges:
-        return self.place.ranges("weight", 0 if isinstance(self, nn.Linear) else 1)
+        return self.place.ranges(0 if isinstance(self, nn.Linear) else 1)
 
     def _own_bias(self) -> Tensor | None:
         bias = self.own("bias")
@@ -195,7 +195,7 @@ class Rows(_Matrix):
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
         if not place.bare:
-            inputs = place.ranges("weight", 1 if isinstance(self, nn.Linear) else 0)
+            inputs = place.ranges(1 if isinstance(self, nn.Linear) else 0)
             x = part_of(x, place.split(x.dim() - 1, inputs))
         return _with_bias(place.summed(functional.linear(x, self.matrix())), self.own("bias"))
 
@@ -210,9 +210,9 @@ class GridMatrix(_Matrix):
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
         out, into = (0, 1) if isinstance(self, nn.Linear) else (1, 0)
-        x = part_of(x, place.split(x.dim() - 1, place.ranges("weight", into)))
+        x = part_of(x, place.split(x.dim() - 1, place.ranges(into)))
         y = functional.linear(x, self.matrix())
-        return _with_bias(gather(y, place.split(y.dim() - 1, place.ranges("weight", out))), self.own("bias"))
+        return _with_bias(gather(y, place.split(y.dim() - 1, place.ranges(out))), self.own("bias"))
 
 
 class Vocabulary(Divided):
@@ -221,7 +221,7 @@ class Vocabulary(Divided):
     def forward(self, ids: Tensor) -> Tensor:
         place, weight = self.place, self.own("weight")
         assert weight is not None and isinstance(self, nn.Embedding)
-        ((start, stop),) = place.split(0, place.ranges("weight")).mine
+        ((start, stop),) = place.split(0, place.ranges()).mine
         elsewhere = (ids < start) | (ids >= stop)
         _check_ids(ids, self.num_embeddings)
         padding = self.padding_idx
@@ -248,7 +248,7 @@ class _Conv(Divided):
 
     def _channels(self, which: int) -> Ranges:
         """Of outputs (0) or inputs (1)."""
-        return self.place.ranges("weight", out_and_in(self)[which])  # type: ignore[arg-type]
+        return self.place.ranges(out_and_in(self)[which])  # type: ignore[arg-type]
 
 
 def _transposed(
@@ -298,7 +298,7 @@ class ChannelConv(_Conv):
     def forward(self, x: Tensor) -> Tensor:
         place, dim = self.place, self._channel_dim(x)
         y = self._convolve(part_of(x, place.split(dim, self.inputs)), self.own("bias"))
-        return parted(y, place.split(dim, place.ranges("weight")))
+        return parted(y, place.split(dim, place.ranges()))
 
     inputs: Ranges
     """Of the input's channels."""

@@ -28,8 +28,9 @@ class Durations(msgspec.Struct, frozen=True):
     """From a stage to the next on another rank."""
 
     @staticmethod
-    def even(stages: int, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0) -> Durations:
-        return Durations((forward,) * stages, (backward,) * stages, transfer=transfer)
+    def even(stages: int) -> Durations:
+        """A backward takes as long as two forwards."""
+        return Durations((1.0,) * stages, (2.0,) * stages)
 
     def of(self, op: Op, splits: bool) -> float:
         if op.kind == "F":
@@ -137,12 +138,12 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def draw(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """A line per rank; a column per unit of time, in which a forward of the first stage takes one.
+def draw(schedule: Schedule) -> str:
+    """A line per rank, with even stages; a column per unit of time, which a forward takes.
 
     Operations of a rank's second stage and later ones stand with a mark for each: F0 F0' F0".
     """
-    timeline = timeline or play(schedule)
+    timeline = play(schedule)
     first = min(span.stop - span.start for row in timeline.spans for span in row)
     cells = [_cells(row, schedule, first) for row in timeline.spans]
     width = max(len(text) for row in cells for _, _, text in row) + 1

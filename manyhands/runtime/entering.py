@@ -11,8 +11,6 @@ import atexit
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from manyhands.control.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.runtime import launch, process
@@ -20,7 +18,7 @@ from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo
-from manyhands.runtime.strategy_names import STRATEGIES, Planned, StrategyChoice, as_strategy, check_strategy
+from manyhands.runtime.strategy_names import Planned, StrategyChoice, as_strategy, check_strategy, in_place_of
 from manyhands.runtime.worker import Worker, _seated
 from manyhands.spec import load
 from manyhands.spec.check_order import order_of_this_worker
@@ -61,10 +59,10 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
-        chosen = STRATEGIES[resolved.spec.train.strategy](devices=chosen.devices, threads=chosen.threads)
+        chosen = in_place_of(chosen, resolved.spec.train.strategy)
     checked = order_of_this_worker()
     if checked is not None:
-        chosen = STRATEGIES[checked.strategy](devices=chosen.devices, threads=chosen.threads, **checked.settings)
+        chosen = in_place_of(chosen, checked.strategy, **checked.settings)
     if seat is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
@@ -87,7 +85,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
 def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
     """One process that trains nothing: it says how others would."""
     if order.strategy and order.strategy != chosen.name:
-        chosen = as_strategy(order.strategy)
+        chosen = in_place_of(chosen, order.strategy)
     workers = order.workers or getattr(chosen, "workers", None) or 1
     alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
     resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
@@ -99,8 +97,8 @@ def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, 
 def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
     """Devices of this worker that the machine does not have: it computes on the CPU instead."""
     if strategy.devices and not seat.is_server:
-        asked = strategy.devices[seat.local_rank % len(strategy.devices)]
-        if not process.is_there(torch.device(asked)):
+        asked = process.asked_device(strategy.devices, seat.local_rank)
+        if not process.is_there(asked):
             yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 
 import torch
 
+from manyhands.errors import SpecError
 from manyhands.runtime.after_import import after_import
 
 __all__ = [
+    "asked_device",
     "choose_device",
     "choose_threads",
     "give_freed_memory_back",
@@ -69,9 +72,20 @@ def is_there(device: torch.device) -> bool:
     return has_kind and (device.index or 0) < torch.accelerator.device_count()
 
 
-def choose_device(devices: tuple[str, ...] | None, local_rank: int) -> torch.device:
+def asked_device(devices: Sequence[str], local_rank: int) -> torch.device:
+    """What one worker of the host was told, whether the machine has it or not. One name is for all of them."""
+    names = [devices] if isinstance(devices, str) else devices
+    name = names[local_rank % len(names)]
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        what = f"devices has {name!r}, which is no device of torch's."
+        raise SpecError(what, fix=['devices=("cuda:0", "cuda:1")', 'devices=("cpu",)']) from error
+
+
+def choose_device(devices: Sequence[str] | None, local_rank: int) -> torch.device:
     if devices:
-        asked = torch.device(devices[local_rank % len(devices)])
+        asked = asked_device(devices, local_rank)
         return asked if is_there(asked) else torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())

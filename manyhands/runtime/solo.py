@@ -75,7 +75,7 @@ class Solo:
         if self._display is not None:
             self._display.event(event)
 
-    def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
+    def positions(self) -> dict[int, WorkerPosition]:
         return {}
 
     def close(self) -> None:

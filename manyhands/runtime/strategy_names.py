@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from manyhands.errors import SpecError
 from manyhands.spec import load
 from manyhands.spec.run import RunSpec
@@ -22,7 +24,7 @@ from manyhands.strategies.choices import (
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
 from manyhands.strategies.settings import Settings
 
-__all__ = ["STRATEGIES", "Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy"]
+__all__ = ["Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy", "in_place_of"]
 
 StrategyChoice = (
     Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
@@ -58,12 +60,20 @@ def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
         return strategy
     if not isinstance(strategy, str):
         raise _no_strategy(strategy)
-    if strategy not in STRATEGIES:
-        near = load.nearest(strategy, STRATEGIES)
-        raise SpecError(
-            f"There is no strategy {strategy!r}.", fix=[f'strategy="{name}"' for name in near or STRATEGIES]
-        )
-    return STRATEGIES[strategy]()
+    return _named(strategy)()
+
+
+def in_place_of(chosen: StrategyChoice, name: str, **settings: Any) -> StrategyChoice:
+    """Another strategy, with what all of them have as this one has it: devices, threads, dtypes, memory_limit."""
+    shared = {field.name: getattr(chosen, field.name) for field in msgspec.structs.fields(Settings)}
+    return _named(name)(**shared, **settings)
+
+
+def _named(name: str) -> Callable[..., StrategyChoice]:
+    if name not in STRATEGIES:
+        near = load.nearest(name, STRATEGIES)
+        raise SpecError(f"There is no strategy {name!r}.", fix=[f'strategy="{one}"' for one in near or STRATEGIES])
+    return STRATEGIES[name]
 
 
 def _no_strategy(given: Any) -> SpecError:

@@ -230,15 +230,17 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[train] {what} moves slices from one worker to another, but with {name} all take part in each.",
                 fix=[f"{what} = false", 'strategy = "mirrored"'],
             )
-        if self.comm.reducer != "exact":
-            raise SpecError(
-                f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
-            )
+        self._check_reducer()
         if self.launch.elastic is not None:
             raise SpecError(
                 f"[launch] elastic is for workers that come and go, but {name} has each keep what others lack.",
                 fix=['elastic = "none"', 'strategy = "mirrored"'],
             )
+
+    def _check_reducer(self) -> None:
+        if self.comm.reducer != "exact":
+            what = f"[comm] reducer is {self.comm.reducer}, which {self.train.strategy} does not have."
+            raise SpecError(what, fix=['reducer = "exact"'])
 
     def _check_dividing(self) -> None:
         """Whatever rests on each worker having the whole model is refused."""
@@ -254,10 +256,7 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[train] audit has another worker compute a slice again, but with {name} none has the whole model.",
                 fix=["audit = false"],
             )
-        if self.comm.reducer != "exact":
-            raise SpecError(
-                f"[comm] reducer is {self.comm.reducer}, which {name} does not have.", fix=['reducer = "exact"']
-            )
+        self._check_reducer()
 
     def _check_averaging(self) -> None:
         """Workers with weights of their own: whatever rests on all having the same is refused."""

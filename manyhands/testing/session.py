@@ -76,7 +76,7 @@ class PoolSession:
     def publish(self, event: Event) -> None:
         self.events.append(event)
 
-    def positions(self, timeout_s: float = 1.0) -> dict[int, WorkerPosition]:
+    def positions(self) -> dict[int, WorkerPosition]:
         return {}
 
     def close(self) -> None:

@@ -17,7 +17,9 @@ import manyhands as mh
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError
 from manyhands.runtime.models import load_weights, save_model
+from manyhands.runtime.process import asked_device
 from manyhands.runtime.run_checks import by_step, check_counts
+from manyhands.runtime.strategy_names import in_place_of
 
 DATA = torch.zeros(8, 4), torch.zeros(8, 1)
 
@@ -44,11 +46,24 @@ class Misnamed:
         raise AssertionError("never called")
 
 
+def test_another_strategy_in_its_place_has_what_all_of_them_have() -> None:
+    shared = {"devices": ("cpu",), "threads": 2, "dtypes": {"0": "fp64"}, "memory_limit": "2GB"}
+    asked = mh.Mirrored(workers=3, **shared)
+    assert in_place_of(asked, "sharded", level="optimizer") == mh.Sharded("optimizer", **shared)
+    assert in_place_of(asked, "diloco") == mh.LocalSGD(outer="nesterov", **shared)
+
+
+def test_one_device_is_for_all_workers() -> None:
+    assert [asked_device("cpu", rank).type for rank in range(3)] == ["cpu"] * 3
+    assert [asked_device(("cuda:0", "cuda:1"), rank).index for rank in range(3)] == [0, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "said", "tried"),
     [
         ({"strategy": 3}, "strategy is 3", 'strategy="mirrored"'),
         ({"strategy": mh.Mirrored}, "the class Mirrored", "strategy=mh.Mirrored(...)"),
+        ({"strategy": mh.Single(devices=("tpu:0",))}, "devices has 'tpu:0'", 'devices=("cuda:0", "cuda:1")'),
         ({"loss": "mse"}, "loss is 'mse'", "loss=lambda model, batch"),
         ({"optimizer": "adam"}, "optimizer is 'adam'", "optimizer=lambda params"),
         ({"metrics": mse}, "must be functions by name", 'metrics={"accuracy"'),
