@@ -76,7 +76,7 @@ def run_line(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_asked_wrongly_of_processes_ends_with_2_and_the_line(tmp_path: Path, call: str, said: str) -> None:
     done = run_line(tmp_path, call)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said in done.stderr and "asked for in: ask.py line 2\n" in done.stderr
+    assert said in done.stderr and "  asked for in: ask.py line 2" in done.stderr
 
 
 def test_settings_that_cannot_work_end_with_2_and_name_line_and_setting(tmp_path: Path) -> None:
