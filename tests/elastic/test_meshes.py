@@ -75,7 +75,7 @@ def test_a_newcomer_that_loses_others_while_it_takes_its_part_is_started_again(
     elastic: Start, undisturbed: Any
 ) -> None:
     """It has given up what is theirs of the model by then, and could not divide it once more."""
-    asked = {"steps": 40, "tied": True, "mesh": {**MESHES["stages"], "cuts": ["3"]}}
+    asked = {"steps": 40, "tied": True, "mesh": {**MESHES["stages"], "cuts": ["second"]}}
     dies = {"slot": 3, "step": 0, "at": "while cutting", "how": "die once", "newcomer": True}
     run = elastic({**asked, "faults": [*replica_lost(10), dies], "pause": 20}, *FOUR)
     assert_alike(end_with_others(run), undisturbed(asked))

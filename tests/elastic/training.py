@@ -215,10 +215,19 @@ def model() -> nn.Module:
     )
 
 
-def tied_model() -> nn.Module:
-    layers = [nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)]
-    layers[3].weight = layers[0].weight
-    return nn.Sequential(*layers)
+class Tied(nn.Module):
+    """Two layers have one matrix, and the model adds something of its own between them: it is cut by being traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.second.weight = self.first.weight
+        self.offset = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = torch.relu(self.first(x) + self.offset)
+        found: Tensor = self.last(torch.relu(self.second(between)))
+        return found
 
 
 class WithRows(nn.Module):
@@ -263,7 +272,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     ASKED.update(asked)
     mesh, divided = ASKED.get("mesh"), "mesh" in ASKED
     trainer = mh.Trainer(
-        WithRows if ASKED.get("rows") else tied_model if ASKED.get("tied") else model,
+        WithRows if ASKED.get("rows") else Tied if ASKED.get("tied") else model,
         loss,
         momentum if divided else lambda params: torch.optim.AdamW(params, lr=2e-3),
         strategy=mh.Mesh(**mesh) if mesh else None,
