@@ -84,7 +84,8 @@ class Reception:
         )
         self._keep_minutes(self.book)
         self.book.lose(self._living)
-        self.book.expect(self._living)
+        if same is not None:  # in a course that has had no book nobody holds anything
+            self.book.expect(self._living)
 
     def _keep_minutes(self, book: Book) -> None:
         """Before any answer goes out that rests on them."""

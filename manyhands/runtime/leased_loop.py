@@ -100,6 +100,10 @@ class LeasedLoop(ServedFit):
         """As `Served.computing` gives the parts of one lease, those of all; from one meeting to the next."""
         while (course := self._next_course()) is not None:
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
+            if self._was_overtaken(course):
+                if self._after_their_meeting():
+                    return
+                continue
             why, group = (yield from self._until_meeting()), self._worker.group.generation
             if self._after_meeting(why):
                 return

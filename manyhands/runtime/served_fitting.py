@@ -49,17 +49,28 @@ class ServedFit(Fit):
 
     def _loop(self) -> None:
         self._steps.begin()
-        if self._is_epoch_open:
-            assert self._training.last_stats is not None
-            if self._after_meeting(self._training.last_stats.stop, last_of_epoch=True):
-                return
+        if self._is_epoch_open and self._after_their_meeting():
+            return
         while (course := self._next_course()) is not None:
             self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
+            if self._was_overtaken(course):
+                if self._after_their_meeting():
+                    return
+                continue
             why, group = self._take_course(), self._worker.group.generation
             last_of_epoch = self._steps.batches.at(self._training.progress.step).last_of_epoch
             if self._after_meeting(why, last_of_epoch=last_of_epoch):
                 return
             self._go_over(why, group)
+
+    def _after_their_meeting(self) -> bool:
+        """The same of one that this worker was not at, but has the state of."""
+        assert self._training.last_stats is not None
+        return self._after_meeting(self._training.last_stats.stop, last_of_epoch=self._is_epoch_open)
+
+    def _was_overtaken(self, course: Course) -> bool:
+        """Whether others have taken a part of it, and met, while this worker had lost them at its beginning."""
+        return self._training.progress.step >= course.first
 
     def _after_meeting(self, why: int, *, last_of_epoch: bool = False) -> bool:
         """What follows a meeting. True: no course does."""

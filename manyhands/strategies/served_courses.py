@@ -82,6 +82,8 @@ class InCourses(Computing):
         self._is_fresh = True
         """The run begins here, and goes on from nothing."""
         self._is_gathered = False
+        self._version = 0
+        """Of the weights that this worker looks at, and of states in memory when all have met."""
         self.opened_in = ("", 0)
         """The generation of the last course, and how many it has opened."""
         self._reads_in_place = False
@@ -155,11 +157,14 @@ class InCourses(Computing):
 
     def state(self) -> dict[str, Any]:
         """Without `gather_state` the optimizer's states are not part of what is told: they are in memory."""
-        return {"in_memory": not (self._are_states_new or self._is_gathered)}
+        if self._are_states_new or self._is_gathered:
+            return {"in_memory": False}
+        return {"in_memory": True, "version": self._version}
 
     def restore(self, state: dict[str, Any]) -> None:
         """After weights and states themselves."""
         self._are_states_new, self._is_fresh = not state.get("in_memory", False), False
+        self._version = state.get("version", 0)
         self._buffers = StepBuffers(self._model, self._foreign)
 
     def regroup(self, axis: Axis, sharing: Any) -> None:

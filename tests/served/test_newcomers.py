@@ -48,3 +48,16 @@ def test_a_server_that_was_wanted_and_is_not_any_more_is_not_waited_for(served: 
     run.until(lambda: any(one.phase == "opening a course" for one in run.members()), "a course of three servers")
     request_scale(run.directory, None, 1)
     assert run.wait(timeout_s=60.0) == mirrored(**asked)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_worker_that_alone_has_lost_another_at_the_beginning_of_a_course_is_not_waited_for(
+    served: Start, mirrored: Any
+) -> None:
+    places = [{"who": "worker 1", "step": 4, "at": "when all have opened", "loses": 2}]
+    asked = {"exact": True, "validate": True}
+    options = ("-n", "3", "--servers", "1", "--plane", "gloo")
+    run = served({**asked, "mode": "sync", "save_every": 4, "faults": places}, *options)
+    assert run.wait(timeout_s=60.0) == mirrored(**asked)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"

@@ -4,7 +4,7 @@
 of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
 that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
 "spared", it waits until there is a spare server, and leaves its process number behind; with "late", for the file
-"go on", and with "lives", that is all.
+"go on", and with "lives", that is all; with "loses", it is another worker that dies.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.comm.axis import Axis
 from manyhands.control.client import query
 from manyhands.control.spare import READY
+from manyhands.errors import PeerLost
 from manyhands.parallel import served_server
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.rows import RowTable
@@ -59,6 +61,9 @@ def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
             os.write(file, str(ready_spare()).encode())
         if fault.get("late"):
             await_file("go on")
+        if "loses" in fault:
+            os.kill(next(one.pid for one in query("run").members if one.slot == fault["loses"]), signal.SIGKILL)
+            raise PeerLost("the others have passed where this worker has lost one of them")
         if not fault.get("lives"):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -152,6 +157,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "between two parts of a table": lambda act: after(RowTable, "update_at", act),
     "before the answer of rows": lambda act: after(RowServer, "_apply", act),
     "half-way to other servers": half_way_to_servers,
+    "when all have opened": lambda act: after(Axis, "barrier", act),
     "in evaluation": lambda act: before(evaluating, "evaluate", act),
     "while saving": lambda act: before(Saver, "save_now", act),
 }
