@@ -1,6 +1,7 @@
 """The training of `training.py` in a loop of its own, which asks the other workers for something after every step.
 
 `python own_loop.py '{"steps": 30, "faults": [...]}'`, with the same faults; with few "slices" some workers have none.
+With "before" it asks them before the first step, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if __name__ == "__main__":
     trained, optimizer = hands.setup(trained, torch.optim.AdamW(trained.parameters(), lr=2e-3))
     arm()
     watch = Watch()
+    if ASKED.get("before"):
+        hands.reduce(torch.ones(1))
     for batch in hands.batches(data(), batch_size=64, steps=ASKED["steps"]):
         if hands.steps_done + 1 != training.STEP:
             watch.before_step(hands, hands.steps_done + 1)

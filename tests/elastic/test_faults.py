@@ -217,3 +217,17 @@ def test_workers_lost_between_two_calls_are_replaced_in_the_next(elastic: Start)
     alone = elastic({"steps": 20}, "-n", "1", script=CALLING)
     assert run.wait() == alone.wait()
     assert "attempt 2" not in run.output() and "an exchange between workers failed" not in run.output()
+
+
+@pytest.mark.long
+def test_a_worker_that_cannot_know_what_others_came_to_before_says_so_and_the_others_go_on(elastic: Start) -> None:
+    places = [{"slot": 2, "step": 8, "at": "forward"}]
+    run = elastic(
+        {"steps": 20, "before": True, "faults": places, "pause": 12},
+        *("-n", "3", "--elastic", "1:3"),
+        script=OWN_LOOP,
+    )
+    run.until(lambda: "UsageError: This worker came to a running run" in run.output(), "word of the one that came")
+    (run.folder / "go on").touch()
+    alone = elastic({"steps": 20, "before": True}, "-n", "1", script=OWN_LOOP)
+    assert run.wait() == alone.wait()

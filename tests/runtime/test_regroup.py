@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +132,77 @@ def test_all_members_come_to_the_same_decision(told: list[tuple[int, bool, str]]
     if source is not None:
         assert not decisions[source][2].received
         assert len({decision[2].same_step for decision in decisions}) == 1
+
+
+class _Follower:
+    """A worker in a script of "step" and things that all do together, as the worker's side of the protocol has it."""
+
+    def __init__(self, script: list[Doing], at: int = 0, *, is_newcomer: bool = False) -> None:
+        self.script, self.at, self.is_newcomer, self.has_result = script, at, is_newcomer, False
+
+    @property
+    def doing(self) -> Doing:
+        return "steps" if self.is_newcomer else self.script[self.at]
+
+    def succeed(self) -> None:
+        """An exchange: a step has one, and anything else two, the second of which is its end."""
+        if self.doing == "steps" or self.has_result:
+            self.at, self.has_result = self.at + 1, False
+        else:
+            self.has_result = True
+
+    def stand(self) -> Standing:
+        behind = self.script[: self.at]
+        since = list(reversed(behind)).index("steps") if "steps" in behind else len(behind)
+        return Standing(
+            call=1,
+            step=behind.count("steps"),
+            operation=since + (self.doing != "steps"),
+            doing=self.doing,
+            done=self.has_result,
+            has_state=not self.is_newcomer,
+            is_newcomer=self.is_newcomer,
+            result=EVALUATED if self.doing == "an evaluation" and self.has_result else None,
+        )
+
+    def go_over(self, standings: list[Standing], rank: int) -> None:
+        source, _, arrival = decide(standings, rank)
+        assert source is not None
+        giver = standings[source]
+        if arrival.received:
+            steps = [at + 1 for at, one in enumerate(self.script) if one == "steps"]
+            self.at = ([0, *steps])[giver.step] + has_behind_it(giver)
+            self.at += self.is_newcomer and told_result(standings, giver) is not None
+        elif self.doing != "steps" and arrival.all_done:
+            self.at += 1
+        self.is_newcomer = self.has_result = False
+
+
+def _play(seed: int) -> None:
+    """Whoever hears what: all that are there do the same next."""
+    chance = random.Random(seed)
+    doings: list[Doing] = ["steps", "an evaluation", "something else"]
+    script = ["steps", *chance.choices(doings, k=chance.randint(1, 8)), "steps"]
+    workers = [_Follower(script) for _ in range(chance.randint(1, 4))]
+    for _ in range(40):
+        if workers[0].at == len(script) - 1:
+            return
+        heard = [chance.random() < 0.7 for _ in workers]
+        for worker in (worker for worker, hears in zip(workers, heard, strict=True) if hears):
+            worker.succeed()
+        if not all(heard):  # who has heard waits for the others in what comes next
+            coming = [_Follower(script, is_newcomer=True)] * (len(workers) < 4 and chance.random() < 0.5)
+            standings = [worker.stand() for worker in (*workers, *coming)]
+            source = decide(standings, 0)[0]
+            assert source is not None
+            if can_join(standings, standings[source]):
+                workers += coming
+            standings = standings[: len(workers)]
+            for rank, worker in enumerate(workers):
+                worker.go_over(standings, rank)
+        assert len({(worker.at, worker.has_result) for worker in workers}) == 1, f"seed {seed}: they go apart"
+
+
+def test_whoever_misses_what_all_do_next_together_the_same_things_in_turn() -> None:
+    for seed in range(500):
+        _play(seed)
