@@ -3,7 +3,8 @@
 Two signs, both needed. A heartbeat proves that a process lives and its interpreter runs; it says nothing of progress.
 Reports of new steps prove progress; but a worker that merely waits for another one has none to report. So one that is
 silent is stopped, or holds its interpreter; one that gets nowhere is asked for its stack, and killed only if it is not
-the one that waits. Ages are of the agent's own clock, and start anew after the agent itself stood still.
+the one that waits. Before its first step only one that is stopped is killed, which its agent looks up. Ages are of the
+agent's own clock, and start anew after the agent itself stood still.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ __all__ = ["Limits", "Pulse", "Verdict", "judge", "main_stack", "pace_of", "plac
 STEPS_BEFORE_JUDGING = 3
 SLOWEST_STEPS = 10.0
 
-Verdict = Literal["fine", "silent", "slow", "stuck"]
+# What comes before the first step may hold the interpreter for minutes. A process that is stopped does nothing.
+STOPPED_S = 30.0
+
+Verdict = Literal["fine", "silent", "silent so far", "slow", "stuck"]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -33,8 +37,10 @@ class Limits(msgspec.Struct, frozen=True):
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one worker, by the agent's clock."""
 
+    joined: bool
+    """It has spoken, and not said goodbye."""
     judged: bool
-    """It is a member, has reported a step and not said goodbye. What comes before and after may take its time."""
+    """It is a member, too, and has reported a step. What comes before and after may take its time."""
     training: bool
     heard_at: float
     moved_at: float
@@ -45,9 +51,10 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(pulse: Pulse, limits: Limits, now: float, since: float = 0.0) -> Verdict:
     """`since`: when watching began; nothing that was missed before counts."""
+    silent_s = now - max(pulse.heard_at, since)
     if not pulse.judged:
-        return "fine"
-    if now - max(pulse.heard_at, since) > limits.heartbeat_s:
+        return "silent so far" if pulse.joined and silent_s > max(STOPPED_S, limits.heartbeat_s) else "fine"
+    if silent_s > limits.heartbeat_s:
         return "silent"
     pace_s = pace_of(pulse.step_s)
     if not pulse.training or pace_s is None:

@@ -37,11 +37,13 @@ class HangWatch:
         worker.verdict = verdict
         if verdict == "fine":
             return
-        state = _state(worker.pid) if verdict == "silent" else ""
+        state = _state(worker.pid) if verdict in ("silent", "silent so far") else ""
         if state == "t":
             return  # somebody looks at it with a debugger
         if state == "T":
             self._end(worker, f"no sign of life for {now - worker.heard_at:.1f} s: the process is stopped")
+        elif verdict == "silent so far":
+            return  # it may be importing, or reading its data
         elif verdict != before:
             worker.ask_for_stack(now)
         elif now - worker.asked_at < STACK_WAIT_S:

@@ -159,8 +159,10 @@ class Worker:
         at_work = self.step is not None and bool(self.generation)
         if self.seat.is_server:
             at_work = self.dismissed_at is None
+        joined = self.alive and self.peer is not None
         return Pulse(
-            judged=self.alive and self.peer is not None and at_work,
+            joined=joined,
+            judged=joined and at_work,
             training=self.phase == "training" and not self.seat.is_server,
             heard_at=self.heard_at,
             moved_at=self.stepped_at,

@@ -16,7 +16,8 @@ QUICK = (0.1,) * 5
 
 
 def pulse(**known) -> Pulse:
-    return Pulse(**{"judged": True, "training": True, "heard_at": 100.0, "moved_at": 100.0, "step_s": QUICK, **known})
+    usual = {"judged": True, "training": True, "heard_at": 100.0, "moved_at": 100.0, "step_s": QUICK}
+    return Pulse(**{"joined": True, **usual, **known})
 
 
 @pytest.mark.parametrize(("now", "verdict"), [(102.9, "fine"), (103.1, "silent"), (200.0, "silent")])
@@ -25,8 +26,11 @@ def test_a_member_without_a_sign_of_life_is_silent(now, verdict):
     assert judge(pulse(training=False, step_s=()), LIMITS, now) == verdict
 
 
-def test_whoever_has_not_reported_a_step_may_take_its_time():
-    assert judge(pulse(judged=False), LIMITS, 1000.0) == "fine"
+def test_whoever_has_not_reported_a_step_may_take_its_time_unless_it_is_stopped():
+    assert judge(pulse(judged=False), LIMITS, 129.9) == "fine"
+    assert judge(pulse(judged=False), LIMITS, 130.1) == "silent so far", "then somebody looks whether it is stopped"
+    assert judge(pulse(judged=False, joined=False), LIMITS, 1000.0) == "fine"
+    assert judge(pulse(judged=False), Limits(heartbeat_s=60.0), 159.9) == "fine"
 
 
 @pytest.mark.parametrize(("now", "verdict"), [(109.9, "fine"), (110.1, "slow"), (119.9, "slow"), (120.1, "stuck")])

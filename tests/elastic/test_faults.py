@@ -197,6 +197,14 @@ def test_a_worker_that_gets_ready_later_than_the_others_begins_in_the_call_that_
 
 
 @pytest.mark.long
+def test_a_worker_that_is_stopped_before_its_first_step_is_replaced(elastic: Start, undisturbed: Any) -> None:
+    places = [{"slot": 1, "step": 0, "at": "set up", "how": "stop"}]
+    run = elastic({"steps": 10, "faults": places}, "-n", "3", "--elastic", "1:3")
+    assert run.wait(110.0) == undisturbed({"steps": 10})
+    assert "the process is stopped" in run.output()
+
+
+@pytest.mark.long
 def test_a_worker_without_a_slice_hears_the_means_of_the_others_out(elastic: Start) -> None:
     places = [{"slot": 1, "step": 12, "at": "forward"}]
     run = elastic({"steps": 25, "slices": 2, "faults": places}, "-n", "4", "--elastic", "1:4", script=OWN_LOOP)
