@@ -34,6 +34,9 @@ START = time.monotonic()
 # The foundation's, the fast data plane's, elastic runs', parameter servers' and divided models'.
 BUDGET_S = 150.0 + 90.0 + 150.0 + 110.0 + 100.0
 
+# Some go through a dozen layouts, which takes ten minutes where thirty others want two cores.
+LONG_TIMEOUT_S = 900
+
 _pool = RankPool()
 
 
@@ -116,7 +119,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first: at the end all are busy with short ones."""
+    """The slow ones first: at the end all are busy with short ones. Long ones have longer until they count as hung."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

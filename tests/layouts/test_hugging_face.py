@@ -22,7 +22,6 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_models_from_a_config_train_as_in_one_process(ranks: RankPool, model: str) -> None:
     pytest.importorskip("transformers")

@@ -38,7 +38,7 @@ def assert_as_predicted(found: dict[int, ResourcesUsed]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_peak_is_near_what_was_predicted(tmp_path: Path, layout: str) -> None:
-    found = used(tmp_path, "wide", layout, 120)
+    found = used(tmp_path, "wide", layout, 200)
     assert_as_predicted(found)
     assert found[0].predicted_phase == ("save" if layout == "mirrored" else "step")
     if layout != "mirrored":  # whose chief copies everything, so that training goes on while it writes
@@ -46,7 +46,6 @@ def test_a_peak_is_near_what_was_predicted(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_memory_of_bert_base_is_predicted(tmp_path: Path, layout: str) -> None:
     pytest.importorskip("transformers")

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.faults,
     pytest.mark.long,
-    pytest.mark.timeout(420),
     pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}"),
 ]
 
