@@ -99,8 +99,7 @@ class LeasedLoop(ServedFit):
     def _leases(self) -> Generator[PieceLike | None, Any, None]:
         """As `Served.computing` gives the parts of one lease, those of all; from one meeting to the next."""
         while (course := self._next_course()) is not None:
-            self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
-            if self._was_overtaken(course):
+            if not self._enter(course):
                 if self._after_their_meeting():
                     return
                 continue

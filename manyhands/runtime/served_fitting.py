@@ -52,8 +52,7 @@ class ServedFit(Fit):
         if self._is_epoch_open and self._after_their_meeting():
             return
         while (course := self._next_course()) is not None:
-            self._regrouping.agreed(lambda course=course: self._open(course))  # type: ignore[misc]
-            if self._was_overtaken(course):
+            if not self._enter(course):
                 if self._after_their_meeting():
                     return
                 continue
@@ -68,9 +67,11 @@ class ServedFit(Fit):
         assert self._training.last_stats is not None
         return self._after_meeting(self._training.last_stats.stop, last_of_epoch=self._is_epoch_open)
 
-    def _was_overtaken(self, course: Course) -> bool:
-        """Whether others have taken a part of it, and met, while this worker had lost them at its beginning."""
-        return self._training.progress.step >= course.first
+    def _enter(self, course: Course) -> bool:
+        """By all workers. False: this one lost the others in it, and they have taken a part of it, and met, since."""
+        begins_at = self._training.progress.step
+        self._regrouping.agreed(lambda: self._open(course))
+        return self._training.progress.step == begins_at
 
     def _after_meeting(self, why: int, *, last_of_epoch: bool = False) -> bool:
         """What follows a meeting. True: no course does."""

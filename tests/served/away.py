@@ -63,7 +63,8 @@ class Wire:
 
     def close(self) -> None: ...
 
-    def carry(self, talks: Sequence[Talk], what: str) -> None:
+    def carry(self, talks: Sequence[Talk], what: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        assert is_wanted()
         for turn in range(5000):
             if all(talk.is_done for talk in talks):
                 return
@@ -194,7 +195,7 @@ class Away:
             counts, more = store_states(self.served, self.optimizer, version, range(len(params)), whole=not fused)
             opened = msgspec.structs.replace(opened, counts=counts, more=more)
         opened = msgspec.structs.replace(opened, tables=self.remote.put_rows(rows, self._num_servers))
-        self.remote.open(opened)
+        self.remote.open(opened, lambda: True)
         self.opened = opened
         return opened
 
