@@ -34,8 +34,7 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.shared_gradients import SharedGradients
 from manyhands.parallel.shared_weights import SharedWeights
 from manyhands.parallel.spread import Spread
-from manyhands.runtime import dividing, evaluating, training
-from manyhands.runtime.checking import Checking
+from manyhands.runtime import dividing, evaluating
 from manyhands.runtime.run import Run
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.training import Training
@@ -158,8 +157,6 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
     "while cutting": _before(dividing, "_ties"),
-    "while comparing": _before(Checking, "_compare_parts"),
-    "while telling times": _before(training, "report_pipeline"),
     "before the word between mates": _before(Spread, "agree"),
     "before predictions are kept": _before(evaluating, "to_file"),
     "while loading": _before(Training, "load_weights"),
