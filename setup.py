@@ -1,6 +1,25 @@
-"""The C extension; all else is in pyproject.toml. Optional: without a compiler the package installs without it."""
+"""The C extension and the text for package indexes; all else is in pyproject.toml.
+
+The extension is optional: without a compiler the package installs without it, and `mh doctor` says so.
+"""
+
+import re
+from pathlib import Path
 
 from setuptools import Extension, setup
+
+# The public address of the sources, such as "https://example.org/manyhands"; empty as long as there is none.
+REPOSITORY = ""
+PAGES = f"{REPOSITORY}/blob/main/" if REPOSITORY else ""
+
+
+def long_description() -> str:
+    """The README as a package index can show it: links to files lead to `PAGES`, or are no links where it is empty."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    to = rf"[\1]({PAGES}\2)" if PAGES else r"\1"
+    text = re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", to, text)
+    return text if PAGES else f"{text}\nThe pages named here (docs/...) are in the source distribution.\n"
+
 
 native = Extension(
     "manyhands.native._native",
@@ -35,4 +54,10 @@ native = Extension(
     optional=True,
 )
 
-setup(ext_modules=[native], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+setup(
+    ext_modules=[native],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    project_urls={"Source": REPOSITORY, "Documentation": f"{PAGES}docs/guide.md"} if REPOSITORY else {},
+)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands import errors
 from manyhands.errors import ManyhandsError
+from manyhands.supported import check_system
 
 if TYPE_CHECKING:
     from manyhands import optim as optim
@@ -112,15 +113,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("optim", "rows"):
-        return importlib.import_module(f"manyhands.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-    importlib.import_module("manyhands.runtime.script_end").watch_ending()
-    value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers see the names above and no others: a misspelt one is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in ("optim", "rows"):
+            return importlib.import_module(f"manyhands.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+        importlib.import_module("manyhands.runtime.script_end").watch_ending()
+        check_system()
+        value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import click
 
 from manyhands.errors import ManyhandsError
 from manyhands.spec.load import environment, nearest
+from manyhands.supported import check_system
 
 __all__ = ["COMMANDS", "cli", "main", "report"]
 
@@ -50,6 +51,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        check_system()
         command = getattr(importlib.import_module(f"manyhands.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command

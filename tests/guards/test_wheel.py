@@ -1,11 +1,14 @@
-"""The wheel holds everything: installed apart from the checkout, it trains."""
+"""The wheel holds everything: installed apart from the checkout, it trains. The source distribution has the rest."""
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
-import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,26 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def install(folder: Path, compiler: str | None = None) -> Path:
-    """A wheel of git's files, built and installed below `folder`: a stale build directory must not lend a hand."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+def listed() -> list[str]:
+    """The files that git has."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    return [name for name in names.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def copy(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
+    """Git's files below `folder`: a stale build directory must not lend a hand."""
     source = folder / "source"
-    for name in filter(None, listed.decode().split("\0")):
-        if not name.startswith(("tests/", "bench/")) and (ROOT / name).is_file():
+    for name in listed():
+        if not name.startswith(without):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+def install(folder: Path, compiler: str | None = None) -> Path:
+    """A wheel of git's files, built and installed below `folder`."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    source = copy(folder, without=("tests/", "bench/"))
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
     environment = {**os.environ, **({"CC": compiler} if compiler else {})}
     subprocess.run(build, check=True, timeout=100, env=environment, stderr=subprocess.DEVNULL if compiler else None)
@@ -35,7 +49,7 @@ def install(folder: Path, compiler: str | None = None) -> Path:
 def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: Path) -> None:
     installed = install(tmp_path)
     # -S leaves out this environment's own, editable manyhands; its other packages come by path, behind the wheel.
-    path = [str(installed), sysconfig.get_paths()["purelib"]]
+    path = [str(installed), *(path for path in sys.path if path.endswith("site-packages"))]
     program = f"import sys; sys.path[:0] = {path!r}\n" + PROGRAM
     ended = subprocess.run(
         [sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100
@@ -43,6 +57,37 @@ def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: P
     assert ended.returncode == 0, ended.stderr
     assert str(installed) in ended.stdout
     assert (tmp_path / "model.safetensors").exists()
+    (wheel,) = tmp_path.glob("manyhands-*.whl")
+    check_contents(wheel)
+
+
+def check_contents(wheel: Path) -> None:
+    """No sources of C, and a text that a package index can show: it has no files that a relative link could lead to."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        about = email.message_from_bytes(archive.read(metadata))
+    assert not [name for name in names if name.endswith((".c", ".h"))]
+    assert "manyhands/py.typed" in names
+    text = about.get_payload()
+    assert "# manyhands" in text and about["Description-Content-Type"] == "text/markdown"
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith(("https://", "#"))] == []
+    assert about["Author"] == "manyhands developers" and about["Keywords"]
+    assert "Programming Language :: Python :: 3.11" in about.get_all("Classifier")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_source_distribution_has_docs_tests_and_all_that_a_wheel_is_made_of(tmp_path: Path) -> None:
+    source = copy(tmp_path)
+    made = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist"], cwd=source, capture_output=True, text=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    assert {name for name in listed() if not name.startswith(".")} - packed == set()
 
 
 @pytest.mark.slow
@@ -71,6 +116,13 @@ def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp
     equal = run(*words, "-k", "AdamW or (exact and plain) or clipping", f"{ROOT}/tests/runtime/test_equivalence.py")
     assert equal.returncode == 0, equal.stdout
     assert "3 passed" in equal.stdout
+
+
+def test_the_container_has_the_torch_that_the_tests_ran_with() -> None:
+    (named,) = re.findall(r"\btorch==\S+", (ROOT / "Dockerfile").read_text())
+    assert named in (ROOT / "constraints.txt").read_text().split()
+    copied = re.findall(r"^COPY (?!--from)(\S+)", (ROOT / "Dockerfile").read_text(), re.M)
+    assert all((ROOT / name).exists() for name in copied)
 
 
 PROGRAM = """
