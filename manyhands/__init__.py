@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.runtime.hands import Hands as Hands
     from manyhands.runtime.hands import join as join
     from manyhands.runtime.hooks import EarlyStop as EarlyStop
+    from manyhands.runtime.run_events import read_events as read_events
     from manyhands.runtime.saving import Checkpoints as Checkpoints
     from manyhands.runtime.server import Server as Server
     from manyhands.runtime.step_functions import step as step
@@ -74,6 +75,7 @@ _HOME = {
     "Worker": "runtime.dispatch_worker",
     "join": "runtime.hands",
     "launch": "runtime.call",
+    "read_events": "runtime.run_events",
     "step": "runtime.step_functions",
 }
 
@@ -108,6 +110,7 @@ __all__ = [
     "join",
     "launch",
     "optim",
+    "read_events",
     "rows",
     "step",
 ]

@@ -25,11 +25,21 @@ _COMBINERS = ("sum", "mean", "max")
 class Embedding(RowLayer):
     """A row of `dim` weights for each id: integers of any shape in, one dimension more out.
 
-    What a row starts with is a function of the seed (the run's, unless one is given), `name` and its id. A row is made
-    by the `admit_after`-th step that has a gradient for it; before that, and in evaluation, an id without a row has
-    its initial weights. Rows that no step has touched for `keep_steps` are dropped, and beyond `max_bytes` those
-    untouched for longest. `cache` is for workers on another host than the parameter servers: rows that each keeps, as
-    far as the mode's `staleness` allows. Rows are part of `state_dict()`, and of checkpoints.
+    Rows are part of `state_dict()`, and of checkpoints.
+
+    Args:
+        dim: Weights per row.
+        name: Of the table; unique in the model, and part of checkpoints.
+        optimizer: How rows are changed: one of `mh.rows`. Default: `mh.rows.Adagrad()`.
+        init: What a row starts with: "uniform" (the default), "normal" or "zeros".
+        scale: Of that: the bound, or the standard deviation.
+        admit_after: A row is made by the so-many-th step that has a gradient for its id; before that, and in
+            evaluation, an id without a row has its initial weights. Above 1, ids that are seen once take no memory.
+        keep_steps: Rows that no step has touched for so many are dropped. Default: never.
+        max_bytes: Beyond this the rows untouched for longest are dropped. Default: no limit.
+        cache: For workers on another host than the parameter servers: how many rows each keeps, as far as the mode's
+            `staleness` allows. Default: none.
+        seed: What initial weights are a function of, with `name` and the id. Default: the run's.
     """
 
     def __init__(
@@ -73,10 +83,26 @@ class Embedding(RowLayer):
 
 
 class EmbeddingBag(Embedding):
-    """The rows of several ids made one, by `combiner`: their sum, their mean, or the largest of each weight.
+    """The rows of several ids made one, by `combiner`.
 
-    Bags are the rows of a 2-d input, in which `padding` ids, if that is set, are nobody's; or stretches of a flat one,
-    of which `offsets` says where each begins. An empty bag is zeros.
+    Bags are the rows of a 2-d input; or ranges of a flat one, of which `offsets` says where each begins. An empty bag
+    is zeros.
+
+    Args:
+        dim: Weights per row.
+        name: Of the table; unique in the model, and part of checkpoints.
+        combiner: How rows become one: their "sum" (the default), their "mean", or the largest of each weight ("max").
+        padding: An id that belongs to no bag, in a 2-d input. Default: none.
+        optimizer: How rows are changed: one of `mh.rows`. Default: `mh.rows.Adagrad()`.
+        init: What a row starts with: "uniform" (the default), "normal" or "zeros".
+        scale: Of that: the bound, or the standard deviation.
+        admit_after: A row is made by the so-many-th step that has a gradient for its id; before that, and in
+            evaluation, an id without a row has its initial weights. Above 1, ids that are seen once take no memory.
+        keep_steps: Rows that no step has touched for so many are dropped. Default: never.
+        max_bytes: Beyond this the rows untouched for longest are dropped. Default: no limit.
+        cache: For workers on another host than the parameter servers: how many rows each keeps, as far as the mode's
+            `staleness` allows. Default: none.
+        seed: What initial weights are a function of, with `name` and the id. Default: the run's.
     """
 
     def __init__(

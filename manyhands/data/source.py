@@ -41,7 +41,15 @@ _MOST_COLUMNS_IN_A_LIST = 16
 
 
 class InputContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a function of the input context is told: which worker this is of how many, and which slices it computes."""
+    """What a function of the input context is given: which worker this is of how many, and which slices it computes.
+
+    Args:
+        worker: The number of this worker, from 0.
+        num_workers: How many workers there are.
+        slices: The slices of every batch that this worker computes.
+        num_slices: V, how many slices a batch has.
+        host: The number of this worker's host, from 0.
+    """
 
     worker: int = 0
     num_workers: int = 1

@@ -31,8 +31,17 @@ __all__ = ["call_target", "launch"]
 def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) -> Any:
     """Run `fn(*args)` in `workers` workers; returns what it returned in the chief.
 
-    `settings` are those of a run (seed=1, run_dir="runs/a", …) and win over what `fn` itself asks for, like flags.
-    Raises `TrainingFailed` with the failure block where a worker failed.
+    Raises `TrainingFailed` with the failure block where a worker failed. Refused inside a worker: call it below `if
+    __name__ == "__main__":`.
+
+    Args:
+        fn: A function at the top of a module or script, which fresh processes can import; no lambda and none of a
+            notebook's cell. Each worker calls it, and usually it makes a `mh.Trainer`.
+        args: Its arguments: numbers, text, lists and dicts with text keys, as they travel to other processes. So does
+            what it returns.
+        workers: How many processes, on this host.
+        settings: Those of a run (seed=1, run_dir="runs/a", ...; `mh config show` lists them). They win over the
+            script's own arguments, as flags do.
     """
     watch_ending()
     if seat() is not None:

@@ -33,13 +33,22 @@ START_TIMEOUT_S = 120.0
 
 
 class Cluster:
-    """`workers` processes that run steps, and `servers` processes that keep variables, on this host.
+    """Processes that run steps, and processes that keep variables, on this host.
 
-    `steps` names the modules, or Python files, of the step functions; without it, all that are registered here by the
-    time of `start`. `listen` is an address of this host at which workers of other hosts may join. A worker that gives
-    no sign of life for `silent_s` counts as lost. Where `most_waiting` calls wait, `schedule` does not return at once.
-    Subclasses may override the four `on_...` methods; they are called in a thread of the cluster, and must not wait
-    for it.
+    Subclasses may override the four `on_...` methods; they are called in a thread of the cluster, and must not wait for
+    it.
+
+    Args:
+        workers: Processes that run steps; 0 where all of them join from elsewhere.
+        servers: Processes that keep variables.
+        steps: The modules, or Python files, of the step functions. Default: all that are registered here by the time of
+            `start`.
+        seed: Of the workers' randomness.
+        threads: Of torch, in each process.
+        listen: An address of this host at which workers of other hosts may join. Default: none.
+        silent_s: A worker that gives no sign of life for so many seconds counts as lost. Raise it where steps keep the
+            interpreter to themselves for long.
+        most_waiting: Where so many calls wait, `schedule` does not return at once.
     """
 
     def __init__(

@@ -17,7 +17,10 @@ __all__ = ["Worker"]
 class Worker:
     """One worker, wired by hand: `mh.Worker("cluster.join", steps="mysteps").start()`, in a process of its own.
 
-    It is given a join file, which `cluster.write_join_file(path)` wrote, or a `WorkerConfig`.
+    Args:
+        where: The path of a join file, which `cluster.write_join_file(path)` wrote, or a `WorkerConfig`.
+        steps: The modules, or Python files, of the step functions.
+        key: The cluster's key, where `where` is a `WorkerConfig`; a join file has it.
     """
 
     def __init__(self, where: str | Path | WorkerConfig, *, steps: str | Sequence[str] = (), key: bytes = b"") -> None:

@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 
 class RemoteValue:
-    """What a scheduled call will have returned."""
+    """The future result of a scheduled call. Made by `mh.Coordinator.schedule`."""
 
     def __init__(self, hub: Hub, outcome: Outcome) -> None:
         self._hub, self._outcome = hub, outcome
@@ -68,8 +68,11 @@ class PerWorkerDataset(Placeholder, frozen=True):
 class Coordinator:
     """Schedules calls on a cluster that is started. Safe from any thread.
 
-    Each call takes effect exactly once, whoever dies. When a call fails, those that wait are cancelled, those under way
-    come to their end, and then the next `schedule`, `join` or `done` raises the failure, once.
+    Each call takes effect exactly once, whichever process dies. When a call fails, those that wait are cancelled, those
+    under way come to their end, and then the next `schedule`, `join` or `done` raises the failure, once.
+
+    Args:
+        cluster: A `mh.Cluster` that is started.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -53,7 +53,21 @@ def join(
 ) -> Hands:
     """Take this process's place in the run. With several workers asked for outside a cluster, starts them and exits.
 
-    `tune=True` first measures which settings to go on with, as in `Trainer`.
+    Args:
+        strategy: As for `mh.Trainer`; no pipeline, which only the trainer can run.
+        precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
+            fp32; fp16 scales the loss.
+        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run.
+        slices: V, the pieces that every global batch is cut into; workers take whole slices. Fix it where results must
+            not depend on the number of workers and the model has dropout or BatchNorm. Default: `accumulate` x workers.
+        accumulate: Slices per worker and step, where `slices` is not given: for batches that do not fit into memory.
+        exact: The same bits for every number of workers from 1 to V: one thread per worker, deterministic kernels.
+            Slower; replicas and synchronous parameter servers only.
+        clip_norm: Scale the gradient down to this global norm where it is longer. Default: never.
+        balance: Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers.
+        run_dir: Where checkpoints, events and logs go. Default: runs/<time>-<script>. The same one again resumes.
+        checkpoint: When to save and what to keep. Default: every 600 seconds, the last three.
+        tune: First measure which settings to go on with, as in `mh.Trainer`.
     """
     arguments = {
         "precision": precision,
@@ -70,7 +84,7 @@ def join(
 
 
 class Hands:
-    """A worker in a loop of the user's own. Made by `join`."""
+    """A worker in a loop of your own. Made by `mh.join`."""
 
     def __init__(self, worker: Any, checkpoint: Checkpoints | None) -> None:
         self._worker, self._checkpoint = worker, checkpoint
@@ -108,9 +122,14 @@ class Hands:
     def setup(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Hand over model, optimizer and LR scheduler (stepped once per update); all get the chief's weights.
+        """Hand over model, optimizer and scheduler, which come back ready; all workers get the chief's weights.
 
         In a parameter server's process this does not return: it serves until the run ends.
+
+        Args:
+            model: The `nn.Module`. Use the one that is returned.
+            optimizer: A torch optimizer of its parameters.
+            scheduler: A learning rate scheduler of it, stepped once per update. Default: none.
         """
         _refuse_own_loop(self._worker)
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
@@ -140,8 +159,16 @@ class Hands:
     ) -> Iterator[Any]:
         """This worker's slices, one after the other, from where the run stands. Call `backward` and `step` for each.
 
-        Under parameter servers slices are leased, and whoever is fast gets more of them; in async a worker gets all
+        Under parameter servers slices are leased, and a fast worker gets more of them; in async a worker gets all
         slices of a batch, one by default. To end the loop early, on every worker, call `request_stop`.
+
+        Args:
+            data: As for `mh.Trainer.fit`.
+            batch_size: Rows of the global batch, over all workers. Default: a DataLoader's own.
+            epochs: So many passes over the data. Either this or `steps`.
+            steps: So many optimizer updates more.
+            collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
+            num_workers: Loader processes per worker. Default: a DataLoader's own, else 0.
         """
         check_counts(batch_size=batch_size, epochs=epochs, steps=steps, num_workers=num_workers)
         run = self._all_workers("batches")
@@ -178,7 +205,12 @@ class Hands:
         run.put_on_record(lambda: run.calls.finish(None))
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Backward of this slice's loss: its mean, or a sum with its weight."""
+        """Backward of this slice's loss.
+
+        Args:
+            loss: The mean over the slice; with `weight`, a sum.
+            weight: What the sum is to be divided by, such as the number of tokens. Default: `loss` is a mean over rows.
+        """
         if self._piece is None or self._backward_done:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
         assert self._loop is not None
@@ -200,7 +232,11 @@ class Hands:
         self._crossed, self._piece = self.steps_done - before, None
 
     def every(self, steps: int) -> bool:
-        """Whether the last call of `step` took the run past a multiple of `steps`. Elsewhere: whether it is at one."""
+        """Whether the last call of `step` took the run past a multiple of `steps`. Elsewhere: whether it is at one.
+
+        Args:
+            steps: Updates between two times that it is true.
+        """
         return self.steps_done % steps < max(1, self._crossed)
 
     def request_stop(self) -> None:
@@ -209,16 +245,23 @@ class Hands:
             self._loop.stop_asked = True
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values with the step's number; the chief's are kept."""
+        """Record values with the step's number; the chief's are kept, in the run's events.
+
+        Args:
+            values: Numbers or tensors of one element, by name: `hands.log(loss=hands.loss)`.
+        """
         numbers = {name: means.number(value) for name, value in values.items()}
         self._worker.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of `value` over the workers that had a slice in this step, weighted by their rows.
 
-        All of those workers must call it, after `step`; the others need not. Where parameter servers lease slices,
-        nobody waits for anybody: it is the mean of `value` and of what the other living workers have said last, each
+        All of those workers must call it, after `step`; the others need not. Where parameter servers lease slices, no
+        worker waits for another: it is the mean of `value` and of what the other living workers gave last, each
         weighted by the rows of its last slice. `loss` is exact there, too.
+
+        Args:
+            value: This worker's number, or a tensor of one element.
         """
         if self._loop is None or (self._leased is None and isinstance(self._loop, LeasedLoop)):
             raise UsageError("mean was called outside the loop.", fix=["hands.mean(value) in the loop"])
@@ -247,6 +290,13 @@ class Hands:
 
         But in a loop where parameter servers lease slices: there a worker that calls it, after `step`, evaluates all of
         it alone, with the weights that it has for its next slice, while the others go on.
+
+        Args:
+            data: As for `batches`, unshuffled.
+            loss: `loss(model, batch)`, as for `mh.Trainer`.
+            metrics: Functions `metric(model, batch)` that return one value per example, by name.
+            batch_size: Rows of a global batch, 256 by default. The result is the same.
+            collate: As for `batches`.
         """
         if self._leased is not None:
             self._check_slice_done()
@@ -261,14 +311,23 @@ class Hands:
         return results
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, in rank order; shapes may differ. All workers must call it."""
+        """Every worker's tensor, in rank order. All workers must call it.
+
+        Args:
+            tensor: This worker's; shapes may differ.
+        """
         return self._gather("gather", tensor)
 
     def _gather(self, what: str, tensor: Tensor) -> list[Tensor]:
         return self._all_there(what).regrouping.agreed(lambda: evaluating.gather_tensors(self._worker.axis, tensor))
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean"] = "sum") -> Tensor:
-        """Sum or mean over the workers, the same bits on each. All workers must call it."""
+        """Sum or mean over the workers, the same bits on each. All workers must call it.
+
+        Args:
+            value: This worker's tensor, of the same shape on all.
+            op: "sum" (the default) or "mean".
+        """
         parts = self._gather("reduce", value)
         total = torch.stack(parts).sum(0)
         return total / len(parts) if op == "mean" else total

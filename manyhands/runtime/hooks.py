@@ -60,15 +60,20 @@ def _check(hook: Any) -> None:
 
 
 class EarlyStop(msgspec.Struct, kw_only=True):
-    """Stop `fit` when a result has not improved for `patience` epochs."""
+    """Stop `fit` when a result has not improved for `patience` epochs.
+
+    Args:
+        metric: A name in the epoch's results: "loss", or one of the trainer's `metrics`. With validation data it is the
+            validation's value.
+        patience: So many epochs in a row without an improvement, and `fit` ends.
+        min_delta: A change by less than this is no improvement. In the metric's own unit; default: 0.
+        mode: Whether "min" or "max" is better; "auto" takes small for losses and errors, large for the rest.
+    """
 
     metric: str = "loss"
-    """A name in the epoch's results; with validation data, the validation's value of it."""
     patience: int = 3
     min_delta: float = 0.0
-    """Less than this is no improvement."""
     mode: str = "auto"
-    """"min", "max" or "auto": small is good for losses and errors, large for the rest."""
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("auto", "min", "max"), "mh.EarlyStop")

@@ -36,15 +36,21 @@ LOGS_WAIT_S = 2.0
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """When to save and what to keep. One is always committed before step 1 and when `fit` ends."""
+    """When to save and what to keep. One is always committed before step 1 and when `fit` ends.
+
+    Args:
+        every_steps: Save where the run's step is a multiple of it. Default: by time alone.
+        every_s: Save after so many seconds, with the next step; 600 by default, None for by steps alone. A run that is
+            killed loses what it did since: choose what you can bear to compute again.
+        keep_last: How many of the newest stay on disk; a checkpoint is about three times the model.
+        keep_best: Keep the best one, too, by a result such as "loss" (smallest) or "accuracy" (largest), or by
+            "min:NAME" / "max:NAME". Default: none.
+    """
 
     every_steps: int | None = None
-    """Where the run's step is a multiple of it."""
     every_s: float | None = 600.0
-    """After so many seconds, with the next step."""
     keep_last: int = 3
     keep_best: str | None = None
-    """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
 
     def __post_init__(self) -> None:
         at_least("every_steps", self.every_steps, 1, "mh.Checkpoints")

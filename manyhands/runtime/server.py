@@ -13,7 +13,14 @@ __all__ = ["Server"]
 
 
 class Server:
-    """Task `index` of `job`. Chief and worker tasks hand it to their strategy (`cluster=server`); the others `join`."""
+    """This process as one task of a cluster. Chief and worker tasks hand it to their strategy (`cluster=server`); the
+    others `join`.
+
+    Args:
+        cluster: The jobs and their addresses, as a `mh.ClusterSpec` or the dict that makes one.
+        job: Which job this process is in: "chief", "worker", "ps" or "evaluator".
+        index: Its number there, from 0.
+    """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Any], job: str = "worker", index: int = 0) -> None:
         self.task = ClusterTask(cluster, job, index, where=f'Server(cluster, "{job}", {index})')

@@ -38,6 +38,9 @@ def step(fn: Any) -> Any:
     """Register a function at the top of a module as a step: `@mh.step`, or `@mh.step("name")`.
 
     It is called as `fn(ctx, *args, **kwargs)`, in any worker, and stays an ordinary function here.
+
+    Args:
+        fn: The function; or the name to register it by, where its own is not to be used.
     """
     return _register(fn, fn.__name__) if callable(fn) else lambda function: _register(function, fn)
 

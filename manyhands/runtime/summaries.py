@@ -34,9 +34,12 @@ IMPORT_TIMEOUT_S = 60.0
 class TensorBoardHook:
     """Loss, learning rate, samples/s, gradient norm, seconds per phase, and each epoch's results.
 
-    `log_dir` defaults to `summaries` in the run directory; `every` is in steps. Results of an epoch stand at the
-    step that ended it. A resumed run goes on where its checkpoint was: what an earlier attempt wrote beyond that
-    is replaced, not drawn twice.
+    Results of an epoch stand at the step that ended it. A resumed run goes on where its checkpoint was: what an earlier
+    attempt wrote beyond that is replaced, not drawn twice.
+
+    Args:
+        log_dir: Where to write. Default: `summaries` in the run directory.
+        every: Steps between two points.
     """
 
     chief_only = True

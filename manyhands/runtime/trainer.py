@@ -50,16 +50,39 @@ class History(list[dict[str, float]]):
 class Trainer:
     """Trains `model` so that the result does not depend on how many workers did it.
 
-    `model` is an `nn.Module`, a function that makes one or a `.keras` file; `loss(model, batch)` returns the mean over
-    the batch or a (sum, weight) pair; `optimizer` is a function of the parameters or a ready torch optimizer. A
-    compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
-    those that the run has already finished return their recorded result at once.
+    Public calls are numbered: in a restarted script, those that the run has already finished return their recorded
+    result at once. Every worker runs the script from the top and makes the same calls.
 
-    `audit=True` has one slice of every step computed by two workers, and finds the one whose gradients are wrong.
-
-    `tune=True`, in a script started by hand, does what `mh tune` does before it trains, and goes on with what was
-    fastest, with several workers if that is it; nothing is changed that changes the maths. Under `mh run`, and so in
-    the workers and trials that come of it, it does nothing.
+    Args:
+        model: An `nn.Module`, a function that makes one (then its first weights are a function of `seed`), or the path
+            of a `.keras` file. A compiled Keras model brings its own loss, optimizer and metrics.
+        loss: `loss(model, batch)` returns the mean over the batch, or a (sum, weight) pair where examples count
+            differently. Only a Keras model may leave it out.
+        optimizer: A function of the parameters that makes a torch optimizer, a ready one, or a dict of such functions by
+            names of submodules, one for the parameters below each.
+        strategy: How the work is divided: a name ("mirrored", "sharded", "pipeline", ...) or an object such as
+            `mh.Mirrored(workers=2)`. Default: "mirrored".
+        precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
+            fp32; fp16 scales the loss.
+        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run.
+        metrics: Functions `metric(model, batch)` that return one value per example, by name; computed by `evaluate` and
+            for validation data.
+        slices: V, the pieces that every global batch is cut into; workers take whole slices. Fix it where results must
+            not depend on the number of workers and the model has dropout or BatchNorm. Default: `accumulate` x workers.
+        accumulate: Slices per worker and step, where `slices` is not given: for batches that do not fit into memory.
+        exact: The same bits for every number of workers from 1 to V: one thread per worker, deterministic kernels.
+            Slower; replicas and synchronous parameter servers only.
+        scheduler: A function of the optimizer that makes a learning rate scheduler.
+        scheduler_every: When it is stepped: after every "step" (the default) or "epoch".
+        clip_norm: Scale the gradient down to this global norm where it is longer. Default: never.
+        balance: Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers.
+        audit: Have one slice of every step computed by two workers, to find one whose gradients are wrong. For machines
+            that are under suspicion: it costs up to one slice of time per step.
+        hooks: Objects with any of the methods that docs/guide.md lists, called on every worker in this order, or on the
+            chief alone where `chief_only` is true.
+        run_dir: Where checkpoints, events and logs go. Default: runs/<time>-<script>. The same one again resumes.
+        tune: In a script started by hand, do what `mh tune` does before training, and go on with what was fastest, with
+            several workers if that is it; the maths stays the same. Under `mh run` it does nothing.
     """
 
     def __init__(
@@ -152,9 +175,27 @@ class Trainer:
         early_stop: EarlyStop | None = None,
         resume: str = "auto",
     ) -> History:
-        """Train for `epochs`, or for `steps` more steps. `batch_size` is the global batch, whatever the workers.
+        """Train for `epochs`, or for `steps` more steps. Returns the results of each epoch.
 
-        Continues an unfinished run of the same directory unless `resume="never"`. Returns the epochs' results.
+        Continues an unfinished run of the same directory unless `resume="never"`. All workers must call it.
+
+        Args:
+            data: A tuple or dict of tensors or arrays, a Dataset, a DataLoader, a generator function, a function of
+                `mh.InputContext`, or a glob of files; docs/data.md has all kinds. The order is a function of `seed` and
+                epoch.
+            epochs: So many passes over the data. Either this or `steps`.
+            steps: So many optimizer updates more.
+            batch_size: Rows of the global batch, over all workers. Default: a DataLoader's own.
+            batch_per_worker: Rows per worker instead, times the workers that the run began with: then results depend on
+                their number.
+            validation: Data to evaluate on after every epoch; its results are named "val_...".
+            validation_split: The fraction of `data` to hold out for that instead, from 0 to 1.
+            collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
+            num_workers: Loader processes per worker, for datasets whose `__getitem__` is slow. Default: a DataLoader's
+                own, else 0: read ahead in a thread.
+            checkpoint: When to save and what to keep. Default: every 600 seconds, the last three.
+            early_stop: End when a result no longer improves. Default: never.
+            resume: "auto": go on where an unfinished run of this directory stopped. "never": begin anew.
         """
         run = self._run
         if resume not in ("auto", "never"):
@@ -196,7 +237,17 @@ class Trainer:
     def evaluate(
         self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
     ) -> dict[str, float]:
-        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
+        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers.
+
+        All workers must call it, and all get the result.
+
+        Args:
+            data: As for `fit`; its own order, unshuffled.
+            batch_size: Rows of a global batch, 256 by default; larger is faster until memory ends. The result is the
+                same.
+            collate: As for `fit`.
+            num_workers: As for `fit`.
+        """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
         run.offer(data, collate, batch_size)
@@ -213,7 +264,12 @@ class Trainer:
     ) -> Any:
         """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on each.
 
-        Where a batch is a pair, its first element is the model's input; a dict is keyword arguments.
+        Args:
+            data: As for `fit`, unshuffled. Where a batch is a pair, its first element is the model's input; a dict is
+                keyword arguments.
+            batch_size: Rows of a global batch, 256 by default.
+            collate: As for `fit`.
+            num_workers: As for `fit`.
         """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
@@ -233,7 +289,12 @@ class Trainer:
         return outputs
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as safetensors (`.pt`, `.pth`, `.keras` by that ending), whole or not at all: the chief."""
+        """Write the weights, whole or not at all. All workers must call it; the chief writes.
+
+        Args:
+            path: A file. Its ending says what it becomes: `.pt` and `.pth` what torch.load reads, `.keras` and `.h5`
+                what Keras reads, `.safetensors` safetensors. What is there is replaced.
+        """
         run = self._run
         training = run.begin_call("save")
         if run.is_call_over():
@@ -249,7 +310,11 @@ class Trainer:
         run.put_on_record(lambda: run.calls.finish(None))
 
     def load(self, path: str | Path) -> None:
-        """Read weights written by `save`, and give every worker the chief's."""
+        """Read weights written by `save`, and give every worker the chief's. All workers must call it.
+
+        Args:
+            path: The file; only the chief's host needs it.
+        """
         run = self._run
         training = run.begin_call("load")
         if run.is_call_over():

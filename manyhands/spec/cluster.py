@@ -51,7 +51,12 @@ def parse_address(text: Any, field: str, where: str | None = None) -> Address:
 class ClusterSpec:
     """Jobs and the addresses of their tasks: `ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})`.
 
-    A job's tasks are a list, or, where only some are known, a dict from index to address. Frozen and comparable.
+    Frozen and comparable.
+
+    Args:
+        cluster: A dict from job to its tasks: a list of addresses or, where only some are known, a dict from index to
+            address. Or another `ClusterSpec`.
+        where: What error messages name as its source.
     """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Any], *, where: str | None = None) -> None:

@@ -21,37 +21,71 @@ DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
 class Single(Settings, frozen=True, kw_only=True):
-    """One worker. The promise is the others': they end where this one ends."""
+    """One worker. The promise of the other strategies is to end where this one ends.
+
+    What `devices`, `threads`, `dtypes` and `memory_limit` mean here they mean in every strategy.
+
+    Args:
+        devices: One device per worker of this host, such as ("cuda:0", "cuda:1"); a single name is for all of them. A
+            device that the machine lacks is replaced by the CPU, with a warning. Default: accelerators, else the CPU.
+        threads: Threads per worker. Default: cores / workers; with `exact=True`, 1. `mh tune` measures what is fastest.
+        dtypes: Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64",
+            "fp32", "bf16" or "fp16". For layers that lose too much in half precision: {"*norm*": "fp32"}.
+        memory_limit: Of each worker, in bytes or as "2GB". The memory that the layout needs is predicted before it
+            starts, and a layout that needs more is refused. The interpreter, torch and the program count. Default:
+            none.
+    """
 
     name = "single"
 
 
 class Mirrored(Settings, frozen=True, kw_only=True):
-    """Replicas on one host, one per worker."""
+    """Replicas on one host, one per worker. The default.
+
+    Args:
+        workers: How many. Default: one per accelerator; without accelerators, one. `mh run -n` wins over it.
+        reducer: How gradients travel: "exact" (the default), "bf16" in half the bytes, or "int8" in a quarter. The last
+            two round, so that results depend on the number of workers; for links that are slower than the computation.
+        elastic: (least, most) workers: they may die, come and go while the others train. Default: a worker that is lost
+            takes the run back to its last checkpoint.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     workers: int | None = None
     reducer: str | None = None
-    """How gradients travel: "exact" (the default), "bf16" or "int8"."""
     elastic: tuple[int, int] | None = None
-    """Workers may die, come and go while the others train: at least and at most so many. Default: they may not."""
     name = "mirrored"
 
 
 class MultiWorker(Settings, frozen=True, kw_only=True):
-    """Replicas on many hosts; `cluster` is a `ClusterSpec`, a `Server` or None for what the launcher says."""
+    """Replicas on many hosts.
+
+    Args:
+        workers: Workers on each host. Default: one per accelerator; without accelerators, one.
+        cluster: A `mh.Server`, which says which task of which cluster this process is. Default: what the launcher or
+            TF_CONFIG says.
+        reducer: How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8").
+        elastic: (least, most) workers over all hosts; hosts come and go, too. Default: they may not.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     workers: int | None = None
-    """Workers on each host."""
     cluster: Any = None
     reducer: str | None = None
-    """How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8")."""
     elastic: tuple[int, int] | None = None
-    """Over all hosts; hosts come and go, too."""
     name = "multi_worker"
 
 
 class CentralStorage(Settings, frozen=True, kw_only=True):
-    """Weights once in the host's memory, updated once; the workers of that host compute with them."""
+    """Weights once in the host's memory, updated once; the workers of that host compute with them.
+
+    Args:
+        workers: How many. Default: one per accelerator; without accelerators, one.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     workers: int | None = None
     name = "central_storage"
@@ -59,7 +93,6 @@ class CentralStorage(Settings, frozen=True, kw_only=True):
 
 class _Level(Settings, frozen=True):
     level: str = "parameters"
-    """What is divided over the workers: the "optimizer"'s states, "gradients" too, or "parameters" as well."""
 
 
 class Sharded(_Level, frozen=True, kw_only=True):
@@ -68,14 +101,23 @@ class Sharded(_Level, frozen=True, kw_only=True):
     Workers that share memory have one copy of the weights, and states and sums of gradients in parts, at the first two
     levels alike. At "parameters", and where no memory is shared, each worker has a part of everything, and gathers the
     rest while it computes: block by block, or at the lower levels once per step.
+
+    Args:
+        level: What is divided over the workers: the "optimizer"'s states, "gradients" too, or "parameters" as well (the
+            default). A higher level takes less memory and more communication.
+        offload: Where shards wait while they are not in use: None, on the device, or "host", in the host's memory. For
+            accelerators that are short of memory.
+        recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
+            Costs about a third more computation, for activations that do not fit. Default: none.
+        workers: Workers on each host. Default: one per accelerator; without accelerators, one.
+        cluster: As `mh.MultiWorker` has it.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
     """
 
     offload: str | None = None
-    """Where parts wait while nobody needs them: on the device, or in the "host"'s memory."""
     recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     workers: int | None = None
-    """Workers on each host."""
     cluster: Any = None
     name = "sharded"
 
@@ -91,48 +133,59 @@ class Sharded(_Level, frozen=True, kw_only=True):
 
 
 class ParameterServer(Settings, frozen=True, kw_only=True):
-    """Weights on servers, processes of their own, to which workers push gradients and from which they pull."""
+    """Weights on servers, processes of their own, to which workers push gradients and from which they pull.
+
+    Args:
+        servers: How many server processes. Default: 2.
+        mode: "async" (the default): each worker takes a batch at a time, and its gradient is applied when it arrives.
+            "sync": the slices of a batch are shared out and applied together, as `mh.Mirrored` does. "ssp": the same,
+            but a slice of step t may be computed with weights that lack the last `staleness` steps before it. "hybrid":
+            dense weights as `mh.Mirrored` has them, and only rows of `mh.Embedding` and `mh.EmbeddingBag` on servers.
+        staleness: Of ssp, in steps; 0 is sync. In async: updates that rows from a worker's cache may lack
+            (`mh.Embedding(cache=...)`). Larger waits less, and trains on older weights.
+        backup_workers: sync and ssp: so many slices of slow workers are given to idle workers, too; the first result
+            counts. Default: 0.
+        aggregate: sync and ssp: how many gradients make one update; the same as `slices`, whatever the number of
+            workers.
+        damping: async and ssp: divide a gradient by 1 + the number of updates that it has not seen. Default: no.
+        place: Patterns of parameters' names, and the number of the server that keeps them. Default: spread by bytes.
+        spare: Keep one more server process ready on each host that has servers, to take over at once from one that
+            dies. Default: yes where the run has one host.
+        push_every: async: push the sum of so many batches' gradients, and take local steps on a copy meanwhile
+            (Downpour).
+        pull_every: async: fetch fresh weights once in so many batches.
+        local_lr: The learning rate of those local steps, which are plain SGD's. Default: the optimizer's.
+        warm_steps: async: until this step of the run only one worker computes at a time, before gradients begin to be
+            stale. For training that diverges at its beginning. Default: 0.
+        durability: What is lost when. "upstream" (the default): nothing when servers die, and what came after the last
+            checkpoint when their host or its agent does. "wal": nothing then either; every update is in a log in the
+            run directory before workers receive it, and the same command goes on from there. "replica": the same, but a
+            copy of the log in another host's memory is enough, or where there is one host, in its kernel's. "snapshot":
+            one copy of the optimizer's states instead of two; a server that dies in the middle of an update takes the
+            run back to the last checkpoint.
+        workers: Workers on each host. Default: one per accelerator; without accelerators, one.
+        elastic: (least, most) workers, over all hosts. Default: from 1 to all of them.
+        cluster: A `mh.Server`. Default: what the launcher or TF_CONFIG says.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     servers: int | None = None
-    """How many. Default: 2."""
     mode: str = "async"
-    """async: each worker takes a batch at a time, and its gradient is applied when it arrives. sync: the slices of a
-    batch are shared out and applied together, as `Mirrored` does. ssp: the same, but a slice of step t may be computed
-    with weights that lack the last `staleness` steps before it. hybrid: dense weights as `Mirrored` has them, and only
-    rows of `mh.Embedding` and `mh.EmbeddingBag` on servers."""
     staleness: int = 3
-    """Of ssp; 0 is sync. async: updates that rows from a worker's cache may lack (`mh.Embedding(cache=...)`)."""
     backup_workers: int = 0
-    """sync and ssp: so many slices that somebody is slow with are given to idle workers, too; the first one counts."""
     aggregate: int | None = None
-    """sync and ssp: how many gradients make one update; the same as `slices`, whatever the number of workers."""
     damping: bool = False
-    """async and ssp: divide a gradient by 1 + the number of updates that it has not seen."""
     place: dict[str, int] | None = None
-    """Patterns of parameters' names, and the server that keeps them; the others are spread by bytes."""
     spare: bool | None = None
-    """Keep one more server process ready on each host that has servers, to take over at once from one that dies.
-    Default: yes where the run has one host."""
     push_every: int = 1
-    """async: push the sum of so many batches' gradients, and take local steps on a copy meanwhile (Downpour)."""
     pull_every: int = 1
-    """async: fetch fresh weights once in so many batches."""
     local_lr: float | None = None
-    """Of those local steps, which are plain SGD's. Default: the optimizer's."""
     warm_steps: int = 0
-    """async: until this step of the run, work for one worker at a time, before gradients begin to be stale."""
     durability: str = "upstream"
-    """What is lost when. upstream: nothing when servers die, and what came after the last checkpoint when their host or
-    its agent does. wal: nothing then either; every update is in a log in the run directory before workers hear of it,
-    and the same command goes on from there. replica: the same, but of the log another host's memory is enough, or where
-    there is one host, its kernel's. snapshot: one copy of the optimizer's states instead of two; a server that dies in
-    the middle of an update takes the run back to the last checkpoint."""
     workers: int | None = None
-    """Workers on each host."""
     elastic: tuple[int, int] | None = None
-    """At least and at most so many workers, over all hosts. Default: from 1 to all of them."""
     cluster: Any = None
-    """A `Server`, or None for what the launcher says."""
     name = "parameter_server"
 
     def __post_init__(self) -> None:
@@ -199,45 +252,59 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
 class LocalSGD(Settings, frozen=True, kw_only=True):
     """Every worker trains weights of its own on its slices, and they are averaged after every `every` steps.
 
-    A round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD.
+    A round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD. The result
+    depends on the number of workers. For links that are too slow to send gradients with every step.
+
+    Args:
+        every: H: steps between two averages. Larger sends less, and lets workers drift further apart.
+        outer: How the agreed weights move: to the "mean", by a "nesterov" step towards it, or by an "elastic" pull
+            (EASGD).
+        rule: How workers are put together: "mean", "weighted" by the rows each trained on, "median" or "trimmed" mean;
+            the last two for workers that may be wrong.
+        trim: The fraction that "trimmed" leaves out at each end; at least one worker, of three or more.
+        outer_lr: The learning rate of "nesterov".
+        outer_momentum: The momentum of "nesterov".
+        pull: Of "elastic": how far the center goes towards the workers' mean; each worker goes pull / workers towards
+            it.
+        post_local: Until this step of the run, average after every one (post-local SGD). Default: 0.
+        fragments: Average the weights in so many parts, which take turns over the `every` steps (streaming DiLoCo).
+        overlap: Train on for so many steps while an average is under way.
+        own_share: With `overlap`: how much of its own weights a worker keeps when the average arrives, from 0 to below
+            1.
+        peers: Average with "all", or in "pairs" that are drawn anew each round.
+        asynchronous: With "elastic": each worker by itself, after `every` of its own batches. A server keeps the
+            center.
+        quorum: A round closes with so many workers at least (2), or such a part of them (0.75); a server keeps the
+            agreed weights. Needs `deadline_s`. Default: all of them.
+        deadline_s: With `quorum`: how many seconds the others are waited for, once the first has finished its round.
+        workers: Workers on each host. Default: one per accelerator; without accelerators, one.
+        cluster: As `mh.MultiWorker` has it.
+        reducer: How weights travel: "exact" (the default), or the change of each in half the bytes ("bf16").
+        elastic: (least, most) workers: they may die, come and go. A lost worker takes the others back to the end of the
+            last round.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
     """
 
     every: int = 32
-    """H: steps between two averages."""
     outer: str = "mean"
-    """How agreed weights move: to the "mean", by a "nesterov" step towards it, or by an "elastic" pull (EASGD)."""
     rule: str = "mean"
-    """How workers are put together: "mean", "weighted" by the rows each trained on, "median" or "trimmed" mean."""
     trim: float = 0.2
-    """The fraction that "trimmed" leaves out at each end; at least one worker, of three or more."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    """Of "nesterov"."""
     pull: float = 0.9
-    """Of "elastic": how far the center goes towards the workers' mean; each worker goes pull / workers towards it."""
     post_local: int = 0
-    """Until this step, average after every one (post-local SGD)."""
     fragments: int = 1
-    """Average the weights in so many parts, which take turns over the `every` steps (streaming DiLoCo)."""
     overlap: int = 0
-    """Train on for so many steps while an average is under way."""
     own_share: float = 0.5
-    """With `overlap`: how much of its own weights a worker keeps when the average arrives."""
     peers: str = "all"
-    """Average with "all", or in "pairs" that are drawn anew each round."""
     asynchronous: bool = False
-    """With "elastic": each worker by itself, after `every` of its own batches. A server keeps the center."""
     quorum: int | float | None = None
-    """A round closes with so many workers at least, or such a part of them; a server keeps the agreed weights."""
     deadline_s: float | None = None
-    """With `quorum`: how long others are waited for, once the first has come."""
     workers: int | None = None
-    """Workers on each host."""
     cluster: Any = None
     reducer: str | None = None
-    """How weights travel: "exact" (the default), or what they moved by in half the bytes ("bf16")."""
     elastic: tuple[int, int] | None = None
-    """Workers may die, come and go. A loss takes the others back to where the last round ended."""
     name = "local_sgd"
 
     def __post_init__(self) -> None:

@@ -20,19 +20,12 @@ class _Pipelined(Settings, frozen=True, kw_only=True):
     """What is said of a pipeline, by itself or in a mesh."""
 
     schedule: str = "1f1b"
-    """Which microbatch is where when: "gpipe", "1f1b", "interleaved" or "zero_bubble"."""
     microbatches: int | None = None
-    """How many a replica's part of the batch is cut into; each is a slice. Default: 4 per stage."""
     chunks: int | None = None
-    """Stages per worker. Default: 2 where the schedule is made for that, else 1."""
     cuts: tuple[str, ...] | None = None
-    """The blocks that each stage but the first begins with, by name. Default: balanced by measured time."""
     place: dict[str, int] | None = None
-    """Which stage has the blocks whose names match a pattern; the others are balanced around them."""
     reducer: Any = None
-    """A function of one parameter's gradients, a list with one of each slice, in place of their sum."""
     recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
 
     def _check_pipeline(self, where: str) -> None:
         one_of("schedule", self.schedule, SCHEDULES, where)
@@ -49,18 +42,25 @@ class _Pipelined(Settings, frozen=True, kw_only=True):
 
 
 class Tensor(Settings, frozen=True):
-    """One model's layers, divided over the workers: every one of them computes its part of each layer."""
+    """One model's layers, divided over the workers: each of them computes its part of each layer.
+
+    Args:
+        workers: How many. Default: as many as the launcher starts.
+        rules: How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels",
+            "grid" or "whole". Layers that no pattern names are split as their kind suggests; `mh plan show` prints how.
+        recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
+        elastic: (least, most) workers: when some are lost for good, the rest goes on from the last checkpoint.
+        sequence: Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less
+            memory. For long sequences.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     workers: int | None = None
     rules: dict[str, str] | None = None
-    """How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels", "grid" or
-    "whole". Layers that no pattern names are split as their kind suggests."""
     recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     elastic: tuple[int, int] | None = None
-    """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
     sequence: bool = False
-    """Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less memory."""
     name = "tensor"
 
     def __post_init__(self) -> None:
@@ -68,12 +68,26 @@ class Tensor(Settings, frozen=True):
 
 
 class Pipeline(_Pipelined, frozen=True):
-    """One model's layers in stages, one worker after the other; microbatches follow each other through them."""
+    """One model's layers in stages, one worker after the other; microbatches follow each other through them.
+
+    Args:
+        stages: How many workers. Default: as many as the launcher starts.
+        elastic: As `mh.Tensor` has it.
+        schedule: Which microbatch is where when: "gpipe", "1f1b" (the default), "interleaved" or "zero_bubble". The
+            last two wait less and send more.
+        microbatches: How many a replica's part of the batch is cut into; each is a slice. More of them wait less, and
+            are smaller. Default: 4 per stage.
+        chunks: Stages per worker. Default: 2 where the schedule is made for that, else 1.
+        cuts: The blocks that each stage but the first begins with, by name. Default: balanced by measured time.
+        place: Which stage has the blocks whose names match a pattern; the others are balanced around them.
+        reducer: A function of one parameter's gradients, a list with one of each slice, in place of their sum.
+        recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     stages: int | None = None
-    """How many workers."""
     elastic: tuple[int, int] | None = None
-    """As `Tensor` has it."""
     name = "pipeline"
 
     def __post_init__(self) -> None:
@@ -86,21 +100,38 @@ class Pipeline(_Pipelined, frozen=True):
 
 
 class Mesh(_Pipelined, frozen=True, kw_only=True):
-    """Several ways at once: `data` replicas, each in `pipeline` stages whose layers are divided over `tensor` ranks."""
+    """Several ways at once: `data` replicas, each in `pipeline` stages whose layers are divided over `tensor` ranks.
+
+    Args:
+        data: Replicas.
+        tensor: Workers that every layer is divided over, as `mh.Tensor` does.
+        pipeline: Stages, as `mh.Pipeline` has them. `data` x `tensor` x `pipeline` is the number of workers.
+        rules: As `mh.Tensor` has them.
+        sequence: As `mh.Tensor` has it; needs `tensor` above 1.
+        sharded: Replicas divide what they have in common, as those of `mh.Sharded` do: the "optimizer"'s states,
+            "gradients" too, or "parameters" as well, which True stands for. Needs `data` above 1.
+        elastic: (least, most) workers: those that die are replaced while the others keep their state, and whole
+            replicas may go and come. Default: a lost worker takes all back to the last checkpoint.
+        schedule: Which microbatch is where when: "gpipe", "1f1b" (the default), "interleaved" or "zero_bubble". The
+            last two wait less and send more.
+        microbatches: How many a replica's part of the batch is cut into; each is a slice. More of them wait less, and
+            are smaller. Default: 4 per stage.
+        chunks: Stages per worker. Default: 2 where the schedule is made for that, else 1.
+        cuts: The blocks that each stage but the first begins with, by name. Default: balanced by measured time.
+        place: Which stage has the blocks whose names match a pattern; the others are balanced around them.
+        reducer: A function of one parameter's gradients, a list with one of each slice, in place of their sum.
+        recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
+        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+            `mh.Single`.
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     rules: dict[str, str] | None = None
-    """As `Tensor` has them."""
     sequence: bool = False
-    """As `Tensor` has it."""
     sharded: bool | str = False
-    """Replicas divide what they have in common, as those of `Sharded` do: the "optimizer"'s states, "gradients" too, or
-    "parameters" as well, which True stands for."""
     elastic: tuple[int, int] | None = None
-    """Workers that die are replaced while the others keep their state, and whole replicas may go and come: at least and
-    at most so many workers. Default: a loss takes all back to the last checkpoint."""
     name = "mesh"
 
     def __post_init__(self) -> None:

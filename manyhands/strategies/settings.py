@@ -13,16 +13,12 @@ LEVELS = ("optimizer", "gradients", "parameters")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all strategies have; `mh.Single` explains it."""
+
     devices: tuple[str, ...] | None = None
-    """Where the workers compute, one device each, such as ("cuda:0", "cuda:1"). Default: accelerators, else the CPU."""
     threads: int | None = None
-    """Threads per worker. Default: cores / workers; with `exact`, 1."""
     dtypes: dict[str, str] | None = None
-    """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
-    or "fp16"."""
     memory_limit: int | str | None = None
-    """Of each worker, in bytes or as "2GB": what the layout needs is predicted before it starts, and refused if it is
-    more. The interpreter, torch and the program count."""
 
     @property
     def on_servers(self) -> bool:

@@ -1,0 +1,51 @@
+"""Every parameter of every public call is explained in its docstring, and docs/reference.md has what they say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+from tools.reference import GROUPS, explained, parameters, public_calls, reference
+
+CALLS = list(public_calls())
+
+
+def unexplained(call: Callable[..., Any], docstring: str | None) -> list[str]:
+    return [one.name for one in parameters(call) if not explained(docstring).args.get(one.name)]
+
+
+@pytest.mark.parametrize(("call", "docstring"), [call[1:] for call in CALLS], ids=[call[0] for call in CALLS])
+def test_every_parameter_is_explained_where_an_editor_shows_it(call: Callable[..., Any], docstring: str | None) -> None:
+    assert unexplained(call, docstring) == [], "each needs an entry below Args: in the docstring"
+    gone = set(explained(docstring).args) - {one.name for one in parameters(call)}
+    assert not gone, "the docstring explains what is no parameter"
+
+
+def test_a_parameter_without_an_entry_is_found() -> None:
+    def fit(data: Any, *, epochs: int = 1, steps: int = 0, **more: Any) -> None:
+        """Train.
+
+        Args:
+            data: What to train on,
+                in two lines: with a colon.
+            steps, more: Both.
+        """
+
+    assert unexplained(fit, fit.__doc__) == ["epochs"]
+    assert explained(fit.__doc__).args["data"] == "What to train on, in two lines: with a colon."
+
+
+def test_the_reference_has_every_public_name_but_modules_and_the_root_of_errors() -> None:
+    named = {name for group in GROUPS.values() for name in group}
+    public = {name for name in mh.__all__ if not inspect.ismodule(getattr(mh, name))}
+    assert public - named == {"ManyhandsError"}
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference.md"
+    assert page.read_text() == reference(), "python -m tools.reference > docs/reference.md"
