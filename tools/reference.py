@@ -17,9 +17,9 @@ import manyhands as mh
 INTRODUCTION = """\
 # Reference
 
-Every public class and function of `import manyhands as mh`, with every parameter: the same text that an editor shows when
-the pointer rests on a name. [guide.md](guide.md) says how they fit together, [cli.md](cli.md) has the commands. This page is written
-by `python -m tools.reference`.
+Every public class and function of `import manyhands as mh`, with every parameter: the same text that an editor shows
+when the pointer rests on a name. [guide.md](guide.md) says how they fit together, [cli.md](cli.md) has the commands.
+This page is written by `python -m tools.reference`.
 """
 
 GROUPS = {

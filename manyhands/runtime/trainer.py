@@ -58,8 +58,8 @@ class Trainer:
             of a `.keras` file. A compiled Keras model brings its own loss, optimizer and metrics.
         loss: `loss(model, batch)` returns the mean over the batch, or a (sum, weight) pair where examples count
             differently. Only a Keras model may leave it out.
-        optimizer: A function of the parameters that makes a torch optimizer, a ready one, or a dict of such functions by
-            names of submodules, one for the parameters below each.
+        optimizer: A function of the parameters that makes a torch optimizer, a ready one, or a dict of such functions
+            by names of submodules, one for the parameters below each.
         strategy: How the work is divided: a name ("mirrored", "sharded", "pipeline", ...) or an object such as
             `mh.Mirrored(workers=2)`. Default: "mirrored".
         precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
