@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from manyhands import signals
 from manyhands.control import guard
 
 __all__ = ["Guard", "Sweep", "die_with_parent", "kill_session"]
@@ -52,13 +53,14 @@ class Guard:
     """The agent's end of its guard process. Every worker's session is registered before the worker does anything."""
 
     def __init__(self, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with signals.held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         assert self._process.stdin is not None
         self._pipe: IO[bytes] = self._process.stdin
 
