@@ -192,7 +192,11 @@ def test_addresses_beyond_loopback_need_a_key(refused, plan, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
-    [(None, 0o600, "Cannot read"), ("a" * 64, 0o640, "open to other users"), ("a" * 63, 0o600, "does not hold a key")],
+    [
+        (None, 0o600, "Cannot read"),
+        ("a" * 64, 0o640, "can be read by others"),
+        ("a" * 63, 0o600, "does not hold a key"),
+    ],
 )
 def test_a_missing_open_or_wrong_key_file_ends_with_3(refused, tmp_path, content, mode, says):
     path = tmp_path / "run.key"

@@ -155,7 +155,7 @@ def test_named_semaphores_of_loader_processes_do_not_outlive_a_kill_9(launcher, 
     until(lambda: not run.descendants(), what="the end of all processes")
 
 
-def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
+def test_kill_9_of_the_coordinator_and_the_guard_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
     run = launcher(
         """
         session = join()
@@ -172,15 +172,17 @@ def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_ha
         workers=2,
     )
     pids = [int(run.wait_for(f"up-1-{rank}")) for rank in (0, 1)]
-    old = run.coordinator()
-    old.kill()
+    old, guard = run.coordinator(), run.guard()
+    old.kill(), guard.kill()
     until(lambda: run.coordinator() != old, what="a new coordinator")
+    until(lambda: run.guard() != guard, what="a new guard")
     (run.folder / "coordinator-is-back").touch()
     run.wait_for("met-0"), run.wait_for("met-1")
     assert all(alive(pid) for pid in pids)
     os.kill(pids[0], signal.SIGKILL)
     run.wait_for("up-2-0")
     assert run.wait() == 0
+    assert not launcher.sockets_left()
     first, second = [event["generation"] for event in run.events("GenerationStarted")]
     term, counter = (int(part) for part in first.split("."))
     assert second == f"{term + 1}.{counter + 1}"
