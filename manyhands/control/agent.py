@@ -179,8 +179,9 @@ class Agent:
         if (gone := self._departure.exit_code(self._crew, now)) is not None:
             self._exit_code = gone
         self._watch.look(self._term)
-        if (news := self._at.tend_backup()) is not None:
-            self._chronicle.warn(news)
+        for news in (self._at.tend_backup(), self._at.guard.tend()):
+            if news is not None:
+                self._chronicle.warn(news)
         self._reception.welcome(self._desk, self._wishes.stop_kind)
         if self._reception.refusal is not None:
             self._exit_code = self._reception.refusal.exit_code

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from manyhands import signals
 from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.control.coordinator import read_exactly
 from manyhands.control.refusals import DoorKeeper
@@ -130,8 +131,8 @@ def _answer(shelf: Shelf, message: Keep | Flush) -> Kept | Flushed:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its agent says when
+    signals.ignore()  # its agent says when
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     lifeline = sys.stdin.fileno()
     size = int.from_bytes(read_exactly(lifeline, 4), "big")
     serve(msgspec.msgpack.decode(read_exactly(lifeline, size), type=BackupConfig), lifeline)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+from manyhands import signals
+
 __all__ = ["Child"]
 
 TAIL_BYTES = 4000
@@ -23,13 +25,14 @@ class Child:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with signals.held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         self.pid = self._process.pid

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from manyhands import signals
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.elastic import open_generations
 from manyhands.control.host_messages import FromAgent, HostReport, Orders, Relay, Replay
@@ -158,6 +159,7 @@ class Coordinator:
 
 
 def main() -> None:
+    signals.ignore()  # its agent says when
     lifeline = sys.stdin.fileno()
     size = int.from_bytes(read_exactly(lifeline, 4), "big")
     config = msgspec.msgpack.decode(read_exactly(lifeline, size), type=CoordinatorConfig)

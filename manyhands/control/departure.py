@@ -9,31 +9,40 @@ from manyhands.control.crew import Crew
 from manyhands.control.launch_request import Display
 from manyhands.control.premises import Premises
 from manyhands.control.wishes import Wishes
+from manyhands.signals import REPEAT_AFTER_S, ends_at_once
 
 __all__ = ["Departure"]
+
+AGAIN = f"ctrl-C, or again after {REPEAT_AFTER_S:g} s: end at once"
 
 
 class Departure:
     def __init__(self, premises: Premises, wishes: Wishes, display: Display) -> None:
         self._at, self._wishes, self._display = premises, wishes, display
-        self._signalled = False
+        self._first_at: float | None = None
         self.by: float | None = None
         """When this host, having been told to go, kills what has not gone by itself."""
 
     def heed(self, number: int, grace_s: float, *, elastic: bool) -> int | None:
-        """The first signal asks for a checkpoint; another one ends everything at once, with the exit code returned."""
-        joined, name = self._at.coordinator is None, signal.Signals(number).name
-        if self._signalled:
+        """The first signal asks for a checkpoint; one that `ends_at_once` gives the exit code to end with.
+
+        Any other one after the first changes nothing.
+        """
+        joined, name, now = self._at.coordinator is None, signal.Signals(number).name, time.monotonic()
+        at_once = ends_at_once(number, None if self._first_at is None else now - self._first_at)
+        if at_once:
             goes_on = "" if joined else "; the same command goes on from the last checkpoint"
             self._display.say(f"{name} again: everything here ends at once{goes_on}")
-        if self._signalled or (joined and not self._at.link.ever_heard):
+        if at_once or (joined and not self._at.link.ever_heard):
             return 130 if number == signal.SIGINT else 143
-        self._signalled = True
+        if self._first_at is not None:
+            return None
+        self._first_at = now
         if joined and elastic:  # the others go on
-            self._display.say(f"{name}: this host's workers have {grace_s:g} s to leave; again: end at once")
-            self.by = time.monotonic() + grace_s
+            self._display.say(f"{name}: this host's workers have {grace_s:g} s to leave; {AGAIN}")
+            self.by = now + grace_s
         else:
-            self._display.say(f"{name}: workers have {grace_s:g} s to commit a checkpoint; again: end at once")
+            self._display.say(f"{name}: workers have {grace_s:g} s to commit a checkpoint; {AGAIN}")
             self._wishes.ask_stop("preempt", number)
         return None
 

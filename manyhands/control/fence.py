@@ -16,12 +16,15 @@ import time
 from pathlib import Path
 from typing import IO
 
+from manyhands import signals
 from manyhands.control import guard
+from manyhands.control.private_directory import lock
 
 __all__ = ["Guard", "Sweep", "die_with_parent", "kill_session"]
 
 _PR_SET_PDEATHSIG = 1
 SWEEP_S = 1.0
+MOST_GUARDS = 5
 
 
 def die_with_parent(parent: int) -> None:
@@ -52,30 +55,52 @@ class Guard:
     """The agent's end of its guard process. Every worker's session is registered before the worker does anything."""
 
     def __init__(self, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._directory, self._sessions = directory, set[int]()
+        self._lock = lock(directory)
+        self._deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        with signals.held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(self._directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         assert self._process.stdin is not None
         self._pipe: IO[bytes] = self._process.stdin
 
     def watch(self, session: int) -> None:
-        self._tell(f"+{session}\n")
+        self._sessions.add(session)
+        self._write(f"+{session}\n")
 
     def forget(self, session: int) -> None:
-        self._tell(f"-{session}\n")
+        self._sessions.discard(session)
+        self._write(f"-{session}\n")
 
-    def _tell(self, line: str) -> None:
-        # The guard may have been killed: what it would do after our death is lost then, the run is not.
-        with contextlib.suppress(OSError):
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it was killed; `tend` starts another, or `close` does its work
             self._pipe.write(line.encode())
             self._pipe.flush()
 
+    def tend(self) -> str | None:
+        """Start it again if it was killed; what there is to say of that."""
+        if self._deaths > MOST_GUARDS or self._process.poll() is None:
+            return None
+        self._deaths += 1
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+        if self._deaths > MOST_GUARDS:
+            return "the guard, which cleans up after a launcher that is killed, died again and is given up"
+        self._start()
+        for session in self._sessions:
+            self._write(f"+{session}\n")
+        return "the guard, which cleans up after a launcher that is killed, died; it was started again"
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the guard clean up, and wait for it."""
+        """Let the guard clean up, and wait for it; if it was killed, do its work here."""
         with contextlib.suppress(OSError):
             self._pipe.close()
         try:
@@ -83,3 +108,6 @@ class Guard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._directory.exists():
+            guard.clean_up(self._sessions, str(self._directory))
+        os.close(self._lock)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-__all__ = ["kill_all"]
+__all__ = ["clean_up", "kill_all"]
 
 ROUNDS = 100
 PAUSE_S = 0.05
@@ -83,6 +83,12 @@ def kill_round(sessions: set[int], marker: bytes | None = None, *, patient: bool
     return not pids
 
 
+def clean_up(sessions: set[int], directory: str) -> None:
+    """End what an agent has left behind, and remove its directory."""
+    kill_all(sessions, f"MANYHANDS_AGENT=ipc://{directory}/".encode())
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def main(directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -92,8 +98,7 @@ def main(directory: str) -> None:
             sessions.add(int(line[1:]))
         elif line[:1] == "-":
             sessions.discard(int(line[1:]))
-    kill_all(sessions, f"MANYHANDS_AGENT=ipc://{directory}/".encode())
-    shutil.rmtree(directory, ignore_errors=True)
+    clean_up(sessions, directory)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ __all__ = [
     "client_curve",
     "local_key",
     "new_key",
-    "private_directory",
     "read_join_file",
     "server_curve",
     "weights_client_curve",
     "weights_server_curve",
+    "why_not_private",
     "write_join_file",
 ]
 
@@ -82,15 +82,17 @@ def read_join_file(path: str | Path) -> JoinTicket:
     where = str(path)
     try:
         with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            found = os.fstat(file.fileno())
             content = file.read(65536)
     except OSError as error:
         raise ClusterError(f"The join file cannot be read: {error.strerror}.", where=where) from error
-    if stat.S_IMODE(mode) & 0o077:
+    if (why := why_not_private(found)) is not None:
         raise ClusterError(
-            "The join file can be read by others, so its key is no secret.",
+            f"The join file {why}, so its key is no secret.",
             where=where,
-            fix=[f"chmod 600 {where}, or start the run again for a new key"],
+            fix=[f"chmod 600 {where}, or start the run again for a new key"]
+            if found.st_uid == os.geteuid()
+            else [f"a copy of your own, from a source that you trust: install -m 600 {where} run.join"],
         )
     try:
         ticket = msgspec.json.decode(content, type=JoinTicket)
@@ -104,6 +106,18 @@ def read_join_file(path: str | Path) -> JoinTicket:
     return ticket
 
 
+def why_not_private(found: os.stat_result) -> str | None:
+    """Why what a file holds is not its reader's secret: others can read it, or somebody else wrote it; None if it is.
+
+    Root could read it anyway, and is trusted.
+    """
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {found.st_uid}; you are {os.geteuid()})"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"can be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
 def key_of(ticket: JoinTicket, where: str = "the join ticket") -> bytes:
     try:
         key = bytes.fromhex(ticket.key)
@@ -112,18 +126,6 @@ def key_of(ticket: JoinTicket, where: str = "the join ticket") -> bytes:
     if len(key) != KEY_BYTES:
         raise ClusterError(f"The key is not {KEY_BYTES} bytes in hexadecimal.", where=where)
     return key
-
-
-def private_directory() -> Path:
-    """A fresh 0700 directory with a path short enough for Unix sockets (their limit is 107 bytes)."""
-    bases = [f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
-    for base in bases:
-        if os.path.isdir(base) and os.access(base, os.W_OK) and len(base) <= 70:
-            return Path(tempfile.mkdtemp(prefix="mh-", dir=base))
-    raise EnvironmentProblem(
-        f"No directory for sockets: tried {', '.join(bases)} (writable, path of at most 70 bytes).",
-        fix=["TMPDIR=/tmp"],
-    )
 
 
 def local_key() -> bytes:

@@ -20,11 +20,12 @@ from manyhands.control.coordinator import CoordinatorConfig
 from manyhands.control.coordinator_process import CoordinatorProcess
 from manyhands.control.fence import Guard
 from manyhands.control.host_messages import Job
-from manyhands.control.keys import private_directory, write_join_file
+from manyhands.control.keys import write_join_file
 from manyhands.control.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.link import Link
 from manyhands.control.output import Stream
 from manyhands.control.preflight import Addresses, imports_manyhands, is_loopback, versions
+from manyhands.control.private_directory import private_directory
 from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import run_name

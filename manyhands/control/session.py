@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from manyhands import errors
+from manyhands import errors, signals
 from manyhands.comm.segments import Segment
 from manyhands.comm.transport import Curve
 from manyhands.control.groups import is_later
@@ -122,6 +122,7 @@ class Session(StoreCalls):
         self._stranded = False
         self._sent_at = 0.0
         self._report_due = False
+        self._heed_signals: Callable[[], None] = lambda: None
         if seat.memory_fd is not None:
             os.set_inheritable(seat.memory_fd, False)
         self._line.start()
@@ -132,6 +133,8 @@ class Session(StoreCalls):
 
     def join(self, facts: RunFacts) -> None:
         """Say Hello and wait for Welcome. Raises what the agent answers: `RunDirectoryInUse`, `RunFinished`, ..."""
+        # Before the Hello: once the agent has it, it asks by a message, and the signal is for the agent alone.
+        self._heed_signals = signals.leave_to_launcher()
         hello = Hello(**self._header(), rank=self.seat.rank, pid=os.getpid(), facts=facts)
         welcome = self._line.call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
         self.run, self.run_dir = welcome.run, Path(welcome.run_dir)
@@ -310,6 +313,7 @@ class Session(StoreCalls):
         with self._heard:
             self._heard.notify_all()
         self._line.join()
+        self._heed_signals()
         _open_sessions.discard(self)
         atexit.unregister(self.close)
 

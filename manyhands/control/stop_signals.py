@@ -8,9 +8,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopSignals"]
+from manyhands.signals import STOP_SIGNALS
 
-CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+__all__ = ["StopSignals"]
 
 
 class StopSignals:
@@ -24,7 +24,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in CAUGHT}
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
             self._wakeup_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

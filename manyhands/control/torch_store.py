@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from manyhands import signals
 from manyhands.control.fence import die_with_parent
 
 if TYPE_CHECKING:
@@ -68,15 +69,16 @@ class TorchMeeting:
         """Somebody connected: hand the socket to a TCPStore."""
         assert self._socket is not None
         fd = self._socket.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.control.torch_store", "--fd", str(fd), "--parent", str(os.getpid())],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment or None,
-            start_new_session=True,
-        )
+        with signals.held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.control.torch_store", "--fd", str(fd), "--parent", str(os.getpid())],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment or None,
+                start_new_session=True,
+            )
 
     def close(self) -> None:
         if self._process is not None:
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     asked = parser.parse_args()
     die_with_parent(asked.parent)
+    signals.ignore()
     import torch.distributed as dist  # two seconds that the agent itself need not spend
 
     with socket.socket(fileno=os.dup(asked.fd)) as bound:
@@ -106,8 +109,8 @@ def main() -> None:
         timeout=timedelta(seconds=300),
         master_listen_fd=asked.fd,
     )
-    signal.pause()
-    del store
+    while store:
+        signal.pause()  # until it is killed
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Who fetches is decided as in `feeds`: loader processes, a thread where no user c
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from manyhands.data.fetch import Job, failed, failed_here
 from manyhands.data.loaders import UNSENDABLE, Failure, LoaderError, cannot_be_sent, end_with_parent, is_gone
 from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
+from manyhands.data.spawned import LoaderContext
 from manyhands.errors import DataFetchFailed
 
 __all__ = ["Ahead", "how_far"]
@@ -91,9 +91,7 @@ def _in_a_thread(source: RowSource) -> tuple[Executor, Callable[[Job], Any]]:
 def _in_processes(source: RowSource) -> tuple[Executor, Callable[[Job], Any]]:
     """Spawned ones, as a fork of a process with threads may hang; they end with this one, however that ends."""
     sent = copy.copy(source)
-    executor = ProcessPoolExecutor(
-        source.num_workers, multiprocessing.get_context("spawn"), _begin, (sent, os.getpid())
-    )
+    executor = ProcessPoolExecutor(source.num_workers, LoaderContext(), _begin, (sent, os.getpid()))
     return executor, _fetch
 
 

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from manyhands import signals
 from manyhands.data.fetch import Job, failed
 from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
+from manyhands.data.spawned import LoaderContext
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
 __all__ = [
@@ -138,7 +140,7 @@ def _data_loader(dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Job
         num_workers=num_workers,
         collate_fn=_as_is,
         prefetch_factor=max(1, -(-ahead // num_workers)),
-        multiprocessing_context="spawn",
+        multiprocessing_context=LoaderContext(),
         persistent_workers=True,
         worker_init_fn=functools.partial(end_with_parent, os.getpid()),
         generator=torch.Generator(),  # of its own: the default draws from the run's
@@ -184,8 +186,8 @@ def _as_is(value: Any) -> Any:
 
 
 def end_with_parent(parent: int, _number: int = 0) -> None:
-    """Have the kernel end this process with its parent. Ctrl-C reaches it too, but the parent decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Have the kernel end this process with its parent. Stop signals are for the parent to act on."""
+    signals.ignore()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel was told

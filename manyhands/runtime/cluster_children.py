@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from manyhands import signals
 from manyhands.control.fence import Guard, kill_session
 
 __all__ = ["Child", "ChildConfig", "become_child", "in_child"]
@@ -47,12 +48,13 @@ class Child:
 
     def __init__(self, config: ChildConfig, guard: Guard, pass_fds: list[int]) -> None:
         self.role, self.number = config.role, config.number
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.runtime.cluster_process", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        with signals.held_back():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.runtime.cluster_process", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
         self.pid = self.process.pid
         self._guard = guard
         guard.watch(self.pid)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from manyhands import signals
 from manyhands.control.fence import die_with_parent
 from manyhands.runtime.bootstrap import leave
 from manyhands.runtime.cluster_children import ChildConfig, become_child
@@ -23,6 +24,7 @@ TRACEBACK_CHARS = 6000
 
 def main() -> NoReturn:
     die_with_parent(int(sys.argv[1]))
+    signals.ignore()  # its parent says when
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildConfig)
     become_child(config.role)
     sys.path[:] = config.path

@@ -23,6 +23,7 @@ from manyhands.runtime.worker import Worker, _seated
 from manyhands.spec import load
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.cluster import ClusterTask
+from manyhands.spec.engine_tasks import engine_task
 from manyhands.spec.load import Resolved
 from manyhands.spec.plan_order import PlanOrder, plan_order
 from manyhands.spec.seat import Seat
@@ -57,7 +58,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         **arguments,
     }
     flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
-    resolved = load.resolve(flags=flags, arguments=given)
+    resolved = _resolved(flags, given, seat.num_hosts if seat is not None else 1)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = in_place_of(chosen, resolved.spec.train.strategy)
     checked = order_of_this_worker()
@@ -68,7 +69,7 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
         worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
-        for line in _not_there(chosen, worker.session.seat):
+        for line in (*_not_there(chosen, worker.session.seat), *_not_alone(load.environment())):
             worker.warn(line)
         return worker
     check_strategy(chosen, seat, resolved.spec)
@@ -80,6 +81,14 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
         worker.warn(line)
     return worker
+
+
+def _resolved(flags: Mapping[str, Any], given: Mapping[str, Any], num_hosts: int) -> Resolved:
+    """All settings. Where no source names a strategy, the default one fits the number of hosts."""
+    resolved = load.resolve(flags=flags, arguments=given)
+    if num_hosts == 1 or resolved.given("train.strategy"):
+        return resolved
+    return load.resolve(flags=flags, arguments={**given, "strategy": "multi_worker"})
 
 
 def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
@@ -100,6 +109,15 @@ def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
         asked = process.asked_device(strategy.devices, seat.local_rank)
         if not process.is_there(asked):
             yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
+
+
+def _not_alone(environ: Mapping[str, str]) -> Iterator[str]:
+    """`srun -n2 python train.py` may be meant so: a sweep, say, with another seed in every task."""
+    if (task := engine_task(environ)) is not None:
+        yield (
+            f"{task.engine} started this script in {task.size} tasks ({task.variable}), and each trains by itself; "
+            "for one training over all of them: mh run, see docs/launching.md"
+        )
 
 
 def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:

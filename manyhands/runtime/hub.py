@@ -24,7 +24,8 @@ from manyhands.comm.transport import Curve
 from manyhands.control.dispatch import MOST_WAITING
 from manyhands.control.dispatch_messages import Alive, FromMember, Hello, Leaving, NotReady, ServerHello, Stop, Welcome
 from manyhands.control.fence import Guard
-from manyhands.control.keys import client_curve, private_directory, server_curve
+from manyhands.control.keys import client_curve, server_curve
+from manyhands.control.private_directory import private_directory
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.variables import Change
 from manyhands.errors import GaveUp, UsageError

@@ -24,6 +24,7 @@ from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCo
 from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, UsageError
 from manyhands.runtime.machine import read_key, this_machine
 from manyhands.spec.cluster import Address, ClusterTask
+from manyhands.spec.engine_tasks import engine_task, refuse_one_run_per_task
 from manyhands.spec.load import (
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -90,7 +91,19 @@ def place(
     torchrun: Mapping[str, Any] | None = None,
     task: ClusterTask | None = None,
 ) -> Placement:
-    """Which host of how many this is: torchrun's flags where there are some, else a cluster task, else our settings."""
+    """Which host of how many this is: torchrun's flags where there are some, else a cluster task, else our settings.
+
+    Refuses a task of an engine, as of `srun -n2`, that has not been told of the others: it would train alone.
+    """
+    placement = _place(resolved, environ, torchrun, task)
+    knows_others = placement.master is not None or (torchrun or {}).get("standalone")
+    refuse_one_run_per_task(None if knows_others else engine_task(environ))
+    return placement
+
+
+def _place(
+    resolved: Resolved, environ: Mapping[str, str], torchrun: Mapping[str, Any] | None, task: ClusterTask | None
+) -> Placement:
     launch, machine = resolved.spec.launch, this_machine(environ)
     if torchrun:
         asked = torchrun.get("nproc_per_node")

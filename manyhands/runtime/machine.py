@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,18 +62,20 @@ def may_listen(host: str, port: int) -> bool:
 
 
 def read_key(path: str) -> bytes:
-    """The key that all hosts of a run share. Refuses a file that others can read, and anything that is not a key."""
+    """The key that all hosts of a run share. Refuses a file that is not this user's alone, and what is not a key."""
+    from manyhands.control.keys import why_not_private
+
     fix = [f"mh keygen {path}", "copy it to every host with mode 0600"]
     try:
         with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            found = os.fstat(file.fileno())
             text = file.read(4096).strip()
     except OSError as error:
         what = f"Cannot read the key file {path}: {error.strerror}."
         raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=fix) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        what = f"The key file {path} is open to other users (mode {stat.S_IMODE(mode):04o})."
-        raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=[f"chmod 600 {path}"])
+    if (why := why_not_private(found)) is not None:
+        private = f"chmod 600 {path}" if found.st_uid == os.geteuid() else f"install -m 600 {path} run.key"
+        raise EnvironmentProblem(f"The key file {path} {why}.", where=KEY_FILE_VARIABLE, fix=[private])
     if not re.fullmatch(rb"[0-9a-fA-F]{%d}" % (2 * KEY_BYTES), text):
         what = f"The key file {path} does not hold a key ({2 * KEY_BYTES} hexadecimal digits)."
         raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=fix)

@@ -1,8 +1,8 @@
 """A run of one worker without a launcher: `python train.py`.
 
 `Solo` stands in for the line to an agent. It holds the run directory's lock, shows progress in this process, turns
-the first SIGTERM, SIGUSR1 or Ctrl-C into a request to stop (the second one ends the process at once), and leaves
-the run directory marked with how the script ended.
+the first SIGTERM, SIGUSR1 or Ctrl-C into a request to stop (one that `signals.ends_at_once` ends the process), and
+leaves the run directory marked with how the script ended.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from manyhands.events import Event, RunEnded
 from manyhands.runtime.launch import how_to_resume, open_display
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.script_end import ending
+from manyhands.signals import STOP_SIGNALS, ends_at_once
 from manyhands.spec.load import Resolved, environment
 from manyhands.spec.seat import Seat
 
 __all__ = ["Solo"]
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Solo:
@@ -47,6 +46,7 @@ class Solo:
         self._display: Display | None = None
         self._step = 0
         self._checkpoint: str | None = None
+        self._signalled_at: float | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -103,8 +103,11 @@ class Solo:
         return [f"  last checkpoint: {self._checkpoint}", f"  resume: {resume}"]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested:
+        now = time.monotonic()
+        if ends_at_once(number, None if self._signalled_at is None else now - self._signalled_at):
             os._exit(128 + number)
-        self.stop_requested = "preempt"
+        if self._signalled_at is not None:
+            return
+        self._signalled_at, self.stop_requested = now, "preempt"
         if number == signal.SIGINT and not self._step:
             raise KeyboardInterrupt  # nothing is being trained: behave as any script would

@@ -118,7 +118,7 @@ def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:
     if strategy.name == "mirrored" and seat.num_hosts > 1:
         raise SpecError(
             f'strategy="mirrored" keeps to one host, but this run has {seat.num_hosts}.',
-            fix=['strategy="multi_worker"'],
+            fix=['strategy="multi_worker"', "no strategy=: over several hosts the default is multi_worker"],
         )
     if strategy.name == "central_storage" and seat.num_hosts > 1:
         raise SpecError(

@@ -41,6 +41,10 @@ def test_a_documented_run_gets_as_far_as_its_plan(in_a_project, line, monkeypatc
     words = shlex.split(line, comments=True)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
+    if words[0] == "srun":
+        monkeypatch.setenv("SLURM_STEP_ID", "0")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        del words[: words.index("mh")]
     assert words[:2] == ["mh", "run"]
     capsys.readouterr()
     cli.main(["run", "--dry-run", "--json", *words[2:]], standalone_mode=False)

@@ -11,13 +11,15 @@ from manyhands.errors import ManyhandsError
 from manyhands.runtime.launch import ALLOCATOR
 from manyhands.spec.load import CONFIG_VARIABLE
 
+ENGINES = ("SLURM_", "OMPI_", "PMI", "FLUX_")
+
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
     """`mh run --dry-run --json …` in a directory with train.py; the printed plan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in [name for name in os.environ if name.startswith(("MANYHANDS_", "PET_", "TF_CONFIG"))]:
+    for name in [name for name in os.environ if name.startswith(("MANYHANDS_", "PET_", "TF_CONFIG", *ENGINES))]:
         monkeypatch.delenv(name)
     (tmp_path / "train.py").write_text("print('hello')\n")
 
@@ -190,7 +192,11 @@ def test_addresses_beyond_loopback_need_a_key(refused, plan, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
-    [(None, 0o600, "Cannot read"), ("a" * 64, 0o640, "open to other users"), ("a" * 63, 0o600, "does not hold a key")],
+    [
+        (None, 0o600, "Cannot read"),
+        ("a" * 64, 0o640, "can be read by others"),
+        ("a" * 63, 0o600, "does not hold a key"),
+    ],
 )
 def test_a_missing_open_or_wrong_key_file_ends_with_3(refused, tmp_path, content, mode, says):
     path = tmp_path / "run.key"
@@ -215,3 +221,25 @@ def test_a_flag_nobody_knows_is_a_usage_error(plan, capsys):
     with pytest.raises(Exception, match="No such option '--wrokers'") as caught:
         plan("--wrokers", "2", "train.py")
     assert report(caught.value, open(os.devnull, "w")) == 2  # noqa: SIM115
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ],
+)
+def test_the_same_run_in_several_tasks_of_an_engine_is_refused_unless_it_is_told_of_the_others(plan, refused, engine):
+    assert refused("train.py", **engine).exit_code == 2
+    assert refused("--nproc-per-node", "2", "train.py").exit_code == 2
+    assert refused("--elastic", "1:4", "--listen", "127.0.0.1", "train.py").exit_code == 2
+    together = plan("--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "train.py")
+    assert (together["hosts"], together["host"]) == (2, 1)
+    assert plan("--standalone", "train.py")["hosts"] == 1, "each for itself, and it was said"
+
+
+def test_one_task_of_an_engine_is_a_run_as_any_other(plan):
+    batch = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert plan("-n", "2", "train.py", **batch)["ranks"] == [0, 1]
+    assert plan("train.py", OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0", PMIX_RANK="0")["hosts"] == 1

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from manyhands.control import guard
+
 HERE = Path(__file__).parent
 # Only what hangs takes so long, on the slowest machine.
 HANGS_S = 60.0
@@ -125,6 +127,9 @@ class Launched:
 
     def coordinator(self) -> psutil.Process:
         return until(lambda: next((p for p in self.descendants() if _runs(p, "manyhands.control.coordinator")), None))
+
+    def guard(self) -> psutil.Process:
+        return until(lambda: next((p for p in self.descendants() if _runs(p, guard.__file__)), None))
 
     def run_dir(self) -> Path:
         (path,) = (self.folder / "runs").iterdir()

@@ -15,13 +15,21 @@ from manyhands.comm.transport import MAX_MESSAGE_BYTES, open_port
 from manyhands.control import key_values
 from manyhands.control.host_messages import Job
 from manyhands.control.key_values import KeyValues
-from manyhands.control.keys import client_curve, new_key, read_join_file, server_curve, write_join_file
+from manyhands.control.keys import (
+    client_curve,
+    new_key,
+    read_join_file,
+    server_curve,
+    why_not_private,
+    write_join_file,
+)
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.control.log import Log
 from manyhands.control.membership import begin
 from manyhands.control.messages import StoreReply, StoreRequest
 from manyhands.control.output import KEPT_BYTES, WorkerLog
 from manyhands.control.preflight import check_command, parse_address, resolve
+from manyhands.control.private_directory import lock, remove_abandoned
 from manyhands.control.questions import Ask
 from manyhands.control.roster import Settings
 from manyhands.control.runs import RunDirectory, default_path, read_run, run_name
@@ -33,6 +41,7 @@ from manyhands.errors import (
     RunFinished,
     UsageError,
 )
+from manyhands.runtime.machine import read_key, write_key
 
 CLIENT = ("ipc", b"me")
 
@@ -193,6 +202,42 @@ def test_a_broken_join_file_says_what_is_wrong(tmp_path, content, mode, words):
     assert words in str(caught.value)
     with pytest.raises(ClusterError, match="cannot be read"):
         read_join_file(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("path", ["join.json", "run.key"])
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_join_file_or_key_of_another_user_is_refused_whatever_its_mode(tmp_path, path):
+    file = tmp_path / path
+    if path == "run.key":
+        write_key(file)
+    else:
+        write_join_file(file, JoinTicket("10.0.0.1:5", "r", new_key().hex()))
+    os.chown(file, 12345, -1)
+    with pytest.raises(ManyhandsError, match=r"belongs to another user \(uid 12345; you are 0\)") as caught:
+        read_key(str(file)) if path == "run.key" else read_join_file(file)
+    assert "install -m 600" in caught.value.fix[0]
+
+
+def test_who_may_have_written_a_secret():
+    def found(mode, uid):
+        return os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0))
+
+    assert why_not_private(found(0o100600, os.geteuid())) is None
+    assert why_not_private(found(0o100400, 0)) is None, "root could read and write it anyway"
+    assert "mode 0640" in why_not_private(found(0o100640, os.geteuid()))
+    assert "another user" in why_not_private(found(0o100600, os.geteuid() + 1))
+
+
+def test_a_directory_whose_agent_and_guard_were_killed_is_removed_by_the_next_start(tmp_path):
+    abandoned, living, foreign = (tmp_path / f"mh-{name}" for name in ("abandoned", "living", "foreign"))
+    for folder in (abandoned, living, foreign):
+        folder.mkdir(mode=0o700)
+        (folder / "socket").touch()
+    os.close(lock(abandoned))  # as the kernel does with a process that is killed
+    held = lock(living)
+    remove_abandoned(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == [foreign, living]
+    os.close(held)
 
 
 def test_both_ends_derive_the_same_keys_and_other_keys_differ():

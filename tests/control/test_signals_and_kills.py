@@ -10,6 +10,8 @@ import psutil
 import pytest
 from conftest import alive, until
 
+from manyhands.control.departure import AGAIN
+
 pytestmark = pytest.mark.faults
 
 COMMITS = """
@@ -18,18 +20,34 @@ COMMITS = """
     while session.stop_requested is None:
         time.sleep(0.01)
     assert session.stop_requested == "preempt"
+    wait_for("signalled-again")
     session.committed(12, "checkpoints/step-12")
     sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_lets_workers_commit_and_ends_with_75(launcher, number):
+def send_to_all(run, number: int) -> None:
+    """As Slurm and systemd may: workers, coordinator and guard get it too, and before the launcher does."""
+    for process in [*run.descendants(), psutil.Process(run.process.pid)]:
+        process.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM), (signal.SIGINT, None)]
+)
+def test_signals_to_every_process_let_workers_commit_and_end_with_75(launcher, number, again):
     run = launcher(COMMITS, workers=2)
     run.wait_for("up-0"), run.wait_for("up-1")
-    run.process.send_signal(number)
+    coordinator = run.coordinator()
+    send_to_all(run, number)
+    until(run.said)
+    if again is not None:
+        send_to_all(run, again)
+    (run.folder / "signalled-again").touch()
     assert run.wait() == 75
-    assert run.said()[0].startswith(number.name)
+    assert run.said()[0] == f"{number.name}: workers have 30 s to commit a checkpoint; {AGAIN}"
+    assert len(run.said()) == 2, "and a line about the end"
+    assert not alive(coordinator.pid)
 
 
 def test_workers_that_do_not_stop_are_killed_after_the_grace_time(launcher):
@@ -54,15 +72,15 @@ def test_a_script_that_does_not_speak_our_protocol_gets_the_signal_itself(launch
     assert run.out == "caught\n"
 
 
-def test_a_second_signal_ends_everything_at_once(launcher):
+def test_ctrl_c_after_another_signal_ends_everything_at_once(launcher):
     run = launcher("join(); mark('up'); time.sleep(300)", grace_s=300)
     pid = int(run.wait_for("up"))
     run.process.terminate()
     until(run.said)
-    run.process.terminate()
-    assert run.wait() == 143
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
     assert not alive(pid)
-    last = "SIGTERM again: everything here ends at once; the same command goes on from the last checkpoint"
+    last = "SIGINT again: everything here ends at once; the same command goes on from the last checkpoint"
     assert run.said()[-1] == last
 
 
@@ -137,7 +155,7 @@ def test_named_semaphores_of_loader_processes_do_not_outlive_a_kill_9(launcher, 
     until(lambda: not run.descendants(), what="the end of all processes")
 
 
-def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
+def test_kill_9_of_the_coordinator_and_the_guard_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
     run = launcher(
         """
         session = join()
@@ -154,15 +172,17 @@ def test_kill_9_of_the_coordinator_disturbs_nobody_and_a_later_death_is_still_ha
         workers=2,
     )
     pids = [int(run.wait_for(f"up-1-{rank}")) for rank in (0, 1)]
-    old = run.coordinator()
-    old.kill()
+    old, guard = run.coordinator(), run.guard()
+    old.kill(), guard.kill()
     until(lambda: run.coordinator() != old, what="a new coordinator")
+    until(lambda: run.guard() != guard, what="a new guard")
     (run.folder / "coordinator-is-back").touch()
     run.wait_for("met-0"), run.wait_for("met-1")
     assert all(alive(pid) for pid in pids)
     os.kill(pids[0], signal.SIGKILL)
     run.wait_for("up-2-0")
     assert run.wait() == 0
+    assert not launcher.sockets_left()
     first, second = [event["generation"] for event in run.events("GenerationStarted")]
     term, counter = (int(part) for part in first.split("."))
     assert second == f"{term + 1}.{counter + 1}"

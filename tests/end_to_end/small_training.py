@@ -57,7 +57,7 @@ def main() -> None:
         ),
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        strategy=options.strategy,
+        strategy=options.strategy or None,
         slices=4,
         exact=True,
         hooks=[Slow(options.pause), Held(options.hold, options.while_there)],

@@ -12,7 +12,7 @@ import pytest
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.events import ServerStarted, WorkerStarted
-from manyhands.runtime.entering import enter
+from manyhands.runtime.entering import _resolved, enter
 from manyhands.runtime.recorder import read_events
 from manyhands.spec.seat import Seat, seat_environment
 
@@ -94,3 +94,19 @@ def test_servers_that_the_script_has_no_use_for_are_refused(monkeypatch):
     with pytest.raises(SpecError, match="This run has 2 parameter servers, but strategy=") as caught:
         enter("mirrored", {})
     assert "mh run without --servers" in caught.value.fix
+
+
+def test_the_default_strategy_fits_the_number_of_hosts(monkeypatch):
+    for name in ("MANYHANDS_STRATEGY", "MANYHANDS_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    assert _resolved({}, {"strategy": None}, num_hosts=1).spec.train.strategy == "mirrored"
+    assert _resolved({}, {"strategy": None}, num_hosts=2).spec.train.strategy == "multi_worker"
+    assert _resolved({"train.strategy": "mirrored"}, {}, num_hosts=2).spec.train.strategy == "mirrored"
+
+
+@pytest.mark.parametrize("by_name", ["mirrored", mh.Mirrored()])
+def test_mirrored_by_name_keeps_to_one_host_and_says_what_to_type(monkeypatch, by_name):
+    seat(monkeypatch, num_hosts=2)
+    with pytest.raises(SpecError, match="keeps to one host, but this run has 2") as caught:
+        enter(by_name, {})
+    assert caught.value.fix[0] == 'strategy="multi_worker"'

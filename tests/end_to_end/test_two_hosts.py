@@ -49,7 +49,7 @@ def lead(
 ) -> subprocess.Popen[str]:
     return start(
         prefix, *MH, "run", "-n", str(workers), "--run-dir", name, "--hosts-wanted", "2", "--listen", ADDRESSES[0],
-        "--join-file", f"{name}.join", *words, str(SCRIPT), "--strategy", "multi_worker", "--pause", "0.05",
+        "--join-file", f"{name}.join", *words, str(SCRIPT), "--strategy", "", "--pause", "0.05",
         "--steps", str(steps), cwd=cwd,
     )  # fmt: skip
 
