@@ -7,7 +7,7 @@
     <root>/step-00001800.2/                  the same step saved once more, later
     <root>/step-00001800.set-aside/          its weights may be wrong; nobody resumes from it
     <root>/step-00001800.tmp-<uuid>/         being written, or being removed; never a checkpoint
-    <root>/LATEST                            name and manifest digest of the last commit; a hint for people and scripts
+    <root>/LATEST                            name and manifest digest of the last commit: a hint, and proof of one
 
 Reading and writing are in `reader` and `writer`. Start reading at `Manifest`.
 """
@@ -19,7 +19,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -42,8 +42,10 @@ __all__ = [
     "encode_state",
     "fingerprint",
     "finite_results",
+    "is_possible",
     "is_temp_name",
     "latest_temp_name",
+    "parse_latest",
     "parse_step_name",
     "plan_shards",
     "seal",
@@ -63,6 +65,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_STATE_BYTES = 256 * 2**20
 MAX_NAME_CHARS = 4096
 MAX_TENSORS_PER_SHARD = 2**16
+MAX_DIMS = 64
 
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "C64": 8, "BOOL": 1,
@@ -72,6 +75,7 @@ DTYPE_BYTES = {
 
 _STEP_NAME = re.compile(r"step-(\d{8,18})(?:\.([1-9]\d{0,8}))?")
 _TEMP_NAME = re.compile(r"(?:step-\d{8,18}|LATEST)\.tmp-[0-9a-f]{32}")
+_LATEST = re.compile(rb"(step-[0-9.]{8,30}) [0-9a-f]{64}\n")
 _FILE_NAME = r"^(shard-\d{5}-of-\d{5}\.safetensors|state\.json)\Z"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -88,11 +92,18 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard: _Text
     dtype: _Text
-    shape: Annotated[list[_Count], msgspec.Meta(max_length=64)]
+    shape: Annotated[list[_Count], msgspec.Meta(max_length=MAX_DIMS)]
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def is_possible(dtype: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor can be so. An empty dimension does not excuse the others: strides are counted in 63 bits."""
+    if dtype not in DTYPE_BYTES or len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
+        return False
+    return math.prod(max(1, dim) for dim in shape) * DTYPE_BYTES[dtype] < 2**63
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,6 +163,12 @@ def temp_name(step: int) -> str:
 
 def latest_temp_name() -> str:
     return f"{LATEST}.tmp-{uuid.uuid4().hex}"
+
+
+def parse_latest(raw: bytes) -> StepName | None:
+    """The checkpoint that LATEST names; None if the file is not one of ours."""
+    match = _LATEST.fullmatch(raw)
+    return parse_step_name(match[1].decode()) if match else None
 
 
 def is_temp_name(name: str) -> bool:
@@ -222,7 +239,7 @@ class _Version(msgspec.Struct):
 def _check(manifest: Manifest, where: str) -> None:
     names = {entry.name for entry in manifest.files}
     for name, entry in manifest.tensors.items():
-        if entry.shard not in names or entry.dtype not in DTYPE_BYTES or entry.num_bytes >= 2**63:
+        if entry.shard not in names or not is_possible(entry.dtype, entry.shape):
             raise CheckpointCorrupt(f"{where} describes tensor {name!r} as {entry}, which cannot be.")
     if len(names) != len(manifest.files) or STATE not in names:
         raise CheckpointCorrupt(f"{where} must list {STATE}, and every file once.")

@@ -16,6 +16,7 @@ import msgspec
 from torch import Size, Tensor
 
 from manyhands.checkpoint.layout import (
+    LATEST,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     MAX_STATE_BYTES,
@@ -25,6 +26,7 @@ from manyhands.checkpoint.layout import (
     Manifest,
     StepName,
     decode_state,
+    parse_latest,
     parse_step_name,
     unseal,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "Loaded",
     "Stored",
     "check_model",
+    "latest_committed",
     "load",
     "newest_valid",
     "open_checkpoint",
@@ -118,7 +121,8 @@ def newest_valid(root: Path) -> Found | None:
     """The newest checkpoint in `root` that verifies in full; None if there is none at all.
 
     Two things are errors, not reasons to fall back or to start over, because going on would bury work that is there:
-    a newer checkpoint of a later format (CheckpointTooNew), and checkpoints none of which verifies (CheckpointCorrupt).
+    a newer checkpoint of a later format (CheckpointTooNew), and checkpoints none of which verifies (CheckpointCorrupt),
+    be it that their manifests are gone. An empty directory is no checkpoint, whatever its name.
     """
     candidates = scan(root)
     skipped: list[str] = []
@@ -132,12 +136,27 @@ def newest_valid(root: Path) -> Found | None:
             continue
         return Found(manifest.step, candidate.path, manifest, skipped + _unreadable(candidates, candidate.name))
     skipped += _unreadable(candidates, StepName(-1))
-    if any(os.path.lexists(candidate.path / MANIFEST) for candidate in candidates):
+    if left := sum(_has_files(candidate.path) for candidate in candidates):
         raise CheckpointCorrupt(
-            f"None of the {len(candidates)} checkpoints in {root} can be used. " + " ".join(skipped),
+            f"None of the {left} checkpoints in {root} can be used. " + " ".join(skipped),
             fix=[f"mh ckpt verify {root}", f"to start over, move it away: mv {root} {root}.broken"],
         )
     return None
+
+
+def _has_files(path: Path) -> bool:
+    try:
+        return any(os.scandir(path))
+    except OSError:  # what cannot be looked at may hold something
+        return True
+
+
+def latest_committed(root: Path) -> StepName | None:
+    """What LATEST says was committed last, whether or not it is still there."""
+    try:
+        return parse_latest(_read(root / LATEST, 4096))
+    except CheckpointCorrupt:
+        return None
 
 
 def _unreadable(candidates: list[Candidate], after: StepName) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.layout import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TENSORS_PER_SHARD
+from manyhands.checkpoint.layout import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TENSORS_PER_SHARD, is_possible
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed
 
 __all__ = [
@@ -168,7 +168,7 @@ def _check_header(header: Any, data_bytes: int) -> dict[str, tuple[str, list[int
         begin, end = entry.data_offsets
         if len(name) > MAX_NAME_CHARS:
             raise ValueError(f"a name of {len(name)} characters")
-        if entry.dtype not in DTYPE_BYTES or any(dim < 0 for dim in entry.shape) or len(entry.shape) > 64:
+        if not is_possible(entry.dtype, entry.shape):
             raise ValueError(f"tensor {name!r} is a {entry.dtype[:20]!r} of shape {entry.shape[:64]}")
         if begin != position or end - begin != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"tensor {name!r} claims bytes {begin} to {end}, but starts at {position}")
@@ -186,7 +186,7 @@ def map_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Ten
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in names or opened.keys()}
-    except SafetensorError as error:
+    except (SafetensorError, ValueError, OverflowError) as error:  # the last two: of numbers that torch cannot take
         raise CheckpointCorrupt(f"{path} is not a safetensors file: {error}.") from error
 
 

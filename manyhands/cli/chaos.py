@@ -12,6 +12,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
+from manyhands import exact_json
 from manyhands.chaos.schedule import KINDS, ON_SERVERS, Fault, Kind, schedule
 from manyhands.chaos.verdict import Outcome, Report, Weights
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
@@ -93,7 +94,7 @@ def chaos(
     chosen = _kinds(kinds, agents, servers)
     faults = schedule(seed, mtbf_s=mtbf_s, minutes=minutes, workers=workers, servers=servers, kinds=chosen)
     if dry_run:
-        click.echo(msgspec.json.format(msgspec.json.encode(faults), indent=2) if as_json else _listed(faults))
+        click.echo(exact_json.encode(faults, indent=2) if as_json else _listed(faults))
         return 0
     from manyhands.chaos.play import Chaos, play
 
@@ -175,7 +176,7 @@ def _where(fault: Fault) -> str:
 
 def _document(faults: Sequence[Fault], report: Report, home: Path) -> bytes:
     facts = {"passed": report.passed, "folder": str(home), "faults": faults, **msgspec.structs.asdict(report)}
-    return msgspec.json.format(msgspec.json.encode(facts), indent=2)
+    return exact_json.encode(facts, indent=2)
 
 
 def _text(report: Report, title: str, home: Path) -> str:

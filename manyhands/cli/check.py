@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import click
-import msgspec
 
+from manyhands import exact_json
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
 from manyhands.runtime.launch import script_command
@@ -67,7 +67,7 @@ def check(
     )
     with ended_by_signals():
         report = compare_layouts(asked, functools.partial(click.echo, err=as_json))
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2) if as_json else _verdict(report))
+    click.echo(exact_json.encode(report, indent=2) if as_json else _verdict(report))
     sys.exit(1 if report.deviates else 0)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
+from manyhands import exact_json
 from manyhands.errors import CheckpointError, CheckpointTooNew, UsageError
 
 __all__ = ["ckpt"]
@@ -181,4 +181,4 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.encode(value).decode())
+    click.echo(exact_json.encode(value))

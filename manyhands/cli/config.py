@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 
+from manyhands import exact_json
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.spec.load import Resolved, dump_toml, resolve
 from manyhands.spec.run import RunSpec
@@ -38,7 +39,7 @@ def show(config_file: str | None, toml: bool, as_json: bool, **options: Any) -> 
     if toml:
         click.echo(dump_toml(resolved.spec), nl=False)
     elif as_json:
-        click.echo(json.dumps(_with_origins(resolved), indent=2))
+        click.echo(exact_json.encode(_with_origins(resolved), indent=2))
     else:
         _print_table(resolved)
 

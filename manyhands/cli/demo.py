@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from manyhands import exact_json
 from manyhands.control.client import query
 from manyhands.errors import EnvironmentProblem, UsageError
 from manyhands.events import (
@@ -53,7 +53,7 @@ def demo(run_dir: Path | None, as_json: bool) -> None:
     if code != 0:
         raise EnvironmentProblem(f"The resumed run ended with {code}.", fix=[f"mh logs {home}"])
     report = _report(home, time.monotonic() - started)
-    click.echo(json.dumps(report) if as_json else _told(report))
+    click.echo(exact_json.encode(report) if as_json else _told(report))
 
 
 def say(line: str, as_json: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
-import msgspec
 
+from manyhands import exact_json
 from manyhands.cli.settings import BOTH_SPELLINGS
 from manyhands.errors import UsageError
 from manyhands.runtime.launch import script_command
@@ -40,7 +40,7 @@ def show(
     if workers < 0:
         raise UsageError(f"-n is {workers}, but must be at least 1.", where="-n", fix=["-n 2"])
     found = ask_for_plan(script_command(script, arguments, is_module=module), strategy, workers, wait_s)
-    click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2) if as_json else _text(found))
+    click.echo(exact_json.encode(found, indent=2) if as_json else _text(found))
 
 
 def _text(plan: ModelPlan) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from manyhands import exact_json
 from manyhands.cli.json_display import display_for
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.control.launch_request import WorkerCommand
@@ -162,7 +163,7 @@ def _resume(words: Sequence[str], settings: Mapping[str, Any]) -> str:
 
 def _print_plan(plan: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(plan, indent=2))
+        click.echo(exact_json.encode(plan, indent=2))
         return
     for name, value in plan.items():
         if isinstance(value, dict):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
+from manyhands import exact_json
 from manyhands.control.questions import MemberStatus, ServerStatus
 from manyhands.errors import UsageError
 from manyhands.runtime.overview import Overview, all_runs, find_run, look_at
@@ -95,7 +95,7 @@ def _version(variable: ServedVariable) -> str:
 
 
 def _document(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2)  # a loss of NaN becomes null, as JSON wants it
+    return exact_json.encode(value, indent=2)
 
 
 def _follow(path: Path, as_json: bool) -> None:
@@ -105,7 +105,7 @@ def _follow(path: Path, as_json: bool) -> None:
         overview = look_at(path)
         ended = overview.state != "running"
         if as_json:
-            click.echo(msgspec.json.encode(overview))
+            click.echo(exact_json.encode(overview))
         elif in_place and not ended:
             width = columns(sys.stdout) - 1
             screen.draw([line[:width] for line in _lines(overview)])

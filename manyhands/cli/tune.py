@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from manyhands import exact_json
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
 from manyhands.runtime.launch import script_command
@@ -116,4 +117,4 @@ def _text(tuned: Tuned, again: str, written: str | None) -> str:
 
 def _document(tuned: Tuned, again: str, written: str | None) -> bytes:
     document: Mapping[str, Any] = {**msgspec.to_builtins(tuned), "command": again, "written": written}
-    return msgspec.json.format(msgspec.json.encode(document), indent=2)
+    return exact_json.encode(document, indent=2)

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from manyhands import exact_json
 from manyhands.errors import CheckpointCorrupt
+from manyhands.exact_json import numbers_from_text
 
 __all__ = ["Calls"]
 
@@ -51,6 +53,7 @@ class Calls:
         path = self._path()
         try:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
+            record.result = numbers_from_text(record.result)  # of epochs, evaluations and predictions: none has text
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointCorrupt(
                 f"The record of call {self.number} ({self._name}) is missing or broken: {path}: {error}",
@@ -85,7 +88,7 @@ class Calls:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         with open(temporary, "wb") as file:
-            file.write(msgspec.json.encode(record))
+            file.write(exact_json.encode(record))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

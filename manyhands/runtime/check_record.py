@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from manyhands import exact_json
 from manyhands.runtime.run import Run
 from manyhands.spec.check_order import CheckOrder
 from manyhands.strategies.base import StepStats
@@ -72,14 +73,14 @@ def _write(folder: Path, record: Record, weights: dict[str, Any], gradients: dic
     tensors |= {f"gradients/{name}": one for name, one in gradients.items()}
     apart = {name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}
     save_file(apart, folder / "check.safetensors")
-    (folder / "check.json").write_bytes(msgspec.json.encode(record))
+    (folder / "check.json").write_bytes(exact_json.encode(record))
 
 
 def read_record(folder: Path) -> Checked | None:
     """None where nothing was recorded."""
     if not (folder / "check.json").exists():
         return None
-    record = msgspec.json.decode((folder / "check.json").read_bytes(), type=Record)
+    record = exact_json.decode((folder / "check.json").read_bytes(), Record)
     tensors = load_file(folder / "check.safetensors")
 
     def below(kind: str) -> dict[str, Tensor]:

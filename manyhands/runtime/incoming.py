@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from manyhands.checkpoint.layout import Manifest, TensorEntry
+from manyhands.checkpoint.layout import Manifest, TensorEntry, decode_state, encode_state
 from manyhands.checkpoint.reader import Stored
 from manyhands.checkpoint.tensorfile import empty_tensor
 from manyhands.runtime.worker import Worker
@@ -24,17 +24,20 @@ TOGETHER_BYTES = 32 * 2**20
 
 class _Message(msgspec.Struct):
     manifest: Manifest | None = None
-    state: dict[str, Any] = {}
+    state: bytes = b"{}"
+    """As in its file: other encodings lose nan, infinities or large integers on the way."""
 
 
 def announce(worker: Worker, stored: Stored | None) -> Incoming | None:
     """What the chief has found, for every worker; None where that is nothing."""
     if worker.world_size == 1:
         return Incoming(worker, stored.manifest, stored.state, stored) if stored is not None else None
-    message = _Message(stored.manifest, stored.state) if stored is not None else _Message()
-    sent = worker.axis.all_gather_bytes("checkpoint state", msgspec.json.encode(message) if worker.is_chief else b"")[0]
-    message = msgspec.json.decode(sent, type=_Message)
-    return Incoming(worker, message.manifest, message.state, stored) if message.manifest is not None else None
+    message = _Message(stored.manifest, encode_state(stored.state)) if stored is not None else _Message()
+    data = msgspec.msgpack.encode(message) if worker.is_chief else b""
+    message = msgspec.msgpack.decode(worker.axis.all_gather_bytes("checkpoint state", data)[0], type=_Message)
+    if message.manifest is None:
+        return None
+    return Incoming(worker, message.manifest, decode_state(message.state), stored)
 
 
 class Incoming:

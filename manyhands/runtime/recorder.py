@@ -217,7 +217,7 @@ def parse_line(line: bytes) -> Event | None:
 
 
 def _with_nan(fields: Any) -> Any:
-    """JSON knows no NaN: a diverged loss is written as null, and is read as NaN again."""
+    """Earlier versions wrote every number that is not finite as null; where there must be one it is read as NaN."""
     if not isinstance(fields, dict):
         return fields
     for name in ("loss", "samples_per_s"):

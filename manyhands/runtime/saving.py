@@ -17,19 +17,20 @@ import msgspec
 from manyhands.checkpoint.commit import set_aside
 from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.reader import Stored, newest_valid, open_checkpoint, scan
+from manyhands.checkpoint.reader import Stored, latest_committed, newest_valid, open_checkpoint, scan
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
-from manyhands.errors import CheckpointSaveFailed, SpecError
+from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
 from manyhands.runtime import process
 from manyhands.runtime.incoming import Incoming, announce
+from manyhands.runtime.recorder import read_events
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.spec.run import CheckpointSection
 from manyhands.strategies.settings import at_least
 
-__all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest"]
+__all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest", "refuse_to_start_over"]
 
 # One that fails is not tried again at once.
 LOGS_WAIT_S = 2.0
@@ -243,6 +244,33 @@ def _generation(root: Path, worker: Worker) -> tuple[int, int]:
     return max(committed, default=0) + 1, worker.session.seat.attempt
 
 
+def refuse_to_start_over(root: Path, run_dir: Path) -> None:
+    """CheckpointCorrupt if the run has committed a checkpoint to `root`, where there is none to go on from."""
+    last = latest_committed(root)
+    known = str(last) if last is not None else _recorded_commit(root.relative_to(run_dir), run_dir)
+    if known is not None:
+        raise CheckpointCorrupt(
+            f"The run in {run_dir} has committed checkpoints, the last one known being {known}, but {root} has none "
+            "to go on from.",
+            fix=[
+                f"put the checkpoints back into {root}",
+                "start over in a new run directory: --run-dir NEW",
+                'start over in this one: fit(resume="never")',
+            ],
+        )
+
+
+def _recorded_commit(below: Path, run_dir: Path) -> str | None:
+    """The last checkpoint in a directory of the run that its events tell of. The run may have been moved since."""
+    found = None
+    for event in read_events(run_dir / "events" / "chief.jsonl"):
+        if isinstance(event, CheckpointSaved):
+            parts = Path(event.path).parts
+            if parts[-1 - len(below.parts) : -1] == below.parts:
+                found = parts[-1]
+    return found
+
+
 def load_newest(worker: Worker) -> Incoming | None:
     """The newest valid checkpoint of the run, for every worker; None where there is none."""
     found = announce(worker, _open(worker) if worker.is_chief else None)
@@ -252,9 +280,14 @@ def load_newest(worker: Worker) -> Incoming | None:
 
 
 def _open(worker: Worker) -> Stored | None:
-    newest = newest_valid(worker.run_dir / "checkpoints")
+    root = worker.run_dir / "checkpoints"
+    newest = newest_valid(root)
     if newest is None:
+        refuse_to_start_over(root, worker.run_dir)
         return None
+    last = latest_committed(root)
+    if last is not None and last.step > newest.step and not (root / str(last)).exists():
+        newest.skipped.append(f"{root / str(last)}, which was committed last, is gone.")
     worker.session.committed(newest.step, str(newest.path))
     worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
     return open_checkpoint(newest.path, verify=False)  # newest_valid has just verified it

@@ -16,7 +16,7 @@ import torch
 from checkpoint_cases import must_save, whole_step
 
 from manyhands.checkpoint import load, newest_valid, read_tensors
-from manyhands.checkpoint.layout import FORMAT, MANIFEST, STATE, FileEntry, seal, unseal
+from manyhands.checkpoint.layout import FORMAT, MANIFEST, STATE, FileEntry, TensorEntry, fingerprint, seal, unseal
 from manyhands.errors import CheckpointCorrupt, CheckpointError, CheckpointTooNew
 
 SHARD = "shard-00001-of-00002.safetensors"
@@ -139,6 +139,16 @@ def test_when_every_checkpoint_is_damaged_nobody_starts_over_in_silence(two):
         newest_valid(root)
 
 
+@pytest.mark.parametrize("damage", [delete_manifest, empty_manifest])
+def test_when_every_manifest_is_gone_nobody_starts_over_in_silence(two, damage):
+    root, newest = two
+    damage(newest, None)
+    damage(root / "step-00000001", None)
+    with pytest.raises(CheckpointCorrupt, match="None of the 2 checkpoints") as raised:
+        newest_valid(root)
+    assert MANIFEST in raised.value.what
+
+
 def test_garbage_in_the_root_is_not_a_checkpoint(tmp_path):
     assert newest_valid(tmp_path / "not there") is None
     (tmp_path / "step-00000007").mkdir()
@@ -203,6 +213,16 @@ HOSTILE_SHARDS = {
     "a shape that overflows": tensor_file(
         {"a": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}}, bytes(4)
     ),
+    "an empty shape that overflows": tensor_file({"a": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}}),
+    "an empty shape whose product overflows": tensor_file(
+        {"a": {"dtype": "F32", "shape": [2**31, 0, 2**31], "data_offsets": [0, 0]}}
+    ),
+    "an empty shape beyond 64 bits": tensor_file({"a": {"dtype": "U8", "shape": [0, 2**64], "data_offsets": [0, 0]}}),
+    "a negative shape": tensor_file({"a": {"dtype": "U8", "shape": [-2, -2], "data_offsets": [0, 4]}}, bytes(4)),
+    "a shape of 65 dimensions": tensor_file(
+        {"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, bytes(1)
+    ),
+    "a shape of fractions": tensor_file({"a": {"dtype": "U8", "shape": [4.5], "data_offsets": [0, 4]}}, bytes(4)),
     "an unknown type": tensor_file({"a": entry(0, 4, "PY_OBJECT")}, bytes(4)),
     "a name of 10 MB": tensor_file({"x" * 10_000_000: entry(0, 4)}, bytes(4)),
     "metadata of 10 MB": tensor_file({"__metadata__": {"a": "x" * 10_000_000}, "t": entry(0, 4)}, bytes(4)),
@@ -253,6 +273,26 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(two, name):
     (newest / MANIFEST).write_bytes(seal(msgspec.structs.replace(manifest, files=files)))
     with pytest.raises(CheckpointCorrupt, match=MANIFEST):
         load(newest)
+    assert whole_step(root) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("F32", [0, 2**62]), ("U8", [2**62, 0, 2]), ("F32", [2**62]), ("F32", [2**40, 2**40]), ("PY", [1])],
+)
+def test_a_forged_tensor_that_manifest_and_shard_agree_on_is_refused(two, dtype, shape):
+    root, newest = two
+    manifest = unseal((newest / MANIFEST).read_bytes(), "it")
+    [name] = [name for name, one in manifest.tensors.items() if one.shard == SHARD]
+    header = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}
+    tensors = manifest.tensors | {name: TensorEntry(SHARD, dtype, shape)}
+    forged = msgspec.structs.replace(manifest, tensors=tensors, model=fingerprint(tensors))
+    (newest / MANIFEST).write_bytes(seal(forged))
+    (newest / SHARD).write_bytes(tensor_file(header))
+    with pytest.raises(CheckpointCorrupt, match=MANIFEST):
+        load(newest)
+    with pytest.raises(CheckpointCorrupt, match=SHARD):
+        read_tensors(newest / SHARD)
     assert whole_step(root) == 1
 
 

@@ -231,10 +231,10 @@ def test_a_warning_cannot_repaint_the_terminal(tmp_path):
     assert "\x1b" not in show(run)
 
 
-def test_as_json_everything_is_there_and_a_diverged_loss_is_null(tmp_path):
+def test_as_json_everything_is_there_and_a_diverged_loss_is_named(tmp_path):
     run = make_run(tmp_path / "a", events=[started(), step(100, loss=float("nan"))])
     document = json.loads(show(run, "--json"))
-    assert document["loss"] is None
+    assert document["loss"] == "nan"
     assert (document["step"], document["workers"], document["state"]) == (100, 2, "finished")
     assert document["ranks"] == []
 

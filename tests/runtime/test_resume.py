@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from workloads import OPTIMIZERS, data, make_trainer, mean_loss, weights_of
 
-from manyhands.errors import CheckpointMismatch, Preempted
+from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, Preempted
+from manyhands.events import Resumed
+from manyhands.runtime.recorder import read_events
 from manyhands.testing import RankPool
 from tests.stopping import StopAt
 
@@ -140,8 +144,8 @@ def stop_after_two(run_dir: str, arguments: dict[str, Any]) -> None:
         trainer.fit(data(), steps=4, batch_size=30)
 
 
-def refusal(run_dir: str, arguments: dict[str, Any]) -> str:
-    with pytest.raises(CheckpointMismatch) as refused:
+def refusal(run_dir: str, arguments: dict[str, Any], kind: type[Exception] = CheckpointMismatch) -> str:
+    with pytest.raises(kind) as refused:
         make_trainer(run_dir=run_dir, **arguments).fit(data(), steps=4, batch_size=30)
     return str(refused.value)
 
@@ -158,3 +162,65 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(ranks: RankPool, tm
     resumed = [event for event in events if event["event"] == "Resumed"][-1]
     assert resumed["step"] == 0
     assert newest.name in resumed["skipped"][0]
+
+
+def without_manifests(run_dir: Path) -> None:
+    for manifest in (run_dir / "checkpoints").glob("step-*/MANIFEST.json"):
+        manifest.unlink()
+
+
+def without_steps(run_dir: Path) -> None:
+    for step in (run_dir / "checkpoints").glob("step-*"):
+        shutil.rmtree(step)
+
+
+def without_checkpoints(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+
+
+def without_records_of_them(run_dir: Path) -> None:
+    without_steps(run_dir)
+    shutil.rmtree(run_dir / "events")
+
+
+@pytest.mark.forged_record  # a run that is told to start over takes its first steps again
+@pytest.mark.parametrize(
+    "damage", [without_manifests, without_steps, without_checkpoints, without_records_of_them], ids=lambda f: f.__name__
+)
+def test_a_run_whose_checkpoints_are_gone_stops_instead_of_starting_over(
+    ranks: RankPool, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    ranks(1, stop_after_two, str(tmp_path), {}, run_dir=tmp_path)
+    damage(tmp_path)
+    (text,) = ranks(1, refusal, str(tmp_path), {}, CheckpointCorrupt, run_dir=tmp_path)
+    assert str(tmp_path / "checkpoints") in text
+    assert "  try: " in text
+    assert ranks(1, start_over, str(tmp_path), run_dir=tmp_path) == [4]
+
+
+def start_over(run_dir: str) -> int:
+    trainer = make_trainer(run_dir=run_dir)
+    trainer.fit(data(), steps=4, batch_size=30, resume="never")
+    return trainer.step
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1, stop_after_two, str(tmp_path), {}, run_dir=tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4]
+    [resumed] = [one for one in read_events(tmp_path / "events" / "chief.jsonl") if isinstance(one, Resumed)]
+    assert resumed.step == 0
+    assert "step-00000002, which was committed last, is gone" in resumed.skipped[0]
+
+
+def test_a_missing_record_of_a_finished_call_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1, two_fits, str(tmp_path), 5, run_dir=tmp_path)
+    (tmp_path / "calls" / "0002-evaluate.json").unlink()
+    (text,) = ranks(1, refused_calls, str(tmp_path), run_dir=tmp_path)
+    assert "0002-evaluate.json" in text
+
+
+def refused_calls(run_dir: str) -> str:
+    with pytest.raises(CheckpointCorrupt) as refused:
+        two_fits(run_dir, None)
+    return str(refused.value)
