@@ -7,20 +7,20 @@ what a checkpoint holds is `training`'s, when it is taken is `saving`'s.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from manyhands.data.batches import Step
-from manyhands.errors import MemoryChanged, PeerLost
+from manyhands.errors import MemoryChanged, PeerLost, Preempted
 from manyhands.events import EpochDone
 from manyhands.parallel.divergence import CopiesDiffer, WrongGradient
 from manyhands.runtime.hooks import EarlyStop
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.training import Training
-from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE, TELL
 from manyhands.strategies.base import StepStats
 
 __all__ = ["Fit", "FitSettings"]
@@ -44,11 +44,13 @@ class Fit:
         self._regrouping, self._settings = regrouping, settings
         self._worker, self._hooks = training.worker, training.hooks
         self._announced = self._told = 0
+        self._checkpoints_told: set[int] = set()
         self.stop_asked = False
 
     def run(self) -> list[dict[str, float]]:
         steps = self._steps
         error: BaseException | None = None
+        steps.after_save = self._tell_checkpoints
         try:
             self._hooks.call("begin", self._trainer)
             self._training.restore_hooks()
@@ -63,6 +65,7 @@ class Fit:
             error = raised
             if isinstance(raised, MemoryChanged):
                 steps.checking.distrust_last()
+            self._tell_failure(raised)
             raise
         finally:
             steps.end()
@@ -105,6 +108,8 @@ class Fit:
         if stats.stop == LEAVE:
             self._steps.leave()
         self._steps.after_step(save=stats.stop == SAVE)
+        if stats.stop == TELL:
+            self._tell_checkpoints()
         if stats.stop == END_FIT:
             return True
         if last_of_epoch and self._stopped_early():
@@ -175,7 +180,7 @@ class Fit:
         results: dict[str, float] = {"epoch": epoch, "step": progress.step, "loss": trained}
         if settings.validate is not None:
             self._worker.report(progress.step, "validating")
-            validated = settings.validate()
+            validated = self._validate(settings.validate)
             progress = self._training.progress  # another one, if a worker was lost in it
             results |= {f"val_{name}": value for name, value in validated.items()}
             progress.results = {**validated, "train_loss": trained}
@@ -188,6 +193,32 @@ class Fit:
         self._worker.emit(EpochDone(time_s=time.time(), epoch=epoch, step=progress.step, results=results))
         self._hooks.call("after_epoch", self._trainer, epoch, results)
         self._training.start_clock()
+
+    def _validate(self, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """With its hooks around it. They are not called again if a worker is lost in it and the others repeat it."""
+        self._hooks.call("before_validation", self._trainer)
+        results = validate()
+        self._hooks.call("after_validation", self._trainer, dict(results))
+        return results
+
+    def _tell_checkpoints(self) -> None:
+        """Call hooks with what the chief has committed. For all workers alike."""
+        self._call_with(self._steps.take_committed())
+
+    def _call_with(self, checkpoints: Iterable[tuple[int, str]]) -> None:
+        for step, path in checkpoints:
+            if step not in self._checkpoints_told:
+                self._checkpoints_told.add(step)
+                self._hooks.call("on_checkpoint", self._trainer, step, path)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """A stop on request is no failure. What a hook raises here must not hide what it was called for."""
+        if not isinstance(error, Exception) or isinstance(error, Preempted):
+            return
+        try:
+            self._hooks.call("on_failure", self._trainer, error)
+        except Exception as raised:
+            error.add_note(f"A hook's on_failure raised {type(raised).__name__}: {raised}")
 
     def _advance_schedule(self, results: dict[str, float]) -> None:
         scheduler = self._training.scheduler

@@ -1,6 +1,7 @@
-"""Hooks: any objects with any of `begin`, `before_step`, `after_step`, `after_epoch`, `end`, `state`, `restore`.
+"""Hooks: any objects with any of the methods in `MOMENTS`, and `state` and `restore`.
 
-They run on every worker, in the order given, once per committed step; on the chief only if `chief_only` is true.
+They run on every worker, in the order given, once per committed step, validation or checkpoint; on the chief only if
+`chief_only` is true. When each is called is `fitting`'s business.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from manyhands.strategies.settings import at_least, one_of
 
 __all__ = ["EarlyStop", "Hooks"]
 
-MOMENTS = ("begin", "before_step", "after_step", "after_epoch", "end")
+MOMENTS = (
+    "begin",
+    "before_step",
+    "after_step",
+    "before_validation",
+    "after_validation",
+    "after_epoch",
+    "on_checkpoint",
+    "on_failure",
+    "end",
+)
 
 
 class Hooks:
@@ -30,6 +41,9 @@ class Hooks:
         for chief_only, method in self._find(moment):
             if not chief_only or self._is_chief():
                 method(*arguments)
+
+    def listen_to(self, moment: str) -> bool:
+        return bool(self._find(moment))
 
     def _find(self, moment: str) -> list[tuple[bool, Any]]:
         if moment not in self._methods:

@@ -74,6 +74,8 @@ class Saver:
         self._writer: CheckpointWriter | None = None
         self._checks = worker.resolved.spec.train.check_every > 0
         self._wanted = False
+        self.committed: list[tuple[int, str]] = []
+        """Steps and paths of the checkpoints that were committed since they were taken from here; on the chief."""
         self._last_s, self._blocked_s = time.monotonic(), 0.0
         self.take_office()
 
@@ -227,6 +229,7 @@ class Saver:
                 self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
             elif result.path is not None:
                 self._worker.session.committed(result.step, str(result.path))
+                self.committed.append((result.step, str(result.path)))
                 self._worker.emit(
                     CheckpointSaved(
                         step=result.step,

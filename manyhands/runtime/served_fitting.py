@@ -155,6 +155,7 @@ class ServedFit(Fit):
             for done in reply.done:
                 self._hear(done)
             self._steps.saver.tell_ended()  # a meeting, which tells of them elsewhere, may be far away
+            self._call_with(self._steps.saver.committed)  # the chief's hooks; the others' at the end of `fit`
             if reply.save:
                 self._steps.saver.save_for_logs()
             if reply.meet is not None:

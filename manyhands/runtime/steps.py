@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import msgspec
+
 from manyhands.data.batches import Batches, Step
 from manyhands.errors import PeerLost, Preempted
 from manyhands.parallel.divergence import CopiesDiffer
@@ -17,7 +19,7 @@ from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.standings import Arrival
 from manyhands.runtime.training import Training
-from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE, TELL
 from manyhands.strategies.base import StepStats
 from manyhands.strategies.served import Served
 
@@ -35,6 +37,8 @@ class Steps:
         self.checking = Checking(training, saver, regrouping)
         self._batches: Batches | None = make_batches()
         self.total_steps = self._batches.total_steps
+        self.after_save: Callable[[], None] = lambda: None
+        """Called on every worker after a save that all have waited for."""
 
     def begin(self) -> None:
         self._training.start_clock()
@@ -77,7 +81,9 @@ class Steps:
             return SAVE
         if not self._worker.is_chief or not self._training.engine.round_closes_with(step):
             return 0
-        return REGROUP if self._regrouping.change_is_due else 0
+        if self._regrouping.change_is_due:
+            return REGROUP
+        return TELL if self.saver.committed and self._training.hooks.listen_to("on_checkpoint") else 0
 
     def done(self, step: Step, stats: StepStats) -> None:
         """The step is committed."""
@@ -125,6 +131,14 @@ class Steps:
             self._worker.wait_for_chief(what)
 
         self._regrouping.agreed(work)
+        self.after_save()
+
+    def take_committed(self) -> list[tuple[int, str]]:
+        """Checkpoints that the chief has committed since this was last asked. For all workers alike."""
+        mine = msgspec.msgpack.encode(self.saver.committed)
+        said = self._regrouping.agreed(lambda: self._worker.axis.all_gather_bytes("checkpoints", mine))
+        self.saver.committed = []
+        return [commit for data in said for commit in msgspec.msgpack.decode(data, type=list[tuple[int, str]])]
 
     def leave(self) -> NoReturn:
         """End the run here, on request."""
