@@ -18,6 +18,7 @@ from manyhands.checkpoint.commit import set_aside
 from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.reader import Stored, newest_valid, open_checkpoint, scan
+from manyhands.checkpoint.retention import Best, parse_best
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
 from manyhands.errors import CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
@@ -44,7 +45,10 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
     """After so many seconds, with the next step."""
     keep_last: int = 3
     keep_best: str | None = None
-    """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME"."""
+    """A result such as "loss" (smallest) or "accuracy" (largest), or "min:NAME" / "max:NAME".
+
+    Of the validation, if there is one. `fit` saves whenever a validation finds a better one, and waits for that.
+    """
 
     def __post_init__(self) -> None:
         at_least("every_steps", self.every_steps, 1, "mh.Checkpoints")
@@ -97,6 +101,11 @@ class Saver:
     @property
     def every_steps(self) -> int | None:
         return self._settings.every_steps
+
+    @property
+    def best(self) -> Best | None:
+        """What the best checkpoint is chosen by."""
+        return parse_best(self._settings.keep_best)
 
     def tell_ended(self) -> None:
         """Of the saves that have ended, or failed, since this was last asked. Waits for nothing."""
