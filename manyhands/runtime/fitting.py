@@ -64,6 +64,7 @@ class Fit:
             if not self._settings.goes_on:
                 steps.save("first checkpoint", required=True)
             self._loop()
+            self._worker.report(self._training.progress.step, "ending")  # the resumed step, where none was left to do
             self._worker.end_trial()
             steps.checking.at_end()
             self._regrouping.agreed(self._training.tell_layout)

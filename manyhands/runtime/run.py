@@ -36,7 +36,7 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, mode_of
+from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, check_length, mode_of
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
@@ -342,6 +342,7 @@ class Run:
             given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
             raise DataError(given, fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
+        check_length(progress, epochs, steps)
         if self.spec.train.balance:
             check_balance(source)
         if self.worker.strategy.leases:
