@@ -35,6 +35,7 @@ __all__ = [
     "StalenessSeen",
     "StepDone",
     "Straggler",
+    "Validated",
     "Warned",
     "WorkerLost",
     "WorkerStarted",
@@ -150,6 +151,14 @@ class RoundsClosed(_Event, frozen=True):
 
 
 class EpochDone(_Event, frozen=True):
+    epoch: int
+    step: int
+    results: dict[str, float]
+
+
+class Validated(_Event, frozen=True):
+    """`fit` has validated inside an epoch, or has ended there: a row of its history."""
+
     epoch: int
     step: int
     results: dict[str, float]
@@ -326,6 +335,7 @@ Event = (
     | PipelineTimed
     | EpochDone
     | Evaluated
+    | Validated
     | Logged
     | ResourcesUsed
     | CheckpointSaved

@@ -16,6 +16,9 @@ class Best(NamedTuple):
     result: str
     largest: bool
 
+    def is_better(self, value: float, than: float | None) -> bool:
+        return than is None or (value > than if self.largest else value < than)
+
     def pick(self, results: Sequence[Mapping[str, float]]) -> int | None:
         """The index of the best; of equals the first. None if none has the result."""
         sign = -1.0 if self.largest else 1.0

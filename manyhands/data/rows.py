@@ -93,6 +93,22 @@ class RowSource:
         part.loader_batch_size = self.loader_batch_size
         return part
 
+    def sample(self, rows: int, seed: int) -> RowSource:
+        """So many of its rows, drawn once: the same for everyone who gives the same seed."""
+        drawn = np.random.default_rng(seed).permutation(self.num_rows)[:rows]
+        reader = ChosenRows(self.reader, np.sort(drawn) + self.first)
+        return RowSource(reader, fetched_by=self.fetched_by, num_workers=self.num_workers, shuffle=False)
+
+
+class ChosenRows:
+    """Some of another reader's rows, in the order given."""
+
+    def __init__(self, reader: Reader, rows: Rows) -> None:
+        self._reader, self._rows, self.num_rows = reader, rows, len(rows)
+
+    def take(self, rows: Rows) -> Any:
+        return self._reader.take(self._rows[rows])
+
 
 class DatasetReader:
     """A map-style dataset. Rows are asked for together where it can do that, else one by one."""

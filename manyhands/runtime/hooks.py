@@ -6,7 +6,8 @@ They run on every worker, in the order given, once per committed step, validatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -74,12 +75,13 @@ def _check(hook: Any) -> None:
 
 
 class EarlyStop(msgspec.Struct, kw_only=True):
-    """Stop `fit` when a result has not improved for `patience` epochs.
+    """Stop `fit` when a result has not improved for `patience` rows of its history: epochs, or with `validate_every`
+    validations. One that is not a number is no improvement, so a training that has diverged is stopped as well.
 
     Args:
-        metric: A name in the epoch's results: "loss", or one of the trainer's `metrics`. With validation data it is the
+        metric: A name in the history's rows: "loss", or one of the trainer's `metrics`. With validation data it is the
             validation's value.
-        patience: So many epochs in a row without an improvement, and `fit` ends.
+        patience: So many rows in a row without an improvement, and `fit` ends.
         min_delta: A change by less than this is no improvement. In the metric's own unit; default: 0.
         mode: Whether "min" or "max" is better; "auto" takes small for losses and errors, large for the rest.
     """
@@ -94,12 +96,25 @@ class EarlyStop(msgspec.Struct, kw_only=True):
         at_least("patience", self.patience, 1, "mh.EarlyStop")
 
     def verdict(self, values: Sequence[float]) -> bool:
-        """Whether to stop after these values, one per epoch: a pure function, so that every worker agrees."""
+        """Whether to stop after these values, one per row: a pure function, so that every worker agrees."""
         down = self.mode == "min" or (self.mode == "auto" and smaller_is_better(self.metric))
         best, since = float("inf"), 0
         for value in (v if down else -v for v in values):
             best, since = (value, 0) if value < best - self.min_delta else (best, since + 1)
         return since >= self.patience
+
+    def reason(self, name: str, rows: Sequence[Mapping[str, float]]) -> str:
+        """Why it is to stop, for people; `rows` have the result that was looked at under `name`."""
+        step, numbers = int(rows[-1]["step"]), [row for row in rows if not math.isnan(row[name])]
+        if any(math.isnan(row[name]) for row in rows[-self.patience :]):
+            ever = f"since step {int(numbers[-1]['step'])}" if numbers else "from the start"
+            return f"Stopped early at step {step}: {name} has not been a number {ever}, so the training has diverged."
+        down = self.mode == "min" or (self.mode == "auto" and smaller_is_better(self.metric))
+        best = (min if down else max)(numbers, key=lambda row: row[name])
+        since = f"since step {int(best['step'])} ({best[name]:.4g})"
+        return (
+            f"Stopped early at step {step}: {name} has not improved {since}, for {self.patience} rows of the history."
+        )
 
 
 def smaller_is_better(metric: str) -> bool:

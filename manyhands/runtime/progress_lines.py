@@ -29,6 +29,7 @@ from manyhands.events import (
     StalenessSeen,
     StepDone,
     Straggler,
+    Validated,
     Warned,
     WorkerLost,
 )
@@ -185,6 +186,10 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()
+        case Validated():
+            found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
+            what = "validated at" if any(name.startswith("val_") for name in found) else "trained to"
+            return f"{what} step {event.step}  {results(found)}".rstrip()
         case Evaluated():
             return f"evaluated {_many(event.rows, 'example')} at step {event.step}  {results(event.results)}".rstrip()
         case Logged():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, mode_of
+from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, check_length, mode_of
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
@@ -75,7 +75,8 @@ class Run:
             self.worker.report(progress.step, name)
         if self.calls.number > progress.call:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
-            progress.history = []
+            progress.history, progress.ended, progress.best = [], False, None
+            progress.row_loss, progress.row_rows = 0.0, 0
         return training
 
     def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
@@ -341,6 +342,7 @@ class Run:
             given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
             raise DataError(given, fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
+        check_length(progress, epochs, steps)
         if self.spec.train.balance:
             check_balance(source)
         if self.worker.strategy.leases:
@@ -361,17 +363,25 @@ class Run:
             division=training.pacing.division,
         )
 
-    def evaluate(self, source: Source, batch_size: int, *, in_fit: bool = False) -> dict[str, float]:
-        training, worker = self.ready(), self.worker
+    def evaluate(self, source: Source, batch_size: int) -> dict[str, float]:
+        results, rows = self.regrouping.agreed(lambda: self._evaluate(source, batch_size))
+        step = self.ready().progress.step
+        self.worker.emit(Evaluated(time_s=time.time(), step=step, results=results, rows=rows))
+        return results
+
+    def validate(self, sources: Mapping[str, Source], batch_size: int) -> dict[str, float]:
+        """Inside `fit`, several evaluations as one: each one's results, their names behind the source's prefix."""
 
         def work() -> tuple[dict[str, float], int]:
-            pieces = self.pieces(source, batch_size)
-            return evaluating.evaluate(training.engine, worker.replicas, pieces, self.parts.metrics)
+            found = {prefix: self._evaluate(source, batch_size) for prefix, source in sources.items()}
+            named = {f"{prefix}{name}": value for prefix, (of, _) in found.items() for name, value in of.items()}
+            return named, sum(rows for _, rows in found.values())
 
-        results, rows = self.regrouping.evaluated(work) if in_fit else self.regrouping.agreed(work)
-        if not in_fit:
-            worker.emit(Evaluated(time_s=time.time(), step=training.progress.step, results=results, rows=rows))
-        return results
+        return self.regrouping.evaluated(work)[0]
+
+    def _evaluate(self, source: Source, batch_size: int) -> tuple[dict[str, float], int]:
+        pieces = self.pieces(source, batch_size)
+        return evaluating.evaluate(self.ready().engine, self.worker.replicas, pieces, self.parts.metrics)
 
     def predict(self, source: Source, batch_size: int) -> Any:
         engine = self.ready().engine

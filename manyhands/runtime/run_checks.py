@@ -12,11 +12,12 @@ from manyhands.data.apart import ApartSource
 from manyhands.data.rows import RowSource
 from manyhands.data.source import Source
 from manyhands.data.streams import StreamSource
-from manyhands.errors import DataError, SpecError
+from manyhands.errors import CheckpointMismatch, DataError, SpecError
 from manyhands.runtime.strategy_names import StrategyChoice
+from manyhands.runtime.training import Progress
 from manyhands.strategies.choices import ParameterServer
 
-__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "mode_of"]
+__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "check_length", "mode_of"]
 
 
 def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -66,6 +67,32 @@ def check_counts(**asked: Any) -> None:
             raise SpecError(
                 f"{name} is {value!r}, but must be a whole number from {least} on.", fix=[f"{name}={max(1, least)}"]
             )
+
+
+def check_length(progress: Progress, epochs: int | None, steps: int | None) -> None:
+    """A resumed run has not gone beyond what is asked for: no training could give that result any more."""
+    done = progress.epoch - progress.call_epoch, progress.step - progress.call_step
+    begun = done[0] + (progress.row > 0 and done[1] > 0)  # an epoch that has begun counts
+    if epochs is not None and begun > epochs:
+        more = " and a part of the next" if begun > done[0] else ""
+        what, asked, enough = f"{_many(done[0], 'epoch')}{more} ({_many(done[1], 'step')})", f"epochs={epochs}", begun
+    elif steps is not None and done[1] > steps:
+        what, asked, enough = _many(done[1], "step"), f"steps={steps}", done[1]
+    else:
+        return
+    name = asked.partition("=")[0]
+    raise CheckpointMismatch(
+        f"The run has done {what} of this call already, but {asked} was asked for. It is left as it is.",
+        fix=[
+            f"{name}={enough}, to end it there",
+            f"{name}={enough + 1} or more, to go on",
+            "a new run directory, to train anew: --run-dir NEW",
+        ],
+    )
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:

@@ -18,6 +18,7 @@ from manyhands.checkpoint.commit import set_aside
 from manyhands.checkpoint.delivery import Delivery
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.reader import Stored, latest_committed, newest_valid, open_checkpoint, scan
+from manyhands.checkpoint.retention import Best, parse_best
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
@@ -45,7 +46,8 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
             killed loses what it did since: choose what you can bear to compute again.
         keep_last: How many of the newest stay on disk; a checkpoint is about three times the model.
         keep_best: Keep the best one, too, by a result such as "loss" (smallest) or "accuracy" (largest), or by
-            "min:NAME" / "max:NAME". Default: none.
+            "min:NAME" / "max:NAME"; of the validation, if there is one. `fit` saves whenever a validation finds a
+            better one, and waits for that. Default: none.
     """
 
     every_steps: int | None = None
@@ -106,6 +108,11 @@ class Saver:
     @property
     def every_steps(self) -> int | None:
         return self._settings.every_steps
+
+    @property
+    def best(self) -> Best | None:
+        """What the best checkpoint is chosen by."""
+        return parse_best(self._settings.keep_best)
 
     def tell_ended(self) -> None:
         """Of the saves that have ended, or failed, since this was last asked. Waits for nothing."""

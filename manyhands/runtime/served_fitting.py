@@ -17,13 +17,14 @@ from manyhands.parallel.leases import Held, Item
 from manyhands.parallel.served_memory import JOURNAL_LENGTH
 from manyhands.parallel.served_messages import Done, Number
 from manyhands.runtime.fitting import Fit
+from manyhands.runtime.validating import last_row_of
 from manyhands.strategies.base import StepStats
 from manyhands.strategies.served import Served
 
 __all__ = ["ServedFit"]
 
 # What workers wish to meet for; the largest wins, and is asked for again where a larger one won.
-REOPEN, REGROUP, SAVE, END_FIT, LEAVE = 1, 2, 3, 4, 5
+REOPEN, REGROUP, VALIDATE, SAVE, END_FIT, LEAVE = 1, 2, 3, 4, 5, 6
 
 
 class ServedFit(Fit):
@@ -49,7 +50,7 @@ class ServedFit(Fit):
 
     def _loop(self) -> None:
         self._steps.begin()
-        if self._is_epoch_open and self._after_their_meeting():
+        if self._training.progress.ended or (self._is_open and self._after_their_meeting()):
             return
         while (course := self._next_course()) is not None:
             if not self._enter(course):
@@ -80,17 +81,17 @@ class ServedFit(Fit):
         training.last_stats.stop = why  # a newcomer is told of it with the state
         step = training.progress.step
         self._worker.report(step, "meeting")
-        if last_of_epoch:
-            self._end_epoch()
+        self._end_interval(why, last_of_epoch=last_of_epoch)
         if why == LEAVE:
             steps.leave()
         steps.saver.after_step(save=why == SAVE or self._is_save_step(step))
-        if why == END_FIT:
-            return True
-        if last_of_epoch and self._stopped_early():
-            self._worker.warn("Stopped early: what early_stop watches has not improved for its patience.")
-            return True
-        return False
+        return training.progress.ended
+
+    def _ends_fit(self, stop: int) -> bool:
+        return stop == END_FIT
+
+    def _requests_row(self, stop: int) -> bool:
+        return stop == VALIDATE
 
     def _go_over(self, why: int, group: str) -> None:
         """To a newer group than that which met, if all met for it. If they went over meanwhile, there may be none."""
@@ -108,6 +109,9 @@ class ServedFit(Fit):
         last = min(total, progress.step + -(-rows // schedule.batch_size))
         if every is not None:
             last = min(last, progress.step + every - progress.step % every)
+        due = self._next_due()
+        if due is not None:
+            last = min(last, due)
         if self._engine.keeps_log:  # servers that make it all again can tell of so many updates
             last = min(last, progress.step + JOURNAL_LENGTH)
         return Course(
@@ -120,6 +124,11 @@ class ServedFit(Fit):
             slices=schedule.slices,
             whole=self._engine.is_async,
         )
+
+    def _next_due(self) -> int | None:
+        """The next step after which `fit` validates, as far as that is known."""
+        validations, progress = self._settings.validations, self._training.progress
+        return None if validations is None else validations.next_step(progress.step, progress.call_step)
 
     def _open(self, course: Course) -> None:
         self._worker.report(self._training.progress.step, "opening a course")
@@ -184,6 +193,8 @@ class ServedFit(Fit):
             return LEAVE
         if self.stop_asked:
             return END_FIT
+        if self._is_time_for_row and self._training.progress.step > self._last_row:
+            return VALIDATE
         if self._steps.saver.is_time:
             return SAVE
         newest = self._worker.session.newest
@@ -192,6 +203,10 @@ class ServedFit(Fit):
         if self._worker.is_chief and self._regrouping.change_is_due:
             return REGROUP
         return REOPEN if self._worker.is_chief and self._engine.wants_other_servers else 0
+
+    @property
+    def _last_row(self) -> int:
+        return last_row_of(self._training.progress.history, self._training.progress.call_step)
 
     def _is_save_step(self, step: int) -> bool:
         every = self._steps.saver.every_steps

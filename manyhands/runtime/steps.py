@@ -19,7 +19,7 @@ from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.saving import Saver
 from manyhands.runtime.standings import Arrival
 from manyhands.runtime.training import Training
-from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE, TELL
+from manyhands.runtime.wishes import END_FIT, LEAVE, REGROUP, SAVE, SAVE_AND_VALIDATE, TELL, VALIDATE
 from manyhands.strategies.base import StepStats
 from manyhands.strategies.served import Served
 
@@ -71,16 +71,19 @@ class Steps:
             except PeerLost as lost:  # rows that some workers lack are sent around here
                 self.recover(lost)
 
-    def wish(self, step: int, *, end: bool = False) -> int:
-        """What this worker wants done after a step; asked before it."""
+    def wish(self, step: int, *, end: bool = False, validate: bool = False) -> int:
+        """What this worker wants done after a step; asked before it. Only the chief asks to `validate`."""
         if self._worker.stop_requested:
             return LEAVE
         if end:
             return END_FIT
+        validate = validate and self._training.engine.round_closes_with(step)
         if self.saver.is_due(step):
-            return SAVE
+            return SAVE_AND_VALIDATE if validate else SAVE
         if not self._worker.is_chief or not self._training.engine.round_closes_with(step):
             return 0
+        if validate:
+            return VALIDATE
         if self._regrouping.change_is_due:
             return REGROUP
         return TELL if self.saver.committed and self._training.hooks.listen_to("on_checkpoint") else 0

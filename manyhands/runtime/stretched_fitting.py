@@ -57,6 +57,11 @@ class StretchedFit(ServedFit):
         self._stretches = Stretches(self._engine.every, course.first, course.last, self._engine.updates + 1)
         return self._stretches.course(course)
 
+    def _next_due(self) -> int | None:
+        """With the end of a stretch: one that validation cut short would train something else."""
+        due, step, every = super()._next_due(), self._training.progress.step, self._engine.every
+        return None if due is None else step - (step - due) // every * every
+
     def _do(self, work: Held, version: int) -> None:
         self._engine.train_stretch(self._each(self._stretches.batches(work.step)), work)
 

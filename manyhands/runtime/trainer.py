@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from manyhands.data.randomness import seed_all
+from manyhands.data.rows import RowSource
 from manyhands.data.source import Source, split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
-from manyhands.runtime.fitting import Fit, FitSettings
+from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.plan_show import tell_plan
@@ -32,6 +33,7 @@ from manyhands.runtime.serving import serve
 from manyhands.runtime.steps import Steps
 from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.stretched_fitting import StretchedFit
+from manyhands.runtime.validating import Validations, check_train_metrics, check_validations, only_at_the_end
 from manyhands.spec.check_order import order_of_this_worker
 from manyhands.spec.load import nearest
 from manyhands.strategies.base import LossFn, MetricFn
@@ -173,9 +175,12 @@ class Trainer:
         num_workers: int | None = None,
         checkpoint: Checkpoints | None = None,
         early_stop: EarlyStop | None = None,
+        validate_every: int | None = None,
+        validate_every_s: float | None = None,
+        train_metrics: int | None = None,
         resume: str = "auto",
     ) -> History:
-        """Train for `epochs`, or for `steps` more steps. Returns the results of each epoch.
+        """Train for `epochs`, or for `steps` more steps. Returns a row for each epoch or validation.
 
         Continues an unfinished run of the same directory unless `resume="never"`. All workers must call it.
 
@@ -188,13 +193,19 @@ class Trainer:
             batch_size: Rows of the global batch, over all workers. Default: a DataLoader's own.
             batch_per_worker: Rows per worker instead, times the workers that the run began with: then results depend on
                 their number.
-            validation: Data to evaluate on after every epoch; its results are named "val_...".
+            validation: Data to evaluate on at the end of every epoch, and where the training ends; its results are
+                named "val_...".
             validation_split: The fraction of `data` to hold out for that instead, from 0 to 1.
             collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
             num_workers: Loader processes per worker, for datasets whose `__getitem__` is slow. Default: a DataLoader's
                 own, else 0: read ahead in a thread.
             checkpoint: When to save and what to keep. Default: every 600 seconds, the last three.
             early_stop: End when a result no longer improves. Default: never.
+            validate_every: Validate after so many steps of this call, instead of at the end of epochs. Early stopping,
+                the best checkpoint and the rows of the history go by the same.
+            validate_every_s: The same in seconds, by the chief's clock; both may be given.
+            train_metrics: Compute the metrics on so many rows of the training data, too, each time; drawn once. A
+                forward pass over them in evaluation mode is what it costs. Default: none.
             resume: "auto": go on where an unfinished run of this directory stopped. "never": begin anew.
         """
         run = self._run
@@ -203,6 +214,9 @@ class Trainer:
         check_counts(batch_size=batch_size, batch_per_worker=batch_per_worker, epochs=epochs, steps=steps)
         check_counts(num_workers=num_workers)
         check_checkpoints(checkpoint)
+        asked = {"validate_every": validate_every, "validate_every_s": validate_every_s}
+        check_validations(asked, validates=validation is not None or validation_split is not None)
+        check_train_metrics(train_metrics, run.parts.metrics)
         run.offer(data, collate, batch_size or batch_per_worker)
         if run.worker.planned is not None:
             tell_plan(run.worker.planned, run.parts, run.sample())
@@ -212,23 +226,31 @@ class Trainer:
             return History(run.calls.recorded())
         reading = {"collate": collate, "num_workers": num_workers}
         source, held_out = _sources(run, data, validation, validation_split, reading)
+        evaluated = _evaluated(run, source, held_out, train_metrics)
         if early_stop is not None:
-            _check_early_stop(early_stop, ["loss", *run.parts.metrics] if held_out is not None else [])
+            validated = ["loss", *run.parts.metrics] if held_out is not None else []
+            _check_early_stop(early_stop, validated, list(run.parts.metrics) if train_metrics else [])
         size = run.batch_size(source, batch_size, batch_per_worker)
         joined = run.worker.is_waiting
         if joined and not run.regrouping.wait_for_admission():
             return History(run.calls.recorded())
+        validations = Validations(every_steps=validate_every, every_s=validate_every_s, by_steps=steps is not None)
         settings = FitSettings(
             scheduler_every=self._scheduler_every,
             early_stop=early_stop,
             goes_on=joined or run.calls.goes_on,
-            validate=None if held_out is None else lambda: run.evaluate(held_out, size, in_fit=True),
+            validate=(lambda: run.validate(evaluated, size)) if evaluated else None,
+            validations=validations,
+            epochs=epochs,
         )
         saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
         self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
+            num_steps = taken.total_steps and taken.total_steps - training.progress.call_step
+            if once := only_at_the_end(validations, num_steps):
+                run.worker.warn(once)
         with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))
@@ -339,9 +361,9 @@ class Trainer:
             self._fit.stop_asked = True
 
 
-def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
-    """One that looks at a result which no epoch has would never stop anything."""
-    there, metric = validated or ["loss"], early_stop.metric
+def _check_early_stop(early_stop: EarlyStop, validated: list[str], trained: Sequence[str] = ()) -> None:
+    """One that looks at a result which no row has would never stop anything."""
+    there, metric = validated or ["loss", *trained], early_stop.metric
     if metric in there or metric in [f"val_{name}" for name in validated]:
         return
     fix = [f"metric={name!r}" for name in nearest(metric, there) or there]
@@ -362,6 +384,20 @@ def _sources(
     if validation is not None:
         raise DataError("validation and validation_split were both given.", fix=["one of them"])
     return split(source, validation_split)
+
+
+def _evaluated(run: Run, source: Source, held_out: Source | None, train_metrics: int | None) -> dict[str, Source]:
+    """What rows of the history are computed on, by what the names of its results begin with."""
+    evaluated = {} if held_out is None else {"": held_out}
+    if train_metrics is None:
+        return evaluated
+    if not isinstance(source, RowSource) or source.shared:
+        raise DataError(
+            "train_metrics draws rows of the training data by number, but this data is a stream, or some workers lack "
+            "some of it.",
+            fix=["validation=, of some training data", "no train_metrics="],
+        )
+    return {**evaluated, TRAINED: source.sample(train_metrics, run.spec.run.seed)}
 
 
 def _kind_of_fit(engine: object) -> type[Fit]:

@@ -65,14 +65,23 @@ class Progress(msgspec.Struct):
     """The step at which it began, and below, the epoch."""
     call_epoch: int = 0
     history: list[dict[str, float]] = []
-    """Results of the running call's epochs."""
+    """Results of the running call, a row for each epoch or validation."""
     epoch_loss: float = 0.0
     epoch_rows: int = 0
     """Sums for the mean training loss of the epoch under way."""
+    epoch_mean: float = 0.0
+    """The mean of the last epoch that has ended."""
+    row_loss: float = 0.0
+    row_rows: int = 0
+    """The same since the newest row of the history."""
+    ended: bool = False
+    """The running call has been asked to end, or has stopped early: no step of it follows."""
+    best: float | None = None
+    """The best result of the running call, by what the best checkpoint is chosen by."""
     agreed: int = 0
     """The last step after which the workers' copies of the state were known to be the same."""
     results: dict[str, float] = {}
-    """The newest results, which decide what the best checkpoint is."""
+    """Of the weights as they are now, if they were evaluated: they decide which checkpoint is the best."""
 
 
 class Training:

@@ -126,7 +126,8 @@ def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
     alone.start(1)
 
     def tell(whole: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in whole.items() if name in ("clip", "rows", "tied")} | {
+        same = ("clip", "rows", "tied", "validate_every", "train_metrics")
+        asked = {name: value for name, value in whole.items() if name in same} | {
             "steps": whole["steps"],
             "slow_s": 0,
             "commits": os.devnull,

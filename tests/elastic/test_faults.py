@@ -87,6 +87,44 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
     assert "an exchange between workers failed" not in run.output()
 
 
+BY_STEPS = {"steps": 24, "validate_every": 7, "train_metrics": 50}
+
+
+def test_a_worker_that_comes_while_the_others_validate_inside_an_epoch_has_the_same_history(
+    elastic: Start, undisturbed: Any
+) -> None:
+    places = [
+        {"slot": 2, "step": 14, "at": "forward"},
+        {"slot": 1, "step": 14, "at": "in evaluation", "how": "die late"},
+        {"slot": 0, "step": 14, "at": "in evaluation", "how": "wait"},
+    ]
+    run = elastic({**BY_STEPS, "faults": places}, "-n", "3", "--elastic", "1:3", *PATIENT)
+    run.until(lambda: "1 joined" in run.output(), "another one")
+    (run.folder / "go on").touch()
+    told = run.wait()
+    assert told == undisturbed(BY_STEPS)
+    assert [row["step"] for row in told["told"][0]] == [7, 14, 21, 24]
+    check_commits(run)
+
+
+@pytest.mark.long
+def test_the_clock_of_a_chief_that_is_killed_is_anothers_and_all_validate_after_the_same_steps(
+    elastic: Start, undisturbed: Any
+) -> None:
+    """A row for each step: every worker would hang, or differ, if one of them validated elsewhere."""
+    asked = {"steps": 24, "validate_every_s": 1e-9}
+    places = [{"slot": 0, "step": 9, "at": "in evaluation"}, {"slot": 1, "step": 15, "at": "backward"}]
+    run = elastic({**asked, "faults": places}, "-n", "3", "--elastic", "1:3")
+    told = run.wait()
+    alone = undisturbed({"steps": 24, "validate_every": 1})
+    assert told["digest"] == alone["digest"]
+    known = {row["step"]: row for row in alone["told"][0]}
+    found = {row["step"]: row for row in told["told"][0]}
+    assert len(found) >= 20 and 24 in found
+    assert {step: row["val_loss"] for step, row in found.items()} == {s: known[s]["val_loss"] for s in found}
+    check_commits(run)
+
+
 @pytest.mark.parametrize("step", [10, pytest.param(40, marks=pytest.mark.long)])
 def test_what_one_worker_alone_has_not_heard_the_end_of_is_not_done_again(
     elastic: Start, undisturbed: Any, step: int

@@ -282,7 +282,8 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     )
     arm()
     steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None, every_steps=ASKED.get("save_every"))
-    first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep)
+    rows = {name: ASKED[name] for name in ("validate_every", "validate_every_s", "train_metrics") if name in ASKED}
+    first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep, **rows)
     reached = trainer.step
     between = trainer.evaluate(data())
     second = trainer.fit(data(), steps=20, batch_size=64, checkpoint=keep)

@@ -15,6 +15,8 @@ from workloads import OPTIMIZERS, data, make_trainer, mean_loss, weights_of
 from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, Preempted
 from manyhands.events import Resumed
 from manyhands.runtime.recorder import read_events
+from manyhands.runtime.run_checks import check_length
+from manyhands.runtime.training import Progress
 from manyhands.testing import RankPool
 from tests.stopping import StopAt
 
@@ -224,3 +226,46 @@ def refused_calls(run_dir: str) -> str:
     with pytest.raises(CheckpointCorrupt) as refused:
         two_fits(run_dir, None)
     return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("progress", "asked", "said"),
+    [
+        ({"epoch": 4, "step": 8}, {"epochs": 2}, "has done 4 epochs (8 steps) of this call already, but epochs=2"),
+        ({"epoch": 4, "step": 9, "row": 20}, {"epochs": 4}, "4 epochs and a part of the next (9 steps)"),
+        ({"step": 9, "row": 20, "call_step": 1}, {"steps": 7}, "has done 8 steps of this call already, but steps=7"),
+    ],
+)
+def test_a_run_that_has_done_more_than_is_asked_for_says_so(progress, asked, said) -> None:
+    with pytest.raises(CheckpointMismatch) as refused:
+        check_length(Progress(**progress), asked.get("epochs"), asked.get("steps"))
+    assert said in refused.value.what
+    assert refused.value.fix[0].endswith("to end it there")
+
+
+@pytest.mark.parametrize(
+    ("progress", "asked"),
+    [
+        ({"epoch": 4, "step": 8}, {"epochs": 4}),
+        ({"epoch": 4, "step": 9, "row": 20}, {"epochs": 5}),
+        ({"step": 3, "row": 20, "call_step": 3}, {"epochs": 0}),
+        ({"step": 3, "row": 20}, {"steps": 3}),
+    ],
+)
+def test_a_run_that_has_done_what_is_asked_for_and_no_more_ends_well(progress, asked) -> None:
+    check_length(Progress(**progress), asked.get("epochs"), asked.get("steps"))
+
+
+def for_epochs(run_dir: str, epochs: int, stop_at: int | None) -> Any:
+    trainer = make_trainer(slices=2, run_dir=run_dir, hooks=[StopAt(stop_at)])
+    try:
+        return [row["step"] for row in trainer.fit(data(), epochs=epochs, batch_size=45)]
+    except (Preempted, CheckpointMismatch) as error:
+        return type(error).__name__
+
+
+def test_fewer_epochs_than_are_done_change_nothing_of_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    asked = ((5, 6), (2, None), (3, None))
+    told = [ranks(1, for_epochs, str(tmp_path), *one, run_dir=tmp_path)[0] for one in asked]
+    assert told == ["Preempted", "CheckpointMismatch", [2, 4, 6]]
+    assert not (tmp_path / "calls").exists() or len(list((tmp_path / "calls").iterdir())) == 1

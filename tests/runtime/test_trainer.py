@@ -51,7 +51,7 @@ def test_hooks_run_once_per_committed_step_and_on_the_chief_only_where_asked(ran
         "begin", ("before", 1), ("after", 1), ("before", 2), ("after", 2), ("epoch", 0), ("end", "NoneType"),
     ]  # fmt: skip
     assert first[2][3] == phases
-    assert first[5][2] == ["epoch", "loss", "step", "val_accuracy", "val_loss"]
+    assert first[5][2] == ["epoch", "loss", "lr", "step", "val_accuracy", "val_loss"]
 
 
 def rates(scheduler_every: str) -> list[float]:

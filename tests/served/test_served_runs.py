@@ -183,3 +183,35 @@ def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -
     scale(1)
     (run.folder / "go on").touch()
     assert run.wait() == mirrored(exact=True, epochs=6)
+
+
+@pytest.mark.long
+def test_validation_by_steps_has_the_rows_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+    places = faults(
+        ("worker 1", 10, "in evaluation"), ("worker 0", 16, "in evaluation"), ("server 0", 21, "after commit")
+    )
+    asked = {"exact": True, "validate": True, "rows_at": {"validate_every": 5}}
+    run = served({**asked, "mode": "sync", "faults": places}, *TWO_AND_TWO)
+    told = run.wait()
+    assert [row["step"] for row in told["history"]] == [5, 10, 15, 20, 25, 30, 32]
+    assert told == mirrored(**asked)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "settings", "rows_at", "steps"),
+    [
+        ("async", {}, {"validate_every": 5}, [5, 10, 15, 20, 25, 30, 32]),
+        ("async", {"push_every": 3, "pull_every": 2}, {"validate_every": 5}, [6, 12, 15, 22, 25, 31, 32]),
+        ("local_sgd", {"every": 4, "quorum": 1, "deadline_s": 5.0}, {"validate_every": 5}, [8, 12, 16, 20, 28, 32]),
+        ("async", {}, {"validate_every_s": 0.05}, None),
+    ],
+)
+def test_asynchronous_workers_meet_to_validate_and_never_cut_a_stretch(
+    served: Start, mode: str, settings: dict[str, Any], rows_at: dict[str, Any], steps: list[int] | None
+) -> None:
+    asked = {"mode": mode, "settings": settings, "validate": True, "rows_at": rows_at}
+    told = served(asked, "-n", "2", "--servers", "1").wait()
+    found = [row["step"] for row in told["history"]]
+    assert found == steps if steps is not None else (found == sorted(set(found)) and found[-1] == 32 and len(found) > 2)
+    assert all({"loss", "val_loss", "lr"} <= set(row) for row in told["history"])

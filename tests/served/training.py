@@ -297,6 +297,7 @@ if __name__ == "__main__":
             epochs=ASKED.get("epochs", 2),
             batch_size=BATCH,
             validation=data if ASKED.get("validate") else None,
+            **ASKED.get("rows_at", {}),
             checkpoint=mh.Checkpoints(every_steps=ASKED.get("save_every"), every_s=None),
         )
     digest = hashlib.sha256()
@@ -315,6 +316,7 @@ if __name__ == "__main__":
         "counter": sorted({float(value) for value in torch.cat(counts)}),
         "cells": model.counter.tolist() if ASKED.get("record") else [],
         "loss": history[-1]["loss"],
+        **({"history": list(history)} if "rows_at" in ASKED else {}),
     }
     if trainer.is_chief:
         print("RESULT " + json.dumps(told))
