@@ -74,7 +74,7 @@ class Saver:
         """The chief writes. It may have become that in the middle of the run."""
         worker, settings = self._worker, self._settings
         if self._writer is None and worker.is_chief and not worker.in_trial:
-            root = worker.run_dir / "checkpoints"
+            root = worker.home / "checkpoints"
             self._writer = CheckpointWriter(
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)
             )
@@ -149,12 +149,12 @@ class Saver:
             return ""
         self._writer.close(timeout_s=600.0)  # what is being written has a place in this, too
         self._tell(self._writer.poll())
-        root = self._worker.run_dir / "checkpoints"
+        root = self._worker.home / "checkpoints"
         set_aside(root, after_step, Files())
         newest = newest_valid(root)
         if newest is None:
             return ""
-        self._worker.session.committed(newest.step, str(newest.path))
+        self._worker.committed(newest.step, newest.path)
         return str(newest.path)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Saver:
             if result.error is not None:
                 self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
             elif result.path is not None:
-                self._worker.session.committed(result.step, str(result.path))
+                self._worker.committed(result.step, result.path)
                 self._worker.emit(
                     CheckpointSaved(
                         step=result.step,
@@ -246,9 +246,9 @@ def load_newest(worker: Worker) -> Incoming | None:
 
 
 def _open(worker: Worker) -> Stored | None:
-    newest = newest_valid(worker.run_dir / "checkpoints")
+    newest = newest_valid(worker.home / "checkpoints")
     if newest is None:
         return None
-    worker.session.committed(newest.step, str(newest.path))
+    worker.committed(newest.step, newest.path)
     worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
     return open_checkpoint(newest.path, verify=False)  # newest_valid has just verified it
