@@ -51,7 +51,12 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=T
     """Wall clock of the emitting process, for people; never compared between hosts."""
 
 
-class RunStarted(_Event, frozen=True):
+class _OfTraining(_Event, frozen=True, kw_only=True):
+    training: int = 1
+    """Which one of the script's trainings, by the order in which it made them."""
+
+
+class RunStarted(_OfTraining, frozen=True):
     run: str
     strategy: str
     workers: int
@@ -108,7 +113,7 @@ class ServerWentOn(_Event, frozen=True):
     step: int
 
 
-class StepDone(_Event, frozen=True):
+class StepDone(_OfTraining, frozen=True):
     step: int
     epoch: int
     loss: float
@@ -134,7 +139,7 @@ class StepDone(_Event, frozen=True):
     """Under averaging with a quorum: how many workers the round had that it was in."""
 
 
-class StalenessSeen(_Event, frozen=True):
+class StalenessSeen(_OfTraining, frozen=True):
     """How stale gradients were in a call of `fit` under parameter servers."""
 
     step: int
@@ -142,7 +147,7 @@ class StalenessSeen(_Event, frozen=True):
     """By staleness: how many updates had it."""
 
 
-class RoundsClosed(_Event, frozen=True):
+class RoundsClosed(_OfTraining, frozen=True):
     """How many workers rounds had in a call of `fit` that averaged with a quorum."""
 
     step: int
@@ -150,13 +155,13 @@ class RoundsClosed(_Event, frozen=True):
     """By the number of workers."""
 
 
-class EpochDone(_Event, frozen=True):
+class EpochDone(_OfTraining, frozen=True):
     epoch: int
     step: int
     results: dict[str, float]
 
 
-class Validated(_Event, frozen=True):
+class Validated(_OfTraining, frozen=True):
     """`fit` has validated inside an epoch, or has ended there: a row of its history."""
 
     epoch: int
@@ -164,20 +169,20 @@ class Validated(_Event, frozen=True):
     results: dict[str, float]
 
 
-class Evaluated(_Event, frozen=True):
+class Evaluated(_OfTraining, frozen=True):
     step: int
     results: dict[str, float]
     rows: int
 
 
-class Logged(_Event, frozen=True):
+class Logged(_OfTraining, frozen=True):
     """Values the user's own code logged."""
 
     step: int
     values: dict[str, float]
 
 
-class ResourcesUsed(_Event, frozen=True):
+class ResourcesUsed(_OfTraining, frozen=True):
     """What one worker used in a call of `fit`, from the call's first step to `step`. Every worker tells its own."""
 
     rank: int
@@ -236,7 +241,7 @@ class PipelineTimed(_Event, frozen=True):
     """A picture of both."""
 
 
-class CheckpointSaved(_Event, frozen=True):
+class CheckpointSaved(_OfTraining, frozen=True):
     step: int
     path: str
     num_bytes: int
@@ -245,12 +250,12 @@ class CheckpointSaved(_Event, frozen=True):
     """How long the training loop waited for the snapshot; the rest happened beside it."""
 
 
-class CheckpointFailed(_Event, frozen=True):
+class CheckpointFailed(_OfTraining, frozen=True):
     step: int
     reason: str
 
 
-class Resumed(_Event, frozen=True):
+class Resumed(_OfTraining, frozen=True):
     step: int
     epoch: int
     path: str
@@ -258,7 +263,7 @@ class Resumed(_Event, frozen=True):
     """Newer checkpoints that did not verify, with the reason."""
 
 
-class RoundRestarted(_Event, frozen=True):
+class RoundRestarted(_OfTraining, frozen=True):
     """Workers that train weights of their own lost one, and went back to where all agreed last: no checkpoint, and
     nobody's process."""
 

@@ -24,7 +24,7 @@ __all__ = ["RunDirectory", "RunRecord", "default_path", "read_run", "run_name"]
 Status = Literal["running", "finished", "failed", "stopped"]
 
 # What manyhands itself writes into a run directory, and therefore all that `overwrite` may remove.
-OWNED = ("run.json", "calls", "checkpoints", "events", "logs", "summaries", "updates")
+OWNED = ("run.json", "calls", "checkpoints", "events", "logs", "summaries", "trainings", "updates")
 
 
 class RunRecord(msgspec.Struct, kw_only=True):

@@ -73,6 +73,10 @@ class CommonWeights:
         self._look_at(views)
 
     @property
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
+    @property
     def current(self) -> int:
         """The copy that is in use."""
         return self._current

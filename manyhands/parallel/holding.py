@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
+from manyhands.comm.segments import Segment
 from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.coded_gradients import CodedGradientSum, CodedResiduals
 from manyhands.parallel.common_weights import CommonWeights
@@ -62,6 +63,8 @@ class Holding:
         self._model, self._optimizer, self._codec, self._network = model, optimizer, codec, network
         self._bucket_bytes, self._check_every, self._tell = bucket_bytes, check_every, tell
         self._layout, self._reduction = "", reduction
+        self._owed: CodedResiduals | None = None
+        """By sums that were put down."""
         self._set_group(axis, sharing)
         self.sum: GradientSum | SharedGradients | ShardedSum | None = None
         self.weights: Update | None = None
@@ -118,7 +121,7 @@ class Holding:
             return
         if self.weights is not None:
             self.weights.close()
-        before = self.coded
+        before, self._owed = self.coded or self._owed, None
         if self.sum is not None:
             self.sum.close()
         if not (self.sharing is not None and summable(trained) and self._share(self.sharing, trained)):
@@ -232,10 +235,40 @@ class Holding:
             self.weights.release()
             self._part(self.sum.params)
 
+    def put_down(self) -> Callable[[], None]:
+        """Have weights and states of this rank's own, and leave the parameters alone, until `divide`.
+
+        Nobody waits for anybody here. What is returned gives the memory back, once every rank has come so far.
+        """
+        weights, gradients, self._owed = self.weights, self.sum, self.coded or self._owed
+        self.weights = self.sum = None
+        segments = [*_segments(weights), *_segments(gradients)] if self._frees else []
+        if isinstance(weights, CommonWeights):
+            weights.release()
+        elif weights is not None:
+            weights.close()
+        if gradients is not None:
+            gradients.leave()
+
+        def give_back() -> None:
+            for segment in segments:
+                segment.free()
+
+        return give_back
+
+    @property
+    def _frees(self) -> bool:
+        """Of the ranks of a host, the first gives back what they share."""
+        return self.sharing is not None and self.sharing.plane.rank == 0
+
     def abandon(self) -> None:
         """Leave the model alone: there will be another."""
         if self.sum is not None:
             self.sum.leave()
+
+
+def _segments(shared: object) -> Sequence[Segment]:
+    return shared.segments if isinstance(shared, CommonWeights | SharedGradients) else ()
 
 
 def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

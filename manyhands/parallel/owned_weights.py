@@ -191,9 +191,9 @@ class OwnedWeights(CommonWeights):
         for place, name, value in found:
             self._optimizer.state[self._params[place]][name] = self._states[place, name].copy_(value)
 
-    def close(self) -> None:
+    def release(self) -> None:
         self._loaded.remove()
-        super().close()
+        super().release()
 
 
 def _describe(place: int, name: str, value: Tensor) -> _State:

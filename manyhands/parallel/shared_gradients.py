@@ -364,6 +364,10 @@ class SharedGradients:
             self.params[index].grad = total[index].clone()
         self._plane.meet(f"copies of {self._name}")  # until then the next backward must not write to the rows
 
+    @property
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
     def leave(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:

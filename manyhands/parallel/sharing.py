@@ -25,9 +25,11 @@ class Sharing:
         *,
         slots: Sequence[int] | None = None,
         generation: str = "",
+        use: str = "",
     ) -> None:
+        """`use` sets apart what is shared at different times, and by different trainings."""
         self.plane, self.across, self.slots, self.generation, self._memory = plane, across, slots, generation, memory
-        self._layouts = 0
+        self._layouts, self._use = 0, use
 
     @property
     def is_elastic(self) -> bool:
@@ -36,7 +38,7 @@ class Sharing:
     def new_layout(self) -> str:
         """A name for memory of one layout of the parameters; the same on every rank, as each asks for as many."""
         self._layouts += 1
-        return f"layout {self.generation}/{self._layouts}"
+        return f"layout {self._use}{self.generation}/{self._layouts}"
 
     def memory_of(self, layout: str) -> Callable[[str, int], Segment]:
         """Memory by name. Every rank asks for the same."""

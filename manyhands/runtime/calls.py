@@ -27,7 +27,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Calls:
-    """The calls of one trainer. `resume_at` is the call that the loaded checkpoint was taken in."""
+    """The calls of one training. `resume_at` is the call that the loaded checkpoint was taken in."""
 
     def __init__(self, directory: Path, *, writes: Callable[[], bool], warn: Callable[[str], None]) -> None:
         """`writes` is asked each time: the chief may be another worker by then."""
@@ -35,14 +35,16 @@ class Calls:
         self._results: dict[int, tuple[str, Any]] = {}
         self.number = 0
         self.resume_at = 0
+        self._is_past = False
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, *, is_past: bool = False) -> None:
+        """`is_past`: this worker comes late, and the others have done it."""
         self.number += 1
-        self._name = name
+        self._name, self._is_past = name, is_past
 
     @property
     def already_done(self) -> bool:
-        return self.number < self.resume_at
+        return self.number < self.resume_at or self._is_past
 
     @property
     def goes_on(self) -> bool:
@@ -85,7 +87,7 @@ class Calls:
             self._warn(f"The result of call {number} ({name}) is not on record: {error.strerror}.")
 
     def _write(self, path: Path, record: _Record) -> None:
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         with open(temporary, "wb") as file:
             file.write(exact_json.encode(record))

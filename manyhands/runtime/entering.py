@@ -8,13 +8,14 @@ returns. Start reading at `enter`.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from manyhands.control.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
+from manyhands.runtime.script import Script
 from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
 from manyhands.runtime.solo import Solo
@@ -32,7 +33,13 @@ from manyhands.strategies.choices import Single
 __all__ = ["enter"]
 
 
-def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False) -> Worker:
+_script: Script | None = None
+"""Of this process, once there is one."""
+
+
+def enter(
+    strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False, kind: str = "Trainer"
+) -> Worker:
     """Find this process's seat. Does not return where the process turns into the launcher of several workers.
 
     With `tune`, a script started by hand first measures which settings to go on with.
@@ -41,8 +48,8 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
     order = plan_order()
     if order is not None:
         return _planning(as_strategy(strategy), order, arguments)
-    seated_here: tuple[Any, list[Worker]] = _seated.get() or (None, [])
-    session, seated_workers = seated_here
+    seated_here: tuple[Any, Script | None] = _seated.get() or (None, None)
+    session, script = seated_here
     seat = session.seat if session is not None else load.seat()
     if seat is None:
         watch_ending()
@@ -68,16 +75,12 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
-        worker = _closed_at_exit(Worker(Solo(resolved), resolved, chosen))
+        worker = Worker(_solo(resolved), resolved, chosen, kind)
         for line in (*_not_there(chosen, worker.session.seat), *_not_alone(load.environment())):
             worker.warn(line)
         return worker
     check_strategy(chosen, seat, resolved.spec)
-    if session is None:
-        worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
-    else:
-        worker = Worker(session, resolved, chosen)
-        seated_workers.append(worker)
+    worker = Worker(script or _own_script(lambda: Session(seat)), resolved, chosen, kind)
     for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
         worker.warn(line)
     return worker
@@ -98,7 +101,7 @@ def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, 
     workers = order.workers or getattr(chosen, "workers", None) or 1
     alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
     resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
-    worker = Worker(Solo(resolved), resolved, Single())
+    worker = Worker(Script(Solo(resolved)), resolved, Single())
     worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
     return worker
 
@@ -143,9 +146,21 @@ def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, 
     return tune_this_script(arguments)
 
 
-def _closed_at_exit(worker: Worker) -> Worker:
-    atexit.register(worker.close)
-    return worker
+def _own_script(session: Callable[[], Session | Solo]) -> Script:
+    """This process's; the first training makes it, and all others find it."""
+    global _script
+    if _script is None:
+        _script = Script(session())
+        atexit.register(_script.close)
+    return _script
+
+
+def _solo(resolved: Resolved) -> Script:
+    """A training that asks for a run directory of its own is a run of its own; else it is one more of this run."""
+    global _script
+    if _script is not None and not _script.session.takes(resolved):
+        _script = None
+    return _own_script(lambda: Solo(resolved))
 
 
 def _task_of(strategy: StrategyChoice) -> ClusterTask | None:

@@ -80,7 +80,7 @@ def join(
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
     check_checkpoints(checkpoint)
-    return Hands(enter(strategy, arguments, tune=tune), checkpoint)
+    return Hands(enter(strategy, arguments, tune=tune, kind="join"), checkpoint)
 
 
 class Hands:
@@ -335,6 +335,7 @@ class Hands:
     def _all_workers(self, what: str) -> Run:
         """The run, for something that all workers do together."""
         refuse_apart(what, in_loop=self._leased is not None, was_left=self._was_left)
+        self._known_run.use()
         return self._known_run
 
     def _all_there(self, what: str) -> Run:

@@ -26,7 +26,7 @@ MOST_SIZES = 4096
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Committed steps that were taken back: the run began again from a checkpoint, or from its last round."""
+    """Committed steps of a training that were taken back: it began again from a checkpoint, or from its last round."""
 
     to_step: int
     steps: int
@@ -36,6 +36,7 @@ class Rollback(msgspec.Struct, frozen=True):
 
 class Ledger(msgspec.Struct, kw_only=True):
     last_step: int = 0
+    """Of all trainings together."""
     recorded: int = 0
     """Steps up to the last one that are on record, each counted once."""
     unrecorded: int = 0
@@ -64,10 +65,33 @@ def read_run_events(run_dir: Path, *more: Path) -> list[Event]:
 
 
 def audit(events: Iterable[Event]) -> Ledger:
-    """Check a run's events: `GenerationStarted` in the order of writing, the others in any."""
+    """Check a run's events: `GenerationStarted` in the order of writing, the others in any.
+
+    Each of the script's trainings has steps of its own; what is counted is of all of them.
+    """
     events = list(events)
     ledger = Ledger()
     known = _check_generations(events, ledger)
+    trainings = sorted({event.training for event in events if isinstance(event, StepDone)})
+    for training in trainings:
+        found = _audit_training([event for event in events if _is_of(event, training)], known)
+        ledger.last_step += found.last_step
+        ledger.recorded += found.recorded
+        ledger.unrecorded += found.unrecorded
+        ledger.samples_lost += found.samples_lost
+        ledger.samples_repeated += found.samples_repeated
+        ledger.rollbacks += found.rollbacks
+        name = f"training {training}: " if len(trainings) > 1 else ""
+        ledger.problems += [f"{name}{problem}" for problem in found.problems]
+    return ledger
+
+
+def _is_of(event: Event, training: int) -> bool:
+    return getattr(event, "training", training) == training
+
+
+def _audit_training(events: Sequence[Event], known: set[str]) -> Ledger:
+    ledger = Ledger()
     commits = _in_order([event for event in events if isinstance(event, StepDone)])
     resumed = [event.step for event in events if isinstance(event, Resumed | RoundRestarted)]
     lineage = _lineage(commits, resumed, ledger)

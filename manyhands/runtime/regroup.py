@@ -27,6 +27,7 @@ from manyhands.runtime.standings import (
     Doing,
     Evaluated,
     Standing,
+    are_apart,
     can_join,
     decide,
     has_behind_it,
@@ -85,6 +86,8 @@ class Regrouping:
         self._is_short = False
         """Nobody of this worker's group can train before others have come."""
         self._listeners: list[Callable[[], None]] = []
+        self._stood_in: str | None = None
+        """The generation that this training last stood in."""
 
     # ---- what callers use ----
 
@@ -99,7 +102,24 @@ class Regrouping:
 
     def settled(self) -> None:
         """This worker has a state of its own now."""
-        self._has_state = True
+        self._has_state, self._stood_in = True, self._worker.group.generation
+
+    def take_up(self) -> bool:
+        """Go on with this training, after others, in the group as it is by now. False: no worker has its state."""
+        training, worker = self.training, self._worker
+        assert training is not None
+        if self._stood_in != worker.group.generation:
+            worker.follow_group()
+            try:
+                self._stand(worker.group, done=False)
+            except PeerLost:
+                if not worker.is_elastic:
+                    raise
+                self.go_over()
+            if not self._has_state:
+                return False
+        self.agreed(training.engine.take_up)
+        return True
 
     def step_done(self) -> None:
         self._operation, self.division, self._told = 0, "", None
@@ -256,8 +276,13 @@ class Regrouping:
         self._worker.place = f"{self._worker.call}.{step}.{self._operation}"
 
     def _arrive(self, group: Group, done: bool) -> Arrival:
+        self._worker.enter(group)
+        return self._stand(group, done)
+
+    def _stand(self, group: Group, done: bool) -> Arrival:
+        """All members tell each other where they stand, and whoever lacks the state of this training gets it."""
         worker, training = self._worker, self.training
-        worker.enter(group)
+        self._stood_in = group.generation
         if worker.is_divided:
             return self._arrive_in_parts(group, done)
         standings = self._tell_standings(done)
@@ -282,6 +307,8 @@ class Regrouping:
         assert training is not None
         formation = self._form(group)
         standings = self._tell_standings(done)
+        if are_apart(standings):
+            raise _lost_outside_of_steps()
         division = next((one.parts for one in standings if one.parts is not None), None)
         handover, is_new = hand_over(standings, formation), not self._has_state
         if handover is None or division is None:
@@ -298,6 +325,7 @@ class Regrouping:
                 take()
                 training.keep()
                 self._operation, self.division, self._has_state = has_behind_it(giver), "", True
+                worker.script.steps = dict(giver.steps)
         self._told = told_result(standings, giver) if is_new else None
         for listener in (self._regrouped, *self._listeners):
             listener()
@@ -340,6 +368,8 @@ class Regrouping:
         training = self.training
         return Standing(
             call=self._worker.call,
+            use=self._worker.script.uses,
+            steps=self._worker.script.steps,
             step=training.progress.step if training is not None and self._has_state else 0,
             operation=self._operation,
             done=done,
@@ -363,6 +393,7 @@ class Regrouping:
             training.keep()
             self._operation, self.division, self._has_state = has_behind_it(standing), "", True
             self.resumed = standing.resumed
+            self._worker.script.steps = dict(standing.steps)
 
 
 def _lost_outside_of_steps() -> PartLost:

@@ -10,10 +10,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from manyhands.checkpoint.reader import newest_valid, open_checkpoint
 from manyhands.control.session import RunFacts
 from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
@@ -64,12 +66,14 @@ class Run:
         self._predicted: WorkerPlan | None = None
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
+        self._looked_at: Path | None = None
+        worker.script.watch(self)
 
     def begin_call(self, name: str, *, resume: bool = True) -> Training:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
-        training = self.ready(resume=resume)
-        self.calls.begin(name)
-        self.worker.call = self.calls.number
+        training, worker = self.use(resume=resume), self.worker
+        worker.script.call += 1
+        self.calls.begin(name, is_past=worker.is_waiting and worker.call < self.regrouping.run_call)
         progress = training.progress
         if self.worker.is_elastic and not self.worker.is_waiting:
             self.worker.report(progress.step, name)
@@ -128,10 +132,36 @@ class Run:
 
         self.regrouping.agreed(work)
 
+    def use(self, *, resume: bool = True) -> Training:
+        """The same, with this training in use: before what all workers do together in it."""
+        training = self.ready(resume=resume)
+        if not self.worker.script.use(self) or self.worker.is_waiting:
+            return training
+        if not self.regrouping.take_up():
+            self._training = None
+            while self._training is None:
+                self._set_up(resume=True)
+        self.worker.script.give_back()
+        return self.ready()
+
+    def look_back(self) -> None:
+        """Have the weights that the others have come to, in a worker that comes late and does not train here."""
+        if not self.worker.is_waiting or self._training is None:
+            return
+        newest = newest_valid(self.worker.home / "checkpoints")
+        if newest is not None and newest.path != self._looked_at:
+            self._training.show(open_checkpoint(newest.path, verify=False))
+            self._looked_at = newest.path
+
+    def put_down(self) -> Callable[[], None]:
+        """Another training is taken in use."""
+        return self._training.engine.put_down() if self._training is not None else lambda: None
+
     def ready(self, *, resume: bool = True) -> Training:
         if self._training is not None:
             return self._training
         spec, worker = self.spec, self.worker
+        worker.script.use(self)
         worker.settle_in(
             RunFacts(
                 run_dir=spec.run.run_dir,
@@ -145,10 +175,9 @@ class Run:
             )
         )
         self.regrouping.find_place()
-        self.calls = Calls(worker.run_dir / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
+        self.calls = Calls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
-            self.calls.resume_at = self.regrouping.run_call
         while self._training is None:
             self._set_up(resume)
         return self._training
@@ -156,6 +185,7 @@ class Run:
     def _set_up(self, resume: bool) -> None:
         """The newest checkpoint, or the start, on all workers. If one is lost in it, by the others once more."""
         try:
+            self._meet_for_beginning()
             loaded = load_newest(self.worker) if resume else None
             training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
         except PeerLost:
@@ -173,6 +203,16 @@ class Run:
             process.give_freed_memory_back()
         self.regrouping.settled()
 
+    def _meet_for_beginning(self) -> None:
+        """All workers begin the same training, and have put down the one before."""
+        worker = self.worker
+        try:
+            worker.script.check_same(worker.number, worker.axis)
+        except PeerLost:
+            worker.script.check_ended(worker.number)
+            raise
+        worker.script.give_back()
+
     def _set_up_for_joining(self) -> None:
         """Everything but the state, which others have."""
         self._training = self.regrouping.training = self._build(self._choose_slices(None), joining=True)
@@ -185,7 +225,7 @@ class Run:
 
     def resume(self) -> bool:
         """Go back to the newest checkpoint, for loops that ask for it themselves."""
-        training = self.ready(resume=False)
+        training = self.use(resume=False)
         loaded = self.regrouping.agreed(lambda: load_newest(self.worker))
         if loaded is None:
             return False
@@ -202,6 +242,7 @@ class Run:
 
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
+        worker.script.check_whole(worker.number, parts.model)
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -230,6 +271,8 @@ class Run:
             raise
         has_part = worker.is_divided and joining  # which one, others tell
         divided = engine.divided if isinstance(engine, Replicated) and not has_part else None
+        if divided is not None:
+            worker.script.divided.update(model.modules())
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
             log_placement(worker, whole.placement())

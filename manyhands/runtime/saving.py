@@ -85,7 +85,7 @@ class Saver:
         """The chief writes. It may have become that in the middle of the run."""
         worker, settings = self._worker, self._settings
         if self._writer is None and worker.is_chief and not worker.in_trial:
-            root = worker.run_dir / "checkpoints"
+            root = worker.home / "checkpoints"
             self._writer = CheckpointWriter(
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)
             )
@@ -165,12 +165,12 @@ class Saver:
             return ""
         self._writer.close(timeout_s=600.0)  # what is being written has a place in this, too
         self._tell(self._writer.poll())
-        root = self._worker.run_dir / "checkpoints"
+        root = self._worker.home / "checkpoints"
         set_aside(root, after_step, Files())
         newest = newest_valid(root)
         if newest is None:
             return ""
-        self._worker.session.committed(newest.step, str(newest.path))
+        self._worker.committed(newest.step, newest.path)
         return str(newest.path)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class Saver:
             if result.error is not None:
                 self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
             elif result.path is not None:
-                self._worker.session.committed(result.step, str(result.path))
+                self._worker.committed(result.step, result.path)
                 self.committed.append((result.step, str(result.path)))
                 self._worker.emit(
                     CheckpointSaved(
@@ -290,7 +290,7 @@ def load_newest(worker: Worker) -> Incoming | None:
 
 
 def _open(worker: Worker) -> Stored | None:
-    root = worker.run_dir / "checkpoints"
+    root = worker.home / "checkpoints"
     newest = newest_valid(root)
     if newest is None:
         refuse_to_start_over(root, worker.run_dir)
@@ -298,6 +298,6 @@ def _open(worker: Worker) -> Stored | None:
     last = latest_committed(root)
     if last is not None and last.step > newest.step and not (root / str(last)).exists():
         newest.skipped.append(f"{root / str(last)}, which was committed last, is gone.")
-    worker.session.committed(newest.step, str(newest.path))
+    worker.committed(newest.step, newest.path)
     worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
     return open_checkpoint(newest.path, verify=False)  # newest_valid has just verified it

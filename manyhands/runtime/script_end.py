@@ -32,7 +32,7 @@ class OwnRun(Protocol):
 
 class Ending:
     def __init__(self) -> None:
-        self._run: OwnRun | None = None
+        self._runs: list[OwnRun] = []
         self._error: BaseException | None = None
         self._previous_hook: Callable[..., None] | None = None
         self._exit = sys.exit
@@ -47,7 +47,7 @@ class Ending:
     def tell(self, run: OwnRun) -> None:
         """Have this run told how the script ended."""
         self.watch()
-        self._run = run
+        self._runs.append(run)
         sys.exit = self._on_exit  # Python tells nobody of a SystemExit, and a run that ends so is not finished
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -61,8 +61,8 @@ class Ending:
             print(told(error), end="", file=sys.stderr)
         else:
             self._previous_hook(kind, error, trace)
-        if self._run is not None:
-            for line in self._run.how_to_go_on():
+        for run in self._runs:
+            for line in run.how_to_go_on():
                 print(line, file=sys.stderr)
 
     def _on_exit(self, status: Any = None) -> NoReturn:
@@ -71,8 +71,8 @@ class Ending:
 
     def _at_exit(self) -> None:
         code = _exit_code(self._error)
-        if self._run is not None:
-            self._run.end(code, self._error)
+        for run in self._runs:
+            run.end(code, self._error)
         if code not in (0, 1, 130) and isinstance(self._error, ManyhandsError):
             # Python ends with 1 after any uncaught exception; our exit codes say more than that.
             for stream in (sys.stdout, sys.stderr):

@@ -48,6 +48,13 @@ class Solo:
         self._checkpoint: str | None = None
         self._signalled_at: float | None = None
 
+    def takes(self, other: Resolved) -> bool:
+        """Whether a training with these settings is one more of this run: it asks for no other directory."""
+        asked, mine = other.spec.run.run_dir, self._resolved.spec.run.run_dir
+        if self._directory is None or asked is None:
+            return asked is None or (mine is not None and Path(asked).absolute() == Path(mine).absolute())
+        return Path(asked).absolute() == self.run_dir.absolute()
+
     @property
     def run_dir(self) -> Path:
         assert self._directory is not None

@@ -13,7 +13,18 @@ import msgspec
 from manyhands.parallel.holding import Mapped
 from manyhands.parallel.spread import Division
 
-__all__ = ["Arrival", "Doing", "Evaluated", "Standing", "can_join", "decide", "has_behind_it", "is_done", "told_result"]
+__all__ = [
+    "Arrival",
+    "Doing",
+    "Evaluated",
+    "Standing",
+    "are_apart",
+    "can_join",
+    "decide",
+    "has_behind_it",
+    "is_done",
+    "told_result",
+]
 
 Evaluated = tuple[dict[str, float], int]
 """Means over all rows, and their number."""
@@ -27,6 +38,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     call: int
     step: int
     """Committed steps."""
+    use: int = 0
+    """Which of the trainings, one after another, it has in use."""
+    steps: dict[int, int] = {}
+    """Committed steps of all trainings that it knows of."""
     operation: int
     """How many things all workers did together since that step, with the one that it is in the middle of."""
     doing: Doing
@@ -46,8 +61,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """The call that the checkpoint was taken in which it began with; 0: it began with none."""
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        return self.call, self.step, self.operation
+    def place(self) -> tuple[int, int, int, int]:
+        return self.use, self.call, self.step, self.operation
 
 
 class Arrival(NamedTuple):
@@ -64,6 +79,8 @@ class Arrival(NamedTuple):
 def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, Arrival]:
     """Whose state the others get (None: nobody has one), whether anybody needs it, and what it means for `rank`."""
     mine = standings[rank]
+    if are_apart(standings):
+        return None, False, Arrival(received=False, same_step=False, all_done=is_done(standings, mine))
     members = [i for i, one in enumerate(standings) if one.has_state]
     if not members:
         return None, False, Arrival(received=False, same_step=False, all_done=False)
@@ -74,9 +91,14 @@ def decide(standings: Sequence[Standing], rank: int) -> tuple[int | None, bool, 
     return source, any(behind), Arrival(behind[rank], same_step=same, all_done=is_done(standings, mine))
 
 
+def are_apart(standings: Sequence[Standing]) -> bool:
+    """Some are done with one training and begin another, which the others have not come to: no state is common."""
+    return len({one.use for one in standings if one.has_state or not one.is_newcomer}) > 1
+
+
 def is_done(standings: Sequence[Standing], mine: Standing) -> bool:
     """Whether every member has the result of what this one is in the middle of. A newcomer is told it."""
-    members = [one for one in standings if one.has_state]
+    members = [one for one in standings if one.has_state or one.use > mine.use]
     return all(one.place > mine.place or (one.place == mine.place and _has_result(one)) for one in members)
 
 
@@ -87,7 +109,8 @@ def _has_result(one: Standing) -> bool:
 
 def can_join(standings: Sequence[Standing], giver: Standing) -> bool:
     """Whether everybody does next what the giver of a state does. Newcomers would go on with the next step."""
-    return giver.doing != "something else" or not any(one.is_newcomer for one in standings)
+    newcomers = [one for one in standings if one.is_newcomer]
+    return not newcomers or (giver.doing != "something else" and all(one.use == giver.use for one in newcomers))
 
 
 def has_behind_it(giver: Standing) -> int:

@@ -23,7 +23,7 @@ from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.models import assemble, load_weights, save_model
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
@@ -141,6 +141,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
+        self._run.look_back()
         return self._run.parts.model
 
     @property
@@ -340,6 +341,8 @@ class Trainer:
         run = self._run
         training = run.begin_call("load")
         if run.is_call_over():
+            if run.worker.is_waiting:  # the others have, and what the script looks at next is this model
+                load_weights(training.model, Path(path))
             return
         run.regrouping.agreed(lambda: training.load_weights(Path(path)))
         run.put_on_record(lambda: run.calls.finish(None))
@@ -347,7 +350,7 @@ class Trainer:
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's weights."""
-        training = self._run.ready()
+        training = self._run.use()
         if self._run.worker.is_waiting:  # the others have done it, and it gets their weights
             with torch.no_grad():
                 yield training.model

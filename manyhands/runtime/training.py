@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.reader import check_model
+from manyhands.checkpoint.reader import Stored, check_model
 from manyhands.data.batches import Step
 from manyhands.data.order import Position
 from manyhands.errors import CheckpointMismatch
@@ -292,6 +292,14 @@ class Training:
             identity["threads"] = self.worker.threads
             identity["fused updates"] = not why_not()  # they round differently
         return identity
+
+    def show(self, stored: Stored) -> None:
+        """Have the weights of a checkpoint in the model, and nothing else of it."""
+        check_model(stored.manifest, model_state(self.model)[0])
+        rest, tensors = unpack(stored.state["training"], stored.tensors()), stored.tensors()
+        weights = {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
+        tied = {name: weights[first] for name, first in rest["aliases"].items()}
+        self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
 
     def restore(self, loaded: Incoming) -> None:
         """For all workers alike."""

@@ -12,15 +12,17 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from manyhands.comm.axis import Axis, Following, connect
 from manyhands.comm.plane_axis import PlaneAxis, connect_plane
+from manyhands.comm.segments import Segment
 from manyhands.comm.shared_values import MixedValues, SharedValues
 from manyhands.comm.store import ControlStore
 from manyhands.comm.values import FollowingMessages, Messages, Values
 from manyhands.control.session import RunFacts, Session
-from manyhands.errors import EnvironmentProblem, Preempted
+from manyhands.errors import EnvironmentProblem, Preempted, UsageError
 from manyhands.events import Event, Warned
 from manyhands.native import why_not
 from manyhands.parallel.across_hosts import AcrossHosts
@@ -28,6 +30,7 @@ from manyhands.parallel.sharing import Sharing
 from manyhands.runtime import process
 from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder
+from manyhands.runtime.script import Script, home_of
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice
 from manyhands.runtime.worker_words import last_heard
@@ -49,22 +52,23 @@ _seated: ContextVar[Any] = ContextVar("manyhands_session", default=None)
 @contextmanager
 def seated(session: Any) -> Iterator[None]:
     """Inside, `enter` takes this session instead of looking for a seat. For tests, whose processes stay warm."""
-    workers: list[Worker] = []
-    token = _seated.set((session, workers))
+    script = Script(session)
+    token = _seated.set((session, script))
     try:
         yield
     finally:
         _seated.reset(token)
-        for worker in workers:
-            worker.close()
+        script.close()
 
 
 class Worker(InGrid):
     """Everything about the process that training needs to know. `axis` is connected on first use."""
 
-    def __init__(self, session: Session | Solo, resolved: Resolved, strategy: StrategyChoice) -> None:
+    def __init__(self, script: Script, resolved: Resolved, strategy: StrategyChoice, kind: str = "training") -> None:
+        """A training of this script more; `kind` is what it calls that."""
+        session: Session | Solo = script.session
         super().__init__(session, strategy)
-        self.resolved = resolved
+        self.script, self.resolved, self.number = script, resolved, script.make(kind)
         seat, spec = session.seat, resolved.spec
         self.threads = process.choose_threads(spec.launch.threads, seat.local_world_size, exact=spec.train.exact)
         self.is_server, self.num_servers = seat.is_server, seat.num_servers
@@ -74,31 +78,54 @@ class Worker(InGrid):
         self.in_trial = load.in_trial()
         self.planned: Planned | None = None
         """Only to say how others would do it."""
-        self.recorder: Recorder | None = None
+        self._way, self._connected = script.connections(f"{self.device} {spec.comm.plane} {spec.comm.timeout_s}")
         self.why_no_plane = _why_no_plane(session.group, spec, self.device)
-        self.call = 0
-        """The number of the public call under way."""
         self.place = ""
         """In an elastic run, a name for where this worker stands; the same for all who stand there."""
-        self._connected: dict[str, Axis] = {}
         self._meetings = 0
         self._messages: dict[tuple[str, ...], Messages] = {}
         """Of this generation of an elastic run, by the axes that they go along."""
         self._lasting: list[Callable[[], object]] = []
 
+    @property
+    def call(self) -> int:
+        """The number of the public call under way, over all trainings of the script."""
+        return self.script.call
+
+    @property
+    def home(self) -> Path:
+        """Where this training keeps its checkpoints and records."""
+        return home_of(self.run_dir, self.number)
+
     def report(self, step: int, phase: str) -> None:
-        self.session.report(step, phase, self.call)
+        """Steps of all trainings count: for the launcher, a script that gets on takes steps, whichever they are."""
+        self.script.steps[self.number] = step
+        if self.number > 1:
+            phase = f"step {step} of training {self.number}" if phase == "training" else f"{phase}, {self._name}"
+        self.session.report(sum(self.script.steps.values()), phase, self.call)
+
+    def committed(self, step: int, path: Path) -> None:
+        """A checkpoint is there."""
+        self.script.steps[self.number] = max(step, self.script.steps.get(self.number, 0))
+        others = sum(steps for number, steps in self.script.steps.items() if number != self.number)
+        self.session.committed(others + step, str(path))
+
+    @property
+    def _name(self) -> str:
+        return f"training {self.number}"
 
     def enter(self, group: Group) -> None:
         """Leave the group that this worker is in, for a newer one."""
-        for axis in self._connected.values():
-            axis.retire()
-        self._connected.clear()
-        self._messages.clear()
-        self._meetings, self._formation = 0, None
+        self.script.retire()
         assert isinstance(self.session, Session)
         self.session.enter(group)
-        self.why_no_plane = _why_no_plane(group, self.resolved.spec, self.device)
+        self.follow_group()
+
+    def follow_group(self) -> None:
+        """The group is another than it was, perhaps since another training was in use."""
+        self._messages.clear()
+        self._meetings, self._formation = 0, None
+        self.why_no_plane = _why_no_plane(self.group, self.resolved.spec, self.device)
         self._take_office()
 
     @property
@@ -126,7 +153,7 @@ class Worker(InGrid):
         Through shared memory where they follow one another on this host, which the ones on the tensor axis do.
         """
         ranks = self._stand().line(self.rank, *axes)
-        key = f"step along {' and '.join(axes)} from {ranks[0]}"
+        key = f"step along {' and '.join(axes)} of {' '.join(map(str, ranks))}"
         if ranks == list(range(self.world_size)):  # where workers have come and gone, places need not follow ranks
             return self.axis
         if key not in self._connected:
@@ -162,7 +189,7 @@ class Worker(InGrid):
         shared = SharedValues(
             ranks.index(self.rank),
             ranks,
-            lambda name, num_bytes: self.session.shared_memory(f"messages {name}", num_bytes, 2),
+            lambda name, num_bytes: self.shared_memory(f"messages {name}", num_bytes, 2),
             timeout_s=self.resolved.spec.comm.timeout_s,
             here=self._ranks_here(),
             missing=self._where_the_others_are,
@@ -200,24 +227,38 @@ class Worker(InGrid):
     @property
     def sharing(self) -> Sharing | None:
         """What the workers have in common where they share memory: all of them, or those of each host."""
-        axis, seat, group = self.axis, self.session.seat, self.group
+        axis, seat, group, use = self.axis, self.session.seat, self.group, self._use
         if isinstance(axis, PlaneAxis):
             slots = group.slots if self.is_elastic else None
-            return Sharing(axis.plane, self.session.shared_memory, slots=slots, generation=group.generation)
+            return Sharing(axis.plane, self.session.shared_memory, slots=slots, generation=group.generation, use=use)
         if self.is_elastic:  # hosts may have different numbers of workers
             return None
         if not self._shares_on_each_host():
             return None
         here = self._axes("step on this host", self.device)
         assert isinstance(here, PlaneAxis)
-        across = self._connect(f"step across hosts, place {seat.local_rank}", self.device, seat.host, seat.num_hosts)
-        return Sharing(here.plane, self.session.shared_memory, AcrossHosts(across, here.plane))
+        key = f"step across hosts, place {seat.local_rank}"
+        if key not in self._connected:
+            self._connected[key] = self._connect(key, self.device, seat.host, seat.num_hosts)
+        across = AcrossHosts(self._connected[key], here.plane)
+        return Sharing(here.plane, self.session.shared_memory, across, use=use)
+
+    @property
+    def _use(self) -> str:
+        """Names the time that this training is in use: what it shares then, it gives back when another one is."""
+        return f"use {self.script.uses} " if self.script.uses > 1 else ""
+
+    def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
+        """Of this training alone."""
+        return self.session.shared_memory(f"{self._name}/{name}" if self.number > 1 else name, num_bytes, ranks)
 
     def _shares_on_each_host(self) -> bool:
         """Whether the workers of every host share memory, and are as many; all workers come to the same answer."""
         seat = self.session.seat
         if seat.num_hosts == 1 or self.resolved.spec.comm.plane == "gloo":
             return False
+        if "step on this host" in self._connected:
+            return True
         can = seat.local_world_size > 1 and self._can_share()
         here = self._connect_plane("step on this host", seat.local_rank, seat.local_world_size) if can else None
         mine = f"{seat.host} {seat.local_world_size if here else 0} {seat.local_rank}".encode()
@@ -260,7 +301,7 @@ class Worker(InGrid):
             return None
         try:
             axis = connect_plane(
-                lambda num_bytes: session.shared_memory(f"plane {purpose} {generation}", num_bytes, size),
+                lambda num_bytes: session.shared_memory(f"plane {self._way}{purpose} {generation}", num_bytes, size),
                 rank,
                 size,
                 timeout_s=comm.timeout_s,
@@ -273,12 +314,12 @@ class Worker(InGrid):
             return None
         if self.group.lost:  # the others come from the middle of a step, and nobody has time to lose
             return axis
-        self._gather(f"{purpose}/{session.seat.host}", rank, size)
+        self._gather(f"{self._way}{purpose}/{session.seat.host}", rank, size)
         return axis
 
     def wait_for_all(self, what: str) -> None:
         """Nobody goes on before all workers are here."""
-        self._gather(what, self.rank, self.world_size)
+        self._gather(f"{what}, {self._name}" if self.number > 1 else what, self.rank, self.world_size)
 
     def _gather(self, what: str, rank: int, size: int) -> None:
         """A collective's deadline is meant for steps; how long each worker takes to get somewhere is another matter."""
@@ -291,9 +332,9 @@ class Worker(InGrid):
     def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
         seat, store = self.session.seat, None
         if not isinstance(self.session, Solo):
-            store = ControlStore(self.session, prefix=f"{prefix}/{self.group.generation}/")
+            store = ControlStore(self.session, prefix=f"{self._way}{prefix}/{self.group.generation}/")
             if size > 1 and self.is_elastic and not self.group.lost:
-                self._gather(f"{prefix} over sockets", rank, size)
+                self._gather(f"{self._way}{prefix} over sockets", rank, size)
         return connect(
             store,
             rank,
@@ -311,7 +352,10 @@ class Worker(InGrid):
 
     def settle_in(self, facts: RunFacts) -> None:
         """Join the run, then apply the machine's settings. Raises when the run directory is somebody else's."""
-        self.session.join(facts)
+        if not (self.script.is_joined and isinstance(self.session, Solo)):
+            self.session.join(facts)
+        self.script.is_joined = True
+        self._check_run_dir(facts.run_dir)
         self._take_office()
         spec = self.resolved.spec
         torch.set_num_threads(self.threads)
@@ -320,12 +364,24 @@ class Worker(InGrid):
         if spec.train.exact:
             process.make_deterministic()
 
+    def _check_run_dir(self, asked: str | None) -> None:
+        if self.number > 1 and asked is not None and Path(asked).absolute() != self.run_dir.absolute():
+            raise UsageError(
+                f"{self.script.describe(self.number)} asks for the run directory {asked}, but the run has "
+                f"{self.run_dir}: the trainings of a script have one.",
+                fix=[f"no run_dir=: what it keeps is in {self.home}", "a script of its own"],
+            )
+
     def _take_office(self) -> None:
         """The chief keeps the record of the run."""
         if self.is_chief and self.recorder is None:
-            self.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
+            self.script.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
             if isinstance(self.session, Solo):
                 self.session.recorder = self.recorder
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self.script.recorder
 
     @property
     def stop_requested(self) -> str | None:
@@ -334,6 +390,7 @@ class Worker(InGrid):
 
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""
+        event = self._of_this_training(event)
         if self.is_chief:
             if self.recorder is not None:
                 self.recorder.emit(event)
@@ -344,7 +401,12 @@ class Worker(InGrid):
         if self.is_chief:
             self.emit(event)
         else:
-            self.session.publish(event)
+            self.session.publish(self._of_this_training(event))
+
+    def _of_this_training(self, event: Event) -> Event:
+        if self.number > 1 and hasattr(event, "training"):
+            return msgspec.structs.replace(event, training=self.number)
+        return event
 
     def warn(self, text: str) -> None:
         self.emit(Warned(text=text))
@@ -357,7 +419,7 @@ class Worker(InGrid):
         if isinstance(self.session, Solo):
             return
         self._meetings += 1
-        key = f"chief/{self.place or self._meetings}/{what}"
+        key = f"chief/{self.number}/{self.place or self._meetings}/{what}"
         if self.is_chief:
             self.session.set(key, b"1")
         else:
@@ -371,11 +433,8 @@ class Worker(InGrid):
             os._exit(Preempted.exit_code)
 
     def close(self) -> None:
-        for axis in self._connected.values():
-            axis.close()
-        if self.recorder is not None and not isinstance(self.session, Solo):  # a solo run has one more thing to record
-            self.recorder.close(timeout_s=5.0)
-        self.session.close()
+        """This ends all trainings of the script."""
+        self.script.close()
 
     def _where_the_others_are(self) -> str:
         return last_heard(self.session.positions(), but=self.rank)

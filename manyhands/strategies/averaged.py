@@ -155,6 +155,13 @@ class Averaged:
     def abandon(self) -> None:
         self._local.abandon()
 
+    def put_down(self) -> Callable[[], None]:
+        return self._local.put_down()
+
+    def take_up(self) -> None:
+        """Ranks may differ in a round under way: each goes on with its own weights."""
+        self._local.held.divide()
+
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
         self._axis, self._times, self._gathered = axis, NO_TIMES, []
         self._agreed.drop()

@@ -159,6 +159,15 @@ class Engine(Strategy, Protocol):
         """Whether a loss takes all ranks back to where the last round closed; else the step is done again at most."""
 
     def abandon(self) -> None: ...
+    def put_down(self) -> Callable[[], None]:
+        """Leave the model alone, with weights and states of this rank's own, until `take_up`: another training comes.
+
+        Waits for nobody. What is returned gives shared memory back, once every rank has come so far.
+        """
+
+    def take_up(self) -> None:
+        """The training goes on, on every rank."""
+
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None: ...
     @property
     def can_go_on(self) -> bool: ...

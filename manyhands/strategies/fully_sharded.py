@@ -109,6 +109,12 @@ class FullySharded(Replicated):
         self._foreign = replace(self._foreign, divided=self._holding.divided_frozen)
         self._buffers = StepBuffers(self._local, self._foreign)
 
+    def put_down(self) -> Callable[[], None]:
+        """Every rank keeps its part, of a model that no other training may have."""
+        return lambda: None
+
+    def take_up(self) -> None: ...
+
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
         """Change weights by hand, which are whole meanwhile. On leaving, every rank has its part of rank 0's."""

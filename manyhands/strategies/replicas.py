@@ -184,6 +184,12 @@ class Replicas(Computing):
         if self._held is not None:
             self._held.abandon()
 
+    def put_down(self) -> Callable[[], None]:
+        return self._held.put_down() if self._held is not None else lambda: None
+
+    def take_up(self) -> None:
+        self.synchronise()
+
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:
         """Go on with other ranks. Rows of a step under way stay, where they lie in shared memory."""
         self._axis, self._sharing, self._redone = axis, sharing, 0

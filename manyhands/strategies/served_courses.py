@@ -134,6 +134,15 @@ class InCourses(Computing):
         self._are_states_new = True
         self.synchronise()
 
+    def put_down(self) -> Callable[[], None]:
+        """The next course of this training is opened with what this worker has."""
+        self._leave_memory()
+        self._gather()
+        self._are_states_new = True
+        return lambda: None
+
+    def take_up(self) -> None: ...
+
     def gather_state(self) -> None:
         """Have what servers keep where `state` finds it. Between courses; it is the chief's that is asked for."""
         if self._axis.rank == 0 or not self._reach.is_away:
