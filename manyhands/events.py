@@ -19,6 +19,7 @@ __all__ = [
     "Evaluated",
     "Event",
     "GenerationStarted",
+    "LaunchStarted",
     "Logged",
     "PipelineTimed",
     "ResourcesUsed",
@@ -46,6 +47,14 @@ __all__ = [
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     time_s: float = 0.0
     """Wall clock of the emitting process, for people; never compared between hosts."""
+
+
+class LaunchStarted(_Event, frozen=True):
+    """A launcher is about to start processes; none of them has said anything yet. Shown, and in no record."""
+
+    workers: int
+    """On this host."""
+    servers: int = 0
 
 
 class RunStarted(_Event, frozen=True):
@@ -311,7 +320,8 @@ class RunEnded(_Event, frozen=True):
 
 
 Event = (
-    RunStarted
+    LaunchStarted
+    | RunStarted
     | GenerationStarted
     | WorkerStarted
     | ServerStarted
