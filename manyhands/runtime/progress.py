@@ -57,8 +57,8 @@ TICK_S = 0.1
 REDRAW_S = 0.2  # a redraw costs half a millisecond: a quarter of a percent of one core
 INTERVAL_S = 5.0
 EPOCH_INTERVAL_S = 1.0
-# A lost worker leads to a new generation, or to a failure block that says the same: which, is known within this time.
-LOSS_HELD_S = 3.0
+# The others go on without a lost worker, or the run ends and says why: which of the two, is known within this time.
+CHANGE_HELD_S = 3.0
 STOPPED_CODES = (75, 130, 143)
 CLOSE_TIMEOUT_S = 2.0
 MAX_EVENTS_WAITING = 10_000
@@ -262,7 +262,7 @@ class _Narrated(_Queued):
         self._held: dict[type, Event] = {}
         self._last_line: dict[type, float] = {}
         self._every_s: dict[type, float] = {EpochDone: EPOCH_INTERVAL_S, Evaluated: EPOCH_INTERVAL_S}
-        self._lost: list[tuple[float, WorkerLost]] = []
+        self._changes: list[tuple[float, WorkerLost | GenerationStarted]] = []
         self._named_slow: set[int] = set()
         self._has_failed = False
         self._used: dict[int, ResourcesUsed] = {}
@@ -273,16 +273,20 @@ class _Narrated(_Queued):
         match event:
             case StepDone():
                 self._tally.add(event)
+                self._release_changes()
             case CheckpointSaved() | Logged() | EpochDone() | Evaluated():
                 self._hold(event)
             case Straggler():
                 self._note_slow(event)
             case WorkerLost():
-                self._lost.append((time.monotonic(), event))
+                self._changes.append((time.monotonic(), event))
             case ResourcesUsed():
                 self._used[event.rank] = event  # told at the end of the run
             case GenerationStarted() if not self._seen_generation:
                 self._seen_generation = True  # the first one is the start of the run, which has its own line
+            case GenerationStarted():
+                self._forget_slow()
+                self._changes.append((time.monotonic(), event))
             case RunStarted() if self._began is not None and (event.call != "fit" or event.attempt == 1):
                 self._tally.total_steps = event.total_steps  # a further call of the same run
             case _:
@@ -290,10 +294,8 @@ class _Narrated(_Queued):
 
     def _narrate(self, event: Event) -> None:
         now = time.monotonic()
-        if isinstance(event, RunStarted | GenerationStarted):
-            self._slow.clear()  # ranks are others' now
-            self._named_slow.clear()
         if isinstance(event, RunStarted):
+            self._forget_slow()
             self._began = self._began or now
             self._tally.total_steps = event.total_steps
             event = msgspec.structs.replace(event, run=_from_here(event.run))
@@ -301,7 +303,7 @@ class _Narrated(_Queued):
             self._end(event, now)
         else:
             self._release_results(now)
-            self._release_losses()
+            self._release_changes()
         if isinstance(event, RunEnded) and self._has_failed:
             return  # the failure block has said it
         line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
@@ -312,7 +314,7 @@ class _Narrated(_Queued):
 
     def _end(self, event: RunEnded, now: float) -> None:
         if self._has_failed or event.exit_code in STOPPED_CODES:
-            self._lost.clear()  # workers that were asked to end are not lost
+            self._changes.clear()  # workers that were asked to end are not lost
         self._held.pop(Straggler, None)
         self._before_result(now, last=True)
         if self._verbose:
@@ -323,15 +325,20 @@ class _Narrated(_Queued):
                 self._line(f"since step {slow.step} {slow_line(slow)}")
 
     def _said(self, line: str) -> None:
-        self._release_losses()
+        self._release_changes()
         super()._said(line)
 
     def _failed(self, block: str) -> None:
-        self._lost.clear()
+        self._changes.clear()
         self._held.pop(Straggler, None)
         self._has_failed = True
         self._before_result(time.monotonic(), last=True)
         super()._failed(block)
+
+    def _forget_slow(self) -> None:
+        """Ranks are others' now."""
+        self._slow.clear()
+        self._named_slow.clear()
 
     def _note_slow(self, event: Straggler) -> None:
         self._slow = {rank: one for rank, one in self._slow.items() if one.generation == event.generation}
@@ -355,8 +362,8 @@ class _Narrated(_Queued):
         for kind, event in list(self._held.items()):
             if self._is_due(kind, now):
                 self._release(kind, event, now)
-        if self._lost and now - self._lost[0][0] >= LOSS_HELD_S:
-            self._release_losses()
+        if self._changes and now - self._changes[0][0] >= CHANGE_HELD_S:
+            self._release_changes()
 
     def _release(self, kind: type, event: Event, now: float) -> None:
         del self._held[kind]
@@ -373,9 +380,9 @@ class _Narrated(_Queued):
             if kind in self._held:
                 self._release(kind, self._held[kind], now)
 
-    def _release_losses(self) -> None:
-        lost, self._lost = self._lost, []
-        for _, event in lost:
+    def _release_changes(self) -> None:
+        changes, self._changes = self._changes, []
+        for _, event in changes:
             if (line := line_of(event)) is not None:
                 self._line(line)
 
@@ -385,7 +392,7 @@ class _Narrated(_Queued):
     def _before_result(self, now: float, *, last: bool) -> None:
         """Bring the record up to date before an epoch's result or the end."""
         if last:
-            self._release_losses()
+            self._release_changes()
             for kind, event in list(self._held.items()):
                 self._release(kind, event, now)
 

@@ -260,11 +260,19 @@ def test_workers_lost_in_a_run_that_fails_are_named_by_the_failure_block_alone(u
 
 def test_a_lost_worker_is_named_when_the_others_go_on_and_not_when_all_were_asked_to_stop():
     lost = WorkerLost(rank=1, host="b", pid=41, reason="KeyboardInterrupt")
-    lines = Shown().after(STARTED, lost, RunEnded(exit_code=130, step=7, reason="stopped on request"))
-    assert not any("lost" in line for line in lines)
+    regrouped = GenerationStarted(generation="1.2", workers=1, hosts=1)
+    first = GenerationStarted(generation="1.1", workers=2, hosts=1)
+    stopped = RunEnded(exit_code=130, step=7, reason="stopped on request")
+    assert Shown().after(first, lost, regrouped, stopped) == ["ended with exit code 130 at step 7: stopped on request"]
     generations = [GenerationStarted(generation=name, workers=1, hosts=1) for name in ("1.1", "1.2")]
-    lines = Shown().after(STARTED, generations[0], lost, generations[1])
-    assert lines[1:] == ["lost rank 1 on b (pid 41): KeyboardInterrupt", "1 worker goes on, on 1 host (generation 1.2)"]
+    lines = Shown().after(STARTED, generations[0], lost, generations[1], step(9))
+    assert lines[1:3] == [
+        "lost rank 1 on b (pid 41): KeyboardInterrupt",
+        "1 worker goes on, on 1 host (generation 1.2)",
+    ]
+        "lost rank 1 on b (pid 41): KeyboardInterrupt",
+        "1 worker goes on, on 1 host (generation 1.2)",
+    ]
 
 
 def test_with_ui_none_only_output_and_failures_are_seen():
