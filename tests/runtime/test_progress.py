@@ -270,9 +270,6 @@ def test_a_lost_worker_is_named_when_the_others_go_on_and_not_when_all_were_aske
         "lost rank 1 on b (pid 41): KeyboardInterrupt",
         "1 worker goes on, on 1 host (generation 1.2)",
     ]
-        "lost rank 1 on b (pid 41): KeyboardInterrupt",
-        "1 worker goes on, on 1 host (generation 1.2)",
-    ]
 
 
 def test_with_ui_none_only_output_and_failures_are_seen():
