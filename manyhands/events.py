@@ -21,6 +21,7 @@ __all__ = [
     "Evaluated",
     "Event",
     "GenerationStarted",
+    "LaunchStarted",
     "Logged",
     "PipelineTimed",
     "ResourcesUsed",
@@ -54,6 +55,14 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=T
 class _OfTraining(_Event, frozen=True, kw_only=True):
     training: int = 1
     """Which one of the script's trainings, by the order in which it made them."""
+
+
+class LaunchStarted(_Event, frozen=True):
+    """A launcher is about to start processes; none of them has said anything yet. Shown, and in no record."""
+
+    workers: int
+    """On this host."""
+    servers: int = 0
 
 
 class RunStarted(_OfTraining, frozen=True):
@@ -327,7 +336,8 @@ class RunEnded(_Event, frozen=True):
 
 
 Event = (
-    RunStarted
+    LaunchStarted
+    | RunStarted
     | GenerationStarted
     | WorkerStarted
     | ServerStarted

@@ -171,6 +171,8 @@ def _cell(row: dict[str, Any], column: str) -> str:
     if column == "size":
         return _size(row["num_bytes"]) if "num_bytes" in row else "-"
     value = row.get(column)
+    if column == "epoch" and value is not None:
+        value += 1  # people count from 1, here as in every line of a run
     if isinstance(value, dict):
         value = " ".join(f"{name}={number:.4g}" for name, number in value.items())
     return "-" if value in (None, "") else "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))

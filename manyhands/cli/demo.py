@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from manyhands import exact_json
-from manyhands.control.client import query
-from manyhands.errors import EnvironmentProblem, UsageError
+from manyhands.control.failure import Failure
+from manyhands.control.launch_request import Display
+from manyhands.errors import EnvironmentProblem
 from manyhands.events import (
     CheckpointSaved,
     Evaluated,
@@ -24,104 +24,122 @@ from manyhands.events import (
     RunStarted,
     StepDone,
     WorkerLost,
+    WorkerStarted,
 )
+from manyhands.runtime.launch import launch_command, make_request, open_display, place, script_command
 from manyhands.runtime.ledger import audit, generation_key, read_run_events
+from manyhands.spec.load import environment, resolve
 
 __all__ = ["demo"]
 
 EPOCHS = 15
 KILL_AT, STOP_AT = 0.3, 0.5
 """Shares of the run's steps."""
-DEADLINE_S = 300.0
+RECIPE = "manyhands.recipes.digits"
 
 
 @click.command()
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run goes. Default: runs/<time>-demo.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def demo(run_dir: Path | None, as_json: bool) -> None:
+def demo(run_dir: Path | None, as_json: bool) -> int:
     """Train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1 worker, report."""
     home = run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
     started = time.monotonic()
-    say(f"1. Two workers train on handwritten digits. Run directory: {home}", as_json)
-    stopped_at = _run_until_half_way(home, as_json)
-    say(
-        f"3. At step {stopped_at} SIGTERM stops the run; it commits a checkpoint and ends with 75.",
-        as_json,
-    )
-    say("4. One worker goes on from there; the result is the same as with any other number.", as_json)
-    code = subprocess.run(_command(home, workers=1, as_json=as_json), stdout=_quiet(as_json)).returncode
+    _say(f"1. Two workers train on handwritten digits. Run directory: {home}", as_json)
+    trouble = Trouble(_display(home, 2, as_json), quiet=as_json)
+    code = _train(home, 2, trouble)
+    if not trouble.has_stopped:
+        return _interrupted(code, home)
+    if code != 75:
+        raise EnvironmentProblem(f"The first half ended with {code}, not with 75.", fix=[f"mh logs {home}"])
+    _say(f"3. SIGTERM has stopped the run at step {_last_checkpoint(home)}, with a checkpoint: exit code 75.", as_json)
+    _say("4. One worker goes on from there; the result is the same as with any other number.", as_json)
+    code = _train(home, 1, Trouble(_display(home, 1, as_json), quiet=as_json, kill_at=None, stop_at=None))
     if code != 0:
-        raise EnvironmentProblem(f"The resumed run ended with {code}.", fix=[f"mh logs {home}"])
+        return _interrupted(code, home)
     report = _report(home, time.monotonic() - started)
     click.echo(exact_json.encode(report) if as_json else _told(report))
+    return 0
 
 
-def say(line: str, as_json: bool) -> None:
+def _say(line: str, as_json: bool) -> None:
+    """Between two runs, when no bar stands on the terminal."""
     if not as_json:
         click.secho(line, bold=True, err=True)
 
 
-def _command(home: Path, *, workers: int, as_json: bool) -> list[str]:
-    quiet = ["--ui", "none"] if as_json else []
-    script = ["-m", "manyhands.recipes.digits", "--epochs", str(EPOCHS)]
-    return [
-        sys.executable,
-        "-m",
-        "manyhands.cli.main",
-        "run",
-        "-n",
-        str(workers),
-        *(["--elastic", "1:2"] if workers > 1 else []),
-        "--run-dir",
-        str(home),
-        *quiet,
-        *script,
-    ]
+def _interrupted(code: int, home: Path) -> int:
+    """The user has stopped it, or it failed and has said how."""
+    if code in (75, 130, 143):
+        return 143 if code == 143 else 130
+    raise EnvironmentProblem(f"The run ended with {code}.", fix=[f"mh logs {home}"])
 
 
-def _quiet(as_json: bool) -> int | None:
-    return subprocess.DEVNULL if as_json else None
+class Trouble:
+    """A display that makes trouble for the run that it shows: it kills a worker, and stops the run later.
+
+    In the launcher's own process, so that what it says stands above the progress bar.
+    """
+
+    def __init__(
+        self, inner: Display, *, quiet: bool, kill_at: float | None = KILL_AT, stop_at: float | None = STOP_AT
+    ) -> None:
+        self._inner, self._quiet = inner, quiet
+        self._kill_at, self._stop_at = kill_at, stop_at
+        self._pids: dict[int, int] = {}
+        self.has_stopped = False
+
+    def event(self, event: Event) -> None:
+        self._inner.event(event)
+        if isinstance(event, WorkerStarted):
+            self._pids[event.slot] = event.pid
+        if isinstance(event, StepDone) and event.total_steps:
+            self._look(event.step / event.total_steps)
+
+    def _look(self, share: float) -> None:
+        if self._kill_at is not None and share >= self._kill_at:
+            self._kill_at, victim = None, self._pids[max(self._pids)]
+            os.kill(victim, signal.SIGKILL)
+            self.say(f"2. kill -9 {victim}: one of the two is gone. The other goes on, and another takes its place.")
+        elif self._stop_at is not None and share >= self._stop_at:
+            self._stop_at, self.has_stopped = None, True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
+        if not self._quiet:
+            self._inner.output(rank, stream, data)
+
+    def say(self, line: str) -> None:
+        self._inner.say(line)
+
+    def failure(self, block: Failure) -> None:
+        self._inner.failure(block)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
-def _run_until_half_way(home: Path, as_json: bool) -> int:
-    """Start the run with two workers, kill one, stop the run after half of its steps; the step it stopped at."""
-    process = subprocess.Popen(_command(home, workers=2, as_json=as_json), stdout=_quiet(as_json))
-    try:
-        _wait_for_share(process, home, KILL_AT)
-        victim = _kill_a_worker(home)
-        say(f"2. kill -9 {victim}: one of the two is gone. The other goes on, and another takes its place.", as_json)
-        _wait_for_share(process, home, STOP_AT)
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=60)
-    finally:
-        process.kill()
-    if code != 75:
-        raise EnvironmentProblem(f"The first half ended with {code}, not with 75.", fix=[f"mh logs {home}"])
+def _settings(home: Path, workers: int) -> dict[str, Any]:
+    return {"workers": workers, "run_dir": str(home), **({"elastic": "1:2"} if workers > 1 else {})}
+
+
+def _display(home: Path, workers: int, as_json: bool) -> Display:
+    ui = {"ui": "none"} if as_json else {}
+    return open_display(resolve(flags=_settings(home, workers) | ui), environment())
+
+
+def _train(home: Path, workers: int, display: Display) -> int:
+    """Run the digits in this process, as `mh run` does; the run's exit code."""
+    environ, command = environment(), script_command(RECIPE, ["--epochs", str(EPOCHS)], is_module=True)
+    resolved = resolve(flags=_settings(home, workers), environ=environ)
+    placement = place(resolved, environ)
+    words = ["mh", "run", "-n", str(workers), "--run-dir", str(home), "-m", RECIPE, *command.args]
+    request = make_request(resolved, command, placement, environ, run_dir=str(home), resume=shlex.join(words))
+    return launch_command(request, placement, display)
+
+
+def _last_checkpoint(home: Path) -> int:
     return max(event.step for event in read_run_events(home) if isinstance(event, CheckpointSaved))
-
-
-def _wait_for_share(process: subprocess.Popen[bytes], home: Path, share: float) -> None:
-    """Until this share of the run's steps is committed."""
-    deadline = time.monotonic() + DEADLINE_S
-    while process.poll() is None and time.monotonic() < deadline:
-        done = [event for event in read_run_events(home) if isinstance(event, StepDone)]
-        if done and done[-1].total_steps and done[-1].step >= share * done[-1].total_steps:
-            return
-        time.sleep(0.1)
-    raise EnvironmentProblem(
-        f"The run did not get as far as {share:.0%} of its steps; it ended with {process.poll()}.",
-        fix=[f"mh logs {home}"],
-    )
-
-
-def _kill_a_worker(home: Path) -> int:
-    """SIGKILL to the run's last worker; its pid."""
-    try:
-        victim = max(query(home).members, key=lambda member: member.rank)
-        os.kill(victim.pid, signal.SIGKILL)
-    except (UsageError, ProcessLookupError) as error:
-        raise EnvironmentProblem(f"There was no worker to kill: {error}", fix=[f"mh logs {home}"]) from error
-    return victim.pid
 
 
 def _report(home: Path, seconds: float) -> dict[str, Any]:

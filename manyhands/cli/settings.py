@@ -22,6 +22,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 BOTH_SPELLINGS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings under which --run-dir and --run_dir are the same flag, as in torchrun."""
 
+SHORT = {"workers": "-n", "verbose": "-v"}
+
 HELP = {
     "run_dir": "Where the run writes everything. Default: runs/<time>-<script>.",
     "overwrite": "Start over in the directory of a finished run.",
@@ -52,6 +54,7 @@ HELP = {
     "allocator": "keep: freed memory stays with the worker for the next step. system: as it comes.",
     "memory_format": "Memory format of the model and its inputs.",
     "ui": "Progress: a live bar, plain lines, none, or what fits the terminal.",
+    "verbose": "Say more: slices, precision, threads, memory; what each worker used; every frame of a traceback.",
     "plane": "auto: workers of one host talk through shared memory where they can. gloo: over sockets.",
     "timeout_s": "Seconds that a collective waits for its slowest peer.",
     "bucket_bytes": "Gradients travel in pieces of about this size.",
@@ -76,8 +79,8 @@ def settings_options(command: Command, names: Collection[str] = KEYS) -> Command
     for key in reversed([key for key in KEYS.values() if key.name in names]):
         kind, flag = _click_type(key), flag_name(key.name)
         spellings = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag, key.name]
-        if key.name == "workers":
-            spellings.insert(0, "-n")
+        if key.name in SHORT:
+            spellings.insert(0, SHORT[key.name])
         option = {} if kind is bool else {"type": kind}
         if key.name == "elastic":
             option["metavar"] = "LEAST:MOST"

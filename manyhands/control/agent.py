@@ -329,10 +329,10 @@ class Agent:
         self._reception.adopt_default(self._crew)
         if orders.failure is not None:
             self._display.failure(orders.failure)
-        elif orders.exit_code != 0:
-            self._chronicle.say_end(orders.note, self._request.resume)
         step = max((worker.step or 0 for worker in self._crew.workers), default=0) if self._crew else 0
         self._chronicle.record_end(orders.exit_code, step, orders.note)
+        if orders.failure is None and orders.exit_code != 0:
+            self._chronicle.say_resume(self._request.resume)
         self._exit_code = orders.exit_code
 
     # ---- stopping on request ----

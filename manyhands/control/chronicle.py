@@ -64,9 +64,8 @@ class Chronicle:
             )
         )
 
-    def say_end(self, why: str, resume: str | None) -> None:
-        """Of a run that failed in no worker: why, and the command that goes on with it."""
-        self._display.say(escape(f"run {self._book.run} ended: {why}"))
+    def say_resume(self, resume: str | None) -> None:
+        """Of a run that failed in no worker: the command that goes on with it."""
         if resume and self._book.path:
             self._display.say(f"resume: {resume.replace('{run_dir}', shlex.quote(self._book.path))}")
 

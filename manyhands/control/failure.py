@@ -7,6 +7,7 @@ how to go on. Which of the ends was first is decided in `policy`; this module on
 from __future__ import annotations
 
 import signal as signals
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -104,37 +105,39 @@ def short(end: WorkerEnd) -> str:
     return escape(f"{who(end)} on {end.host} (pid {end.pid}) died: {what.rstrip('.')}")
 
 
-def render(failure: Failure) -> str:
-    """The failure block. Plain text, no colour."""
+def render(failure: Failure, *, seen: Collection[str] = ()) -> str:
+    """The failure block. Plain text, no colour. Lines of standard error that were `seen` already are left out."""
     first = failure.first
     steps = f" at step {failure.step}" if failure.step is not None else ""
-    sure = "earliest by the coordinator's clock" if failure.certain else "heuristic: judged by the kind of end"
     lines = [
         f"run {failure.run} failed{steps} (attempt {failure.attempt} of {failure.max_attempts}): {failure.reason}",
-        _row(
-            "first failure",
-            f"{who(first)} on {first.host} (pid {first.pid})  {describe(first)}  at {first.clock}  [{sure}]",
-        ),
+        _row("first failure", _first(first, certain=failure.certain)),
     ]
     if first.step is not None:
         lines.append(_row("where", f"step {first.step}" + (f", {first.phase}" if first.phase else "")))
     if first.memory:
         lines.append(_row("likely cause", f"{first.memory} (heuristic)"))
     lines += _block("traceback", first.traceback.rstrip().splitlines())
-    if not first.traceback:
+    if not first.traceback and not set(first.stderr) <= set(seen):
         lines += _block("last stderr", first.stderr)
     if failure.followers:
-        lines.append(_row("collateral", _followers(failure.followers, describe(first))))
+        lines.append(_row("followed by", _followers(failure.followers, describe(first))))
     if failure.committed_step is not None:
         lines.append(_row("last commit", f"step {failure.committed_step}  {failure.committed_path}".rstrip()))
     else:
         lines.append(_row("last commit", "none"))
+    if first.log:
+        lines.append(_row("log", first.log))
     is_asked_wrongly = failure.exit_code == UsageError.exit_code and failure.committed_step is None
     if failure.resume and not is_asked_wrongly:  # the same command would end in the same way
         lines.append(_row("resume", failure.resume))
-    if first.log:
-        lines.append(_row("log", first.log))
     return escape("\n".join(lines))
+
+
+def _first(end: WorkerEnd, *, certain: bool) -> str:
+    what = "" if end.traceback else f"  {describe(end)}"  # a traceback ends with it
+    doubt = "" if certain else "  [judged by the kind of end, not by a clock alone]"
+    return f"{who(end)} on {end.host} (pid {end.pid}){what}  at {end.clock}{doubt}"
 
 
 def _row(name: str, text: str) -> str:
@@ -151,4 +154,4 @@ def _followers(ends: list[WorkerEnd], first: str) -> str:
         what = describe(end)
         by_cause.setdefault("the same" if what == first else what, []).append(str(end.rank))
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} ({what})" for what, ranks in by_cause.items()]
-    return "; ".join(parts) + "; not causes"
+    return "; ".join(parts)

@@ -29,6 +29,8 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     first_step: int | None = None
     """Where it began; known here because what it reported may arrive later than this."""
     phase: str = ""
+    prints: str = ""
+    """What the worker is about to print of it, to the letter; empty where that is too long to say twice."""
 
 
 class Returned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -26,6 +26,7 @@ from manyhands.control.host_messages import MemberReport
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.output import Stream, WorkerLog
 from manyhands.control.records import MAX_RECORD_BYTES, STACK_SIGNAL, Raised, Record, Returned, WantsStore, decode
+from manyhands.control.withheld import Withheld
 from manyhands.spec.seat import Seat, seat_environment
 
 __all__ = ["Worker", "torchrun_environment"]
@@ -74,6 +75,7 @@ class Worker:
         self.hung = ""
         self._dump: bytes | None = None
         self.raised: Raised | None = None
+        self._withheld: Withheld | None = None
         self.returned: Returned | None = None
         self.failed_at: float | None = None
         self.killed_by_us = False
@@ -199,7 +201,15 @@ class Worker:
                 if stream == "stderr" and self._dump is not None:
                     self._dump = (self._dump + data)[:DUMP_BYTES]
                 self.log.write(stream, data)
-                forward(stream, data)
+                self._forward(stream, data, forward)
+
+    def _forward(self, stream: Stream, data: bytes, forward: Callable[[Stream, bytes], None]) -> None:
+        if stream == "stderr":
+            if self._lifeline in self.pipes:  # what it says of an error was written before the error is printed
+                self.read(self._lifeline, forward)
+            data = self._withheld.passes(data) if self._withheld else data
+        if data:
+            forward(stream, data)
 
     def _take_record(self, data: bytes) -> None:
         self._record = (self._record + data)[: MAX_RECORD_BYTES + 1]
@@ -208,6 +218,7 @@ class Worker:
             record: Record | None = decode(line)
             if isinstance(record, Raised) and self.raised is None:
                 self.raised, self.failed_at = record, time.monotonic()
+                self._withheld = Withheld(record.prints)
                 self.first_step = record.first_step if self.first_step is None else self.first_step
             elif isinstance(record, Returned):
                 self.returned = record
@@ -230,6 +241,8 @@ class Worker:
             self.read(fd, forward, DRAIN_BYTES)
             if fd in self.pipes:
                 self._close_pipe(fd)
+        if self._withheld and (rest := self._withheld.rest()):
+            forward("stderr", rest)
         os.close(self.pidfd)
         if self.exit_code not in DONE_CODES or not self.may_end:
             self.failed_at = self.failed_at or time.monotonic()

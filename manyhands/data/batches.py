@@ -225,7 +225,7 @@ def _check_position(source: Source, position: Position, seed: int) -> None:
     assert position.seed == seed, f"a position of seed {position.seed} in a run of seed {seed}"
     if source.num_rows is not None and position.row >= source.num_rows:
         raise DataError(
-            f"The run had used {position.row} rows of epoch {position.epoch}, but the data has {source.num_rows}.",
+            f"The run had used {position.row} rows of epoch {position.epoch + 1}, but the data has {source.num_rows}.",
             fix=["the data that the run was started with", 'resume="never", to start over'],
         )
 

@@ -108,7 +108,7 @@ class _Reader:
             number += 1
         if self._start < rows or (rows and self.ended):
             raise DataError(
-                f"The stream ended after {self._start} rows of epoch {self._epoch}, but {rows} were already used.",
+                f"The stream ended after {self._start} rows of epoch {self._epoch + 1}, but {rows} were already used.",
                 fix=["a stream that gives the same rows each time it is opened"],
             )
 
@@ -125,10 +125,10 @@ class _Reader:
         except ManyhandsError:
             raise
         except Exception as error:
-            where = f"Reading row {self._start + len(rows)} of the stream, for step {number} of epoch {self._epoch}"
+            where = f"Reading row {self._start + len(rows)} of the stream, for step {number} of epoch {self._epoch + 1}"
             raise DataFetchFailed(f"{where}, failed. {type(error).__name__}: {error}") from error
         if not rows:
-            raise DataError(f"The stream gave no rows in epoch {self._epoch}.", fix=["at least one row per epoch"])
+            raise DataError(f"The stream gave no rows in epoch {self._epoch + 1}.", fix=["at least one row per epoch"])
         self._ahead = rows[count:]
         self._start += len(rows[:count])
         return rows[:count]

@@ -72,12 +72,12 @@ def _run_to_the_end(asked: argparse.Namespace) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except Preempted as stopped:  # an orderly end, not a failure
-        print(stopped, file=sys.stderr)
+    except Preempted as stopped:  # an orderly end, not a failure; the agent says so
         return stopped.exit_code
     except BaseException as error:
-        _tell(asked.lifeline, _raised(error))
-        _show(error)
+        prints = _printed(error)
+        _tell(asked.lifeline, _raised(error, prints if len(prints) <= TRACEBACK_CHARS else ""))
+        print(prints, end="", file=sys.stderr)
         return _exit_code(error)
     return 0
 
@@ -157,18 +157,19 @@ def _exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _raised(error: BaseException) -> Raised:
+def _raised(error: BaseException, prints: str) -> Raised:
     first_step, step, phase = _position()
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
         error=type(error).__name__,
         message=str(error)[:MESSAGE_CHARS],
         bases=bases,
-        traceback=told(error)[-TRACEBACK_CHARS:],
+        traceback=told(error, whole=load.verbose())[-TRACEBACK_CHARS:],
         exit_code=_exit_code(error),
         step=step,
         first_step=first_step,
         phase=phase,
+        prints=prints,
     )
 
 
@@ -178,12 +179,11 @@ def _position() -> tuple[int | None, int | None, str]:
     return session.latest_position() if session is not None else (None, None, "")
 
 
-def _show(error: BaseException) -> None:
-    """On stderr: what was wrong for a mistake the user can act on, else how it came about."""
+def _printed(error: BaseException) -> str:
+    """For stderr: what was wrong for a mistake the user can act on, else how it came about."""
     if isinstance(error, PeerLost) or (isinstance(error, ManyhandsError) and error.exit_code not in (1, 70)):
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # what a lost peer did wrong stands in its own log
-        return
-    print(told(error), end="", file=sys.stderr)
+        return f"{type(error).__name__}: {error}\n"  # what a lost peer did wrong stands in its own log
+    return told(error, whole=load.verbose())
 
 
 def _tell(lifeline: int, record: Record) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, UsageError
+from manyhands.events import LaunchStarted
 from manyhands.runtime.machine import read_key, this_machine
 from manyhands.spec.cluster import Address, ClusterTask
 from manyhands.spec.engine_tasks import engine_task, refuse_one_run_per_task
@@ -261,6 +262,7 @@ def open_display(resolved: Resolved, environ: Mapping[str, str], *, solo: bool =
         force_color=bool(environ.get("FORCE_COLOR")),
         ci=bool(environ.get("CI")) or environ.get("TERM") == "dumb",
         solo=solo,
+        verbose=resolved.spec.launch.verbose,
     )
 
 
@@ -273,6 +275,9 @@ def launch_command(request: LaunchRequest, placement: Placement, display: Displa
             assert placement.master is not None
             display.say("This task does not train under this strategy; it waits for the end of the run.")
             return wait_for_end(placement.master)
+        if request.command is not None:
+            servers = 0 if request.server_tasks else request.servers
+            display.event(LaunchStarted(workers=request.workers, servers=servers))
         from manyhands.control.agent import run_agent
 
         with _announced(placement.announce):

@@ -8,12 +8,14 @@ up or stop a step. How things are worded is `progress_lines.py`'s business. Star
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+import msgspec
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -22,16 +24,27 @@ from rich.text import Text
 from manyhands.events import (
     CheckpointSaved,
     EpochDone,
+    Evaluated,
     Event,
     GenerationStarted,
+    LaunchStarted,
     Logged,
     ResourcesUsed,
     RunEnded,
     RunStarted,
     StepDone,
     Straggler,
+    WorkerLost,
 )
-from manyhands.runtime.progress_lines import Tally, line_of, size, slow_line, used_lines
+from manyhands.runtime.progress_lines import (
+    Tally,
+    details_of,
+    line_of,
+    size,
+    slow_line,
+    used_lines,
+    waiting_line,
+)
 from manyhands.runtime.terminal import BottomLines, columns, is_terminal, prints_above, same_terminal, write_bytes
 
 if TYPE_CHECKING:
@@ -43,12 +56,17 @@ __all__ = ["make_display"]
 TICK_S = 0.1
 REDRAW_S = 0.2  # a redraw costs half a millisecond: a quarter of a percent of one core
 INTERVAL_S = 5.0
+EPOCH_INTERVAL_S = 1.0
+# The others go on without a lost worker, or the run ends and says why: which of the two, is known within this time.
+CHANGE_HELD_S = 3.0
+STOPPED_CODES = (75, 130, 143)
 CLOSE_TIMEOUT_S = 2.0
 MAX_EVENTS_WAITING = 10_000
 # Of steps in a row within one tick: how their time is shared out shows in a few as well as in thousands, and a thread
 # that looks at each takes the interpreter from the one that trains.
 MAX_STEPS_LOOKED_AT = 16
 MAX_OUTPUT_WAITING_BYTES = 64 * 2**20
+MAX_REMEMBERED_BYTES = 20_000
 
 
 def make_display(
@@ -60,21 +78,22 @@ def make_display(
     force_color: bool = False,
     ci: bool = False,
     solo: bool = False,
+    verbose: bool = False,
     interval_s: float = INTERVAL_S,
 ) -> Display:
     """The display for these streams. `auto` is live on a terminal and plain elsewhere, and plain under `ci`.
 
     Progress goes to `stderr`, so `stdout` holds what the training script printed and nothing else. With `solo` the
     script's prints happen in this very process: a live display then takes over `sys.stdout` and `sys.stderr` until
-    `close`, where they lead to its terminal, to keep the bar below them.
+    `close`, where they lead to its terminal, to keep the bar below them. `verbose` adds what only some want to know.
     """
     if ui == "auto":
         ui = "live" if is_terminal(stderr) and not ci else "plain"
     if ui == "live":
         color = not no_color and (force_color or is_terminal(stderr))
-        return _Live(stdout, stderr, color=color, solo=solo)
+        return _Live(stdout, stderr, verbose=verbose, color=color, solo=solo)
     if ui == "plain":
-        return _Plain(stdout, stderr, interval_s)
+        return _Plain(stdout, stderr, interval_s, verbose=verbose)
     return _FailuresOnly(stdout, stderr)
 
 
@@ -85,17 +104,25 @@ class _Output:
         self.stream, self.data = stream, data
 
 
+class _Block:
+    """A failure, as text of several lines."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
 class _Queued:
     """Takes everything at once; shows it from one thread. Subclasses say how, and may not be called by others."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
         self._streams: dict[str, TextIO] = {"stdout": stdout, "stderr": stderr}
         self._gone: set[str] = set()
-        self._queue: deque[Event | _Output | str] = deque()
+        self._queue: deque[Event | _Output | _Block | str] = deque()
         self._stepped = False
         # How much output came in and went out, each changed by one thread only, so that no lock is needed.
         self._bytes_in = self._bytes_out = 0
         self._bytes_skipped = 0
+        self._last_errors = b""
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="manyhands-display", daemon=True)
@@ -123,6 +150,8 @@ class _Queued:
             self._bytes_skipped = 0
         self._bytes_in += len(data)
         self._put(_Output(stream, data))
+        if stream == "stderr":
+            self._last_errors = (self._last_errors + data)[-MAX_REMEMBERED_BYTES:]
 
     def say(self, line: str) -> None:
         self._put(line)
@@ -130,7 +159,8 @@ class _Queued:
     def failure(self, block: Failure) -> None:
         from manyhands.control.failure import render
 
-        self._put(render(block))
+        seen = self._last_errors.decode(errors="replace").splitlines()
+        self._put(_Block(render(block, seen=seen)))
 
     def close(self) -> None:
         """Show what is left, for at most two seconds; the chief's own output for as long as its reader takes."""
@@ -140,7 +170,7 @@ class _Queued:
         while self._bytes_out < self._bytes_in and self._thread.is_alive():
             self._thread.join(TICK_S)
 
-    def _put(self, item: _Output | str) -> None:
+    def _put(self, item: _Output | _Block | str) -> None:
         self._queue.append(item)
         self._wake.set()
 
@@ -169,19 +199,27 @@ class _Queued:
         with _nothing_escapes():
             self._tick(time.monotonic())
 
-    def _show(self, item: Event | _Output | str) -> None:
+    def _show(self, item: Event | _Output | _Block | str) -> None:
         if isinstance(item, _Output):
             try:
                 self._pass_on(item)
             finally:
                 self._bytes_out += len(item.data)
         elif isinstance(item, str):
-            self._line(item)
+            self._said(item)
+        elif isinstance(item, _Block):
+            self._failed(item.text)
         else:
             self._shown_event(item)
 
     def _pass_on(self, output: _Output) -> None:
         self._write(output.stream, output.data)
+
+    def _said(self, line: str) -> None:
+        self._line(line)
+
+    def _failed(self, block: str) -> None:
+        self._line(block)
 
     def _line(self, text: str) -> None:
         """A whole line, or several, to stderr."""
@@ -215,14 +253,18 @@ class _FailuresOnly(_Queued):
 class _Narrated(_Queued):
     """What plain and live have in common: a tally of the steps, and which other events get a line, how often."""
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float, *, verbose: bool) -> None:
+        self._interval_s, self._verbose = interval_s, verbose
         self._tally = Tally()
         self._began: float | None = None
         self._seen_generation = False
-        # Checkpoints and logged values may come many times a second: the newest gets a line, once per interval.
+        # These may come many times a second: the newest of a kind gets a line, once per interval.
         self._held: dict[type, Event] = {}
         self._last_line: dict[type, float] = {}
+        self._every_s: dict[type, float] = {EpochDone: EPOCH_INTERVAL_S, Evaluated: EPOCH_INTERVAL_S}
+        self._changes: list[tuple[float, WorkerLost | GenerationStarted]] = []
+        self._named_slow: set[int] = set()
+        self._has_failed = False
         self._used: dict[int, ResourcesUsed] = {}
         self._slow: dict[int, Straggler] = {}
         super().__init__(stdout, stderr)
@@ -231,12 +273,20 @@ class _Narrated(_Queued):
         match event:
             case StepDone():
                 self._tally.add(event)
-            case CheckpointSaved() | Logged():
-                self._held[type(event)] = event
+                self._release_changes()
+            case CheckpointSaved() | Logged() | EpochDone() | Evaluated():
+                self._hold(event)
+            case Straggler():
+                self._note_slow(event)
+            case WorkerLost():
+                self._changes.append((time.monotonic(), event))
             case ResourcesUsed():
                 self._used[event.rank] = event  # told at the end of the run
             case GenerationStarted() if not self._seen_generation:
                 self._seen_generation = True  # the first one is the start of the run, which has its own line
+            case GenerationStarted():
+                self._forget_slow()
+                self._changes.append((time.monotonic(), event))
             case RunStarted() if self._began is not None and (event.call != "fit" or event.attempt == 1):
                 self._tally.total_steps = event.total_steps  # a further call of the same run
             case _:
@@ -244,35 +294,97 @@ class _Narrated(_Queued):
 
     def _narrate(self, event: Event) -> None:
         now = time.monotonic()
-        if isinstance(event, Straggler):
-            self._slow = {rank: one for rank, one in self._slow.items() if one.generation == event.generation}
-            self._slow[event.rank] = event
-        if isinstance(event, RunStarted | GenerationStarted):
-            self._slow.clear()  # ranks are others' now
         if isinstance(event, RunStarted):
+            self._forget_slow()
             self._began = self._began or now
             self._tally.total_steps = event.total_steps
-        if isinstance(event, EpochDone | RunEnded):
-            self._before_result(now, last=isinstance(event, RunEnded))
+            event = msgspec.structs.replace(event, run=_from_here(event.run))
         if isinstance(event, RunEnded):
-            for text in used_lines(self._used.values()):
-                self._line(f"used by {text}")
-            for slow in self._slow.values():
-                if not slow.is_over:
-                    self._line(f"since step {slow.step} {slow_line(slow)}")
+            self._end(event, now)
+        else:
+            self._release_results(now)
+            self._release_changes()
+        if isinstance(event, RunEnded) and self._has_failed:
+            return  # the failure block has said it
         line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
         if line is not None:
             self._line(line)
+        if isinstance(event, RunStarted) and self._verbose:
+            self._line(details_of(event))
+
+    def _end(self, event: RunEnded, now: float) -> None:
+        if self._has_failed or event.exit_code in STOPPED_CODES:
+            self._changes.clear()  # workers that were asked to end are not lost
+        self._held.pop(Straggler, None)
+        self._before_result(now, last=True)
+        if self._verbose:
+            for text in used_lines(self._used.values()):
+                self._line(f"used by {text}")
+        for slow in self._slow.values():
+            if not slow.is_over:
+                self._line(f"since step {slow.step} {slow_line(slow)}")
+
+    def _said(self, line: str) -> None:
+        self._release_changes()
+        super()._said(line)
+
+    def _failed(self, block: str) -> None:
+        self._changes.clear()
+        self._held.pop(Straggler, None)
+        self._has_failed = True
+        self._before_result(time.monotonic(), last=True)
+        super()._failed(block)
+
+    def _forget_slow(self) -> None:
+        """Ranks are others' now."""
+        self._slow.clear()
+        self._named_slow.clear()
+
+    def _note_slow(self, event: Straggler) -> None:
+        self._slow = {rank: one for rank, one in self._slow.items() if one.generation == event.generation}
+        self._slow[event.rank] = event
+        if event.is_over and event.rank not in self._named_slow:
+            self._held.pop(Straggler, None)  # it was over before anything was said
+        else:
+            self._hold(event)
+
+    def _hold(self, event: Event) -> None:
+        self._held[type(event)] = event
+        now = time.monotonic()
+        if self._is_due(type(event), now):
+            self._release(type(event), event, now)
+
+    def _is_due(self, kind: type, now: float) -> bool:
+        every_s = min(self._every_s.get(kind, self._interval_s), self._interval_s)
+        return now - self._last_line.get(kind, -every_s) >= every_s
 
     def _tick(self, now: float) -> None:
         for kind, event in list(self._held.items()):
-            if now - self._last_line.get(kind, -self._interval_s) >= self._interval_s:
+            if self._is_due(kind, now):
                 self._release(kind, event, now)
+        if self._changes and now - self._changes[0][0] >= CHANGE_HELD_S:
+            self._release_changes()
 
     def _release(self, kind: type, event: Event, now: float) -> None:
         del self._held[kind]
+        if isinstance(event, EpochDone):
+            self._before_result(now, last=False)
+        if isinstance(event, Straggler):
+            (self._named_slow.discard if event.is_over else self._named_slow.add)(event.rank)
         self._last_line[kind] = now
         self._line(line_of(event) or "")
+
+    def _release_results(self, now: float) -> None:
+        """What came before another line stands before it."""
+        for kind in (EpochDone, Evaluated):
+            if kind in self._held:
+                self._release(kind, self._held[kind], now)
+
+    def _release_changes(self) -> None:
+        changes, self._changes = self._changes, []
+        for _, event in changes:
+            if (line := line_of(event)) is not None:
+                self._line(line)
 
     def _finish(self) -> None:
         self._before_result(time.monotonic(), last=True)
@@ -280,6 +392,7 @@ class _Narrated(_Queued):
     def _before_result(self, now: float, *, last: bool) -> None:
         """Bring the record up to date before an epoch's result or the end."""
         if last:
+            self._release_changes()
             for kind, event in list(self._held.items()):
                 self._release(kind, event, now)
 
@@ -308,7 +421,7 @@ class _Plain(_Narrated):
 class _Live(_Narrated):
     """For terminals: two lines at the bottom, redrawn in place five times a second; the rest goes by above."""
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, *, color: bool, solo: bool) -> None:
+    def __init__(self, stdout: TextIO, stderr: TextIO, *, verbose: bool, color: bool, solo: bool) -> None:
         self._bar = BottomLines(stderr)
         self._console = Console(
             file=stderr, force_terminal=True, no_color=not color, color_system="standard" if color else None,
@@ -316,11 +429,12 @@ class _Live(_Narrated):
         )  # fmt: skip
         self._drawn_at = self._decayed_at = 0.0
         self._note = ""
+        self._launch: tuple[LaunchStarted, float] | None = None
         self._above = {
             name for name, stream in (("stdout", stdout), ("stderr", stderr)) if same_terminal(stream, stderr)
         }
         self._prints = contextlib.ExitStack()
-        super().__init__(stdout, stderr, INTERVAL_S)
+        super().__init__(stdout, stderr, INTERVAL_S, verbose=verbose)
         if solo:
             self._prints.enter_context(prints_above(self._bar, stderr))
 
@@ -331,20 +445,34 @@ class _Live(_Narrated):
     def _shown_event(self, event: Event) -> None:
         if isinstance(event, CheckpointSaved):
             self._note = f"saved step {event.step}"  # in the bar: the bar is always there, so no line is needed
+        elif isinstance(event, LaunchStarted):
+            self._launch = (event, time.monotonic())
         else:
             super()._shown_event(event)
 
+    def _launched(self) -> None:
+        """Something came from the workers, or of them: nobody waits for their start any more."""
+        if self._launch is not None:
+            self._launch = None
+            self._bar.erase()
+
     def _pass_on(self, output: _Output) -> None:
+        self._launched()
         if output.stream in self._above:
             self._bar.above(output.data)
         else:
             super()._pass_on(output)
 
     def _line(self, text: str) -> None:
+        self._launched()
         self._bar.above(text.rstrip("\n").encode(errors="replace") + b"\n", whole_line=True)
 
     def _tick(self, now: float) -> None:
         super()._tick(now)
+        if self._launch is not None and not self._tally.step and now - self._drawn_at >= REDRAW_S:
+            event, since = self._launch
+            self._bar.draw([waiting_line(event, now - since)[: self._width()]])
+            self._drawn_at = now
         if now - self._drawn_at >= REDRAW_S and self._tally.step and (self._tally.fresh or not self._bar.is_up):
             self._bar.draw(self._lines())
             self._drawn_at, self._tally.fresh = now, False
@@ -363,8 +491,11 @@ class _Live(_Narrated):
         super()._finish()
         self._bar.erase()
 
+    def _width(self) -> int:
+        return max(columns(self._streams["stderr"]) - 1, 20)
+
     def _lines(self) -> list[str]:
-        width = max(columns(self._streams["stderr"]) - 1, 20)
+        width = self._width()
         tally, speed = self._tally, "  ".join(self._tally.speed())
         percent = f"{100 * tally.step / tally.total_steps:3.0f}%  " if tally.total_steps else ""
         bar_width = min(40, width - len(tally.where()) - len(percent) - len(speed) - 2)
@@ -380,6 +511,12 @@ class _Live(_Narrated):
         with self._console.capture() as captured:
             self._console.print(renderable, width=width, no_wrap=True, overflow="crop", crop=True)
         return captured.get().split("\n", 1)[0].rstrip()
+
+
+def _from_here(path: str) -> str:
+    """A path as short as it can be written in this directory."""
+    near = os.path.relpath(path)
+    return path if near.startswith("..") else near
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from manyhands.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    LaunchStarted,
     Logged,
     PipelineTimed,
     ResourcesUsed,
@@ -39,17 +40,20 @@ __all__ = [
     "Tally",
     "clean",
     "count",
+    "details_of",
     "duration",
     "line_of",
     "results",
     "size",
     "slow_line",
     "used_lines",
+    "waiting_line",
 ]
 
 PHASES = ("load", "forward", "backward", "reduce", "update", "gc")
 PHASES_OF_MEMORY = {"start": "at the start", "step": "in a step", "save": "in a save"}
 MAX_WORKERS_SHOWN = 8
+LONG_IMPORT_S = 15.0
 
 
 class Tally:
@@ -102,7 +106,7 @@ class Tally:
         return f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"
 
     def speed(self) -> list[str]:
-        parts = [f"epoch {self.epoch}", f"loss {_number(self.loss)}", f"{count(self.samples_per_s)} samples/s"]
+        parts = [f"epoch {self.epoch + 1}", f"loss {_number(self.loss)}", f"{count(self.samples_per_s)} samples/s"]
         if self._stale is not None and self._steps:
             parts.append(f"staleness {self._stale / self._steps:.1f}")
         return parts if not self.eta_s else [*parts, f"eta {duration(self.eta_s)}"]
@@ -164,10 +168,14 @@ def _span(values: Sequence[float], worded: Callable[[float], str]) -> str:
 def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
     """One line for people, or None for an event that has none."""
     match event:
+        case LaunchStarted():
+            return f"starting {_processes(event)}, importing torch …"
         case RunStarted():
             return _started(event)
         case GenerationStarted():
-            return f"generation {event.generation}: {_many(event.workers, 'worker')} on {_many(event.hosts, 'host')}"
+            goes = "goes" if event.workers == 1 else "go"
+            where = f"on {_many(event.hosts, 'host')} (generation {event.generation})"
+            return f"{_many(event.workers, 'worker')} {goes} on, {where}"
         case Straggler(is_over=True):
             return f"rank {event.rank} on {clean(event.host)} keeps up with the others again"
         case Straggler():
@@ -185,7 +193,7 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return f"rounds by the number of workers that were in them: {told}"
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
-            return f"epoch {event.epoch} done at step {event.step}  {results(found)}".rstrip()
+            return f"epoch {event.epoch + 1} done at step {event.step}  {results(found)}".rstrip()
         case Validated():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             what = "validated at" if any(name.startswith("val_") for name in found) else "trained to"
@@ -201,7 +209,7 @@ def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
             return f"warning: {'' if known else f'checkpoint of step {event.step} not saved: '}{clean(event.reason)}"
         case Resumed():
             skipped = "".join(f"; skipped {clean(what)}" for what in event.skipped)
-            return f"resumed at step {event.step}, epoch {event.epoch}, from {clean(event.path)}{skipped}"
+            return f"resumed at step {event.step}, epoch {event.epoch + 1}, from {clean(event.path)}{skipped}"
         case RoundRestarted():
             return f"a round begins anew after step {event.step}: {_many(event.steps, 'step')} taken back"
         case WorkerLost(collateral=False):
@@ -228,18 +236,42 @@ def _divided(event: Divided) -> str:
     return f"slices are divided {parts} from step {event.step + 1} on, as fast as the workers are"
 
 
+def waiting_line(event: LaunchStarted, seconds: float) -> str:
+    """For a terminal, while nothing has come from the workers."""
+    if seconds < LONG_IMPORT_S:
+        return f"starting {_processes(event)}, importing torch … {seconds:.0f} s"
+    return f"{_processes(event)} started; nothing from the script yet … {duration(seconds)}"
+
+
+def _processes(event: LaunchStarted) -> str:
+    servers = f" and {_many(event.servers, 'parameter server')}" if event.servers else ""
+    return f"{_many(event.workers, 'worker')}{servers}"
+
+
 def _started(event: RunStarted) -> str:
+    """For people who know nothing of us: who works on what, and where it is written."""
+    does = "trains" if event.workers == 1 else "train together"
+    if event.call != "fit":
+        does = f"at work ({event.call})"
+    strategy = f" ({event.strategy})" if event.workers > 1 else ""
+    parts = [f"{_many(event.workers, 'worker')} {does}{strategy}"]
+    if event.total_steps:
+        parts.append(_many(event.total_steps, "step"))
+    if event.attempt > 1:
+        parts.append(f"attempt {event.attempt}")
+    return clean(f"{', '.join(parts)}; everything is written to {event.run}")
+
+
+def details_of(event: RunStarted) -> str:
+    """The rest, for those who ask: what results and speed depend on."""
     parts = [
-        f"{event.strategy}: {_many(event.workers, 'worker')}",
+        event.strategy,
         f"V={event.slices}",
         event.precision,
         f"{_many(event.threads, 'thread')} each",
+        *([event.machine] if event.machine else []),
     ]
-    if event.machine:
-        parts.append(event.machine)
-    if event.attempt > 1:
-        parts.append(f"attempt {event.attempt}")
-    return clean(f"{', '.join(parts)}, in {event.run}")
+    return clean(", ".join(parts))
 
 
 def _ended(event: RunEnded, elapsed_s: float | None) -> str:

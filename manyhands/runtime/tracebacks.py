@@ -1,7 +1,7 @@
 """How an error came about, told by the lines of the user's own code.
 
 What lies between `trainer.fit` and the user's loss or dataset is of no use to anybody, unless the bug is ours: then
-every line is told.
+every line is shown. Nor do lines inside torch help where a line of the user's own called it: that one stands above.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import runpy
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,17 +20,18 @@ __all__ = ["OURS", "came_by_here", "told"]
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 STARTERS = (runpy.__file__, "<frozen runpy>")
+IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
-def told(error: BaseException) -> str:
-    """As Python prints it, what it came from included."""
-    whole = traceback.TracebackException.from_exception(error)
-    for one in _chain(whole):
+def told(error: BaseException, *, whole: bool = False) -> str:
+    """As Python prints it, what it came from included; `whole`: with every frame, ours and torch's as well."""
+    shown = traceback.TracebackException.from_exception(error)
+    for one in _chain(shown) if not whole else ():
         from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how it was started is of no use either
         if from_theirs and (_is_about_their_code(one.exc_type) or not _is_ours(one.stack[-1])):
-            from_theirs = [frame for frame in from_theirs if not _is_ours(frame)]
+            from_theirs = [frame for frame in _without_torch(from_theirs) if not _is_ours(frame)]
         one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
-    return "".join(whole.format())
+    return "".join(shown.format())
 
 
 def came_by_here(error: BaseException) -> bool:
@@ -47,6 +49,23 @@ def _chain(last: traceback.TracebackException) -> Iterator[traceback.TracebackEx
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith(OURS) or frame.filename in STARTERS
+
+
+def _without_torch(frames: list[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
+    """Without what torch did for a line of the user's; what it did for a line of ours may be all there is to see."""
+    called_by_us = False
+    for frame in frames:
+        if not _is_torch(frame):
+            called_by_us = _is_ours(frame)
+            yield frame
+        elif called_by_us:
+            yield frame
+
+
+def _is_torch(frame: traceback.FrameSummary) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    inside = torch is not None and frame.filename.startswith(os.path.dirname(torch) + os.sep)
+    return inside or frame.filename in IMPORTERS
 
 
 def _is_about_their_code(kind: type[BaseException] | None) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "torchrun_defaults",
     "torchrun_task",
     "under_chaos",
+    "verbose",
 ]
 
 CONFIG_VARIABLE = "MANYHANDS_CONFIG"
@@ -353,6 +354,14 @@ def checked() -> str:
     """What `mh check` asks of this worker, as it wrote it; nothing where it did not start it."""
     environ = environment()
     return environ.get(CHECK_VARIABLE, "") if seat(environ) is not None else ""
+
+
+def verbose() -> bool:
+    """Whether this process is to say more, for code that runs before, or without, any settings of a run."""
+    environ = environment()
+    mine = seat(environ)
+    asked = environ.get(f"{PREFIX}VERBOSE", "").lower() in ("1", "true")
+    return bool(mine.flags.get("launch.verbose", asked)) if mine is not None else asked
 
 
 def under_chaos() -> bool:

@@ -128,6 +128,8 @@ class LaunchSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     ui: Literal["auto", "live", "plain", "none"] = "auto"
     """Progress: a bar on a terminal, a line per interval elsewhere."""
+    verbose: bool = False
+    """Say more: slices, precision, threads, memory; what each worker used; tracebacks with every frame."""
 
     def __post_init__(self) -> None:
         _at_least("launch", "workers", self.workers, 1)

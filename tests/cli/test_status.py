@@ -100,7 +100,7 @@ def test_a_live_run_shows_where_it_is_and_how_safe_it_is(tmp_path):
     lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in show(run).splitlines())
     assert lines["state"].startswith(f"running, pid {os.getpid()} on ")
     assert lines["workers"] == "2, mirrored, V=4, fp32"
-    assert re.fullmatch(r"100/500, epoch 2, \S+ ago", lines["step"])
+    assert re.fullmatch(r"100/500, epoch 3, \S+ ago", lines["step"])
     assert lines["loss"] == "0.25"
     assert lines["speed"] == "312 samples/s, eta 1m30s"
     assert re.fullmatch(r"step 80, \S+ ago, checkpoints/80", lines["checkpoint"])

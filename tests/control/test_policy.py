@@ -96,11 +96,10 @@ def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys()
     assert text.splitlines()[0] == "run r-7 failed at step 1842 (attempt 3 of 3): the restart budget of 2 is spent"
     for words in (
         "rank 3 on h (pid 103)  signal 9 (SIGKILL)  at 14:02:11",
-        "[earliest by the coordinator's clock]",
         "step 1842, backward",
         "rss 7.9 GiB of 8.0 GiB when last seen (heuristic)",
         "ranks 0, 1 (RuntimeError",
-        "rank 2 (stopped by its agent); rank 4 (the same); not causes",
+        "rank 2 (stopped by its agent); rank 4 (the same)",
         "step 1800  checkpoints/step-1800",
         "mh run --run-dir runs/r-7 train.py",
         "runs/r-7/rank-3.err",
@@ -108,7 +107,26 @@ def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys()
     ):
         assert words in text
     assert "\x1b" not in text
+    assert text.splitlines()[-1] == "  resume          mh run --run-dir runs/r-7 train.py", "what to type comes last"
     assert short(failure.first) == "rank 3 on h (pid 103) died: SIGKILL"
+
+
+def test_an_error_with_its_traceback_is_said_once_and_doubt_about_who_was_first_is_said():
+    raised = end(1, "exception", error="ValueError", message="no", traceback="Traceback ...:\n  line\nValueError: no")
+    block = Failure(
+        run="r", exit_code=1, reason="?", attempt=1, max_attempts=4, step=1, first=raised, certain=False,
+        followers=[end(0, "exception", error="ValueError", message="no")],
+    )  # fmt: skip
+    text = render(block)
+    assert text.count("ValueError") == 1, text
+    assert "rank 0 (the same)" in text and "not by a clock alone" in text
+
+
+def test_lines_of_standard_error_that_were_seen_are_not_shown_again():
+    left = end(0, "exit", exit_code=2, stderr=["usage: train.py", "unknown flag"])
+    block = Failure(run="r", exit_code=1, reason="?", attempt=1, max_attempts=1, step=None, first=left, certain=True)
+    assert "unknown flag" in render(block) and "unknown flag" in render(block, seen=["unknown flag"])
+    assert "unknown flag" not in render(block, seen=["before", "usage: train.py", "unknown flag"])
 
 
 def test_what_was_asked_wrongly_from_the_first_is_not_to_be_resumed():

@@ -169,7 +169,7 @@ def test_a_run_without_an_end_is_refused():
 
 
 def test_a_position_beyond_the_data_is_refused():
-    with pytest.raises(DataError, match="used 30 rows of epoch 0, but the data has 20"):
+    with pytest.raises(DataError, match="used 30 rows of epoch 1, but the data has 20"):
         batches_of(torch.arange(20), position=Position(0, 0, 30))
 
 

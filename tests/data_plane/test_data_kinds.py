@@ -180,13 +180,13 @@ def test_a_stream_that_raises_or_is_empty_or_shorter_than_before_says_so():
         yield 1
         raise ValueError("no more")
 
-    with pytest.raises(DataFetchFailed, match=r"row 1 of the stream, for step 1 of epoch 0, failed\. ValueError"):
+    with pytest.raises(DataFetchFailed, match=r"row 1 of the stream, for step 1 of epoch 1, failed\. ValueError"):
         rows_of(torn)
     with pytest.raises(DataError, match="gave a tuple"):
         rows_of(lambda: (X, Y))
-    with pytest.raises(DataError, match="no rows in epoch 0"):
+    with pytest.raises(DataError, match="no rows in epoch 1"):
         rows_of(lambda: iter(()))
-    with pytest.raises(DataError, match="ended after 10 rows of epoch 0, but 12 were already used"):
+    with pytest.raises(DataError, match="ended after 10 rows of epoch 1, but 12 were already used"):
         rows_of(Counting(), position=Position(0, 0, 12), first_step=4)
 
 

@@ -105,7 +105,9 @@ def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tm
     code, out, err = job.end()
     assert code == 75, err
     assert "weights" not in out
-    again = Job(tmp_path, "stopped", 3)
+    *_, ended, resume = err.splitlines()
+    assert ended.startswith("ended with exit code 75 at step") and resume.startswith("resume: mh run "), err
+    again = Job(tmp_path, "stopped", 3, flags=("-v",))
     code, out, err = again.end()
     assert code == 0, err
     assert digest(out) == undisturbed

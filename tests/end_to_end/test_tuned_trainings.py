@@ -51,10 +51,15 @@ open("went on", "w").close()
 """
 
 
-def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
     (folder / "temporary").mkdir()
-    environ = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = {
+        **os.environ,
+        "TMPDIR": str(folder / "temporary"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **variables,
+    }
     command = [sys.executable, *words, "train.py"]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
 
@@ -82,14 +87,14 @@ def test_trials_measure_a_loop_of_ones_own_and_leave_nothing_of_it(tmp_path: Pat
 @pytest.mark.long
 def test_a_script_tunes_itself_and_goes_on_with_the_choice(tmp_path: Path) -> None:
     """An exact run of one slice: all there is to try is the allocator, and the bits stay the same."""
-    done = run(tmp_path, TRAINER)
+    done = run(tmp_path, TRAINER, MANYHANDS_VERBOSE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained 60\n"
     assert len(re.findall(r"^1 +1 +1 +contiguous +(?:keep|system) +fp32 +\d", done.stderr, re.M)) in (2, 3)
     chosen = re.search(r"^chosen: 1 worker x 1 thread, contiguous, (keep|system), fp32", done.stderr, re.M)
     assert chosen
     kept = {"keep": "freed memory kept", "system": "system allocator"}[chosen[1]]
-    assert f"mirrored: 1 worker, V=1, fp32, 1 thread each, cpu, contiguous memory, {kept}, in " in done.stderr
+    assert f"\nmirrored, V=1, fp32, 1 thread each, cpu, contiguous memory, {kept}\n" in done.stderr
     assert left_in(tmp_path) == {"mine", "before.safetensors", "after.safetensors", "went-on"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 2, "a trial saved something"
     assert len(list(tmp_path.glob("*.went-on"))) == 1, "a trial went on after its training"

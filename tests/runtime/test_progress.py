@@ -21,6 +21,7 @@ from manyhands.events import (
     EpochDone,
     Evaluated,
     GenerationStarted,
+    LaunchStarted,
     Logged,
     Resumed,
     RunEnded,
@@ -33,7 +34,7 @@ from manyhands.events import (
 )
 from manyhands.runtime import progress
 from manyhands.runtime.progress import make_display
-from manyhands.runtime.progress_lines import Tally, clean, duration, line_of, size
+from manyhands.runtime.progress_lines import Tally, clean, details_of, duration, line_of, size, waiting_line
 from manyhands.runtime.terminal import BottomLines, _PrintsAbove
 
 PHASES = {"load": 0.02, "forward": 0.31, "backward": 0.48, "reduce": 0.12, "update": 0.07}
@@ -81,7 +82,7 @@ def test_a_step_line_says_where_how_fast_and_what_the_time_went_into():
     tally = Tally()
     tally.add(step(1200))
     assert tally.line() == (
-        "step 1200/5000  epoch 3  loss 1.873  312 samples/s  "
+        "step 1200/5000  epoch 4  loss 1.873  312 samples/s  "
         "load 2% forward 31% backward 48% reduce 12% update 7%  eta 13m"
     )
 
@@ -89,7 +90,7 @@ def test_a_step_line_says_where_how_fast_and_what_the_time_went_into():
 def test_a_step_line_leaves_out_what_nobody_knows():
     tally = Tally()
     tally.add(step(7, total_steps=None, phases={}))
-    assert tally.line() == "step 7  epoch 3  loss 1.873  312 samples/s"
+    assert tally.line() == "step 7  epoch 4  loss 1.873  312 samples/s"
 
 
 def test_speed_and_shares_are_those_of_all_steps_since_the_last_line():
@@ -124,9 +125,11 @@ def test_durations_and_sizes_of_odd_values_are_still_words():
 
 
 def test_every_kind_of_event_has_its_line_or_none():
-    assert line_of(STARTED) == "mirrored: 2 workers, V=4, fp32, 1 thread each, in runs/a"
-    assert line_of(GenerationStarted(generation="1.2", workers=2, hosts=1)) == "generation 1.2: 2 workers on 1 host"
-    assert line_of(EpochDone(epoch=2, step=90, results={"loss": 0.25})) == "epoch 2 done at step 90  loss 0.25"
+    assert line_of(STARTED) == "2 workers train together (mirrored), 5000 steps; everything is written to runs/a"
+    assert details_of(STARTED) == "mirrored, V=4, fp32, 1 thread each"
+    regrouped = GenerationStarted(generation="1.2", workers=2, hosts=1)
+    assert line_of(regrouped) == "2 workers go on, on 1 host (generation 1.2)"
+    assert line_of(EpochDone(epoch=2, step=90, results={"loss": 0.25})) == "epoch 3 done at step 90  loss 0.25"
     assert line_of(Evaluated(step=9, rows=360, results={"accuracy": 0.97})) == (
         "evaluated 360 examples at step 9  accuracy 0.97"
     )
@@ -136,7 +139,7 @@ def test_every_kind_of_event_has_its_line_or_none():
         "warning: checkpoint of step 70 not saved: disk full"
     )
     assert line_of(Resumed(step=8, epoch=1, path="c/8", skipped=["c/9: truncated"])) == (
-        "resumed at step 8, epoch 1, from c/8; skipped c/9: truncated"
+        "resumed at step 8, epoch 2, from c/8; skipped c/9: truncated"
     )
     lost = WorkerLost(rank=1, host="b", pid=41, reason="SIGKILL")
     assert line_of(lost) == "lost rank 1 on b (pid 41): SIGKILL"
@@ -190,11 +193,11 @@ def test_a_run_reads_from_first_line_to_summary():
         STARTED,
         GenerationStarted(generation="1.1", workers=2, hosts=1),
         Warned(text="dropout, and V was left to the default"),
-        EpochDone(epoch=1, step=10, results={"loss": 0.5}),
+        EpochDone(epoch=0, step=10, results={"loss": 0.5}),
         RunEnded(exit_code=0, step=10, reason="done"),
     )
     assert lines == [
-        "mirrored: 2 workers, V=4, fp32, 1 thread each, in runs/a",
+        "2 workers train together (mirrored), 5000 steps; everything is written to runs/a",
         "warning: dropout, and V was left to the default",
         "epoch 1 done at step 10  loss 0.5",
         "finished at step 10 after 0s",
@@ -205,7 +208,7 @@ def test_a_second_call_does_not_repeat_the_first_line_but_a_restart_says_its_att
     evaluate = RunStarted(**RUN, call="evaluate")
     again = RunStarted(**RUN, attempt=2)
     lines = Shown().after(STARTED, evaluate, again)
-    assert [line.endswith("attempt 2, in runs/a") for line in lines] == [False, True]
+    assert ["attempt 2; everything" in line for line in lines] == [False, True]
 
 
 def test_many_checkpoints_get_one_line_per_interval_and_the_last_is_told_at_the_end():
@@ -214,6 +217,59 @@ def test_many_checkpoints_get_one_line_per_interval_and_the_last_is_told_at_the_
     wait_until(lambda: "step 1 " in shown.stderr.getvalue())
     lines = shown.after(*[saved(number) for number in range(2, 100)])
     assert [re.search(r"step (\d+)", line)[1] for line in lines] == ["1", "99"]
+
+
+def test_of_many_short_epochs_one_a_second_gets_a_line_and_the_last_one_always():
+    epochs = [EpochDone(epoch=number, step=number + 1, results={"loss": 0.5}) for number in range(500)]
+    lines = Shown(interval_s=60).after(STARTED, *epochs, RunEnded(exit_code=0, step=500, reason=""))
+    shown = [line for line in lines if line.startswith("epoch")]
+    assert shown[0] == "epoch 1 done at step 1  loss 0.5" and shown[-1] == "epoch 500 done at step 500  loss 0.5"
+    assert len(shown) < 100, "500 epochs took far less than 100 s"
+    assert lines[-1].startswith("finished")
+
+
+def test_what_only_some_want_to_know_needs_verbose():
+    machine = RunStarted(**RUN, machine="cpu, contiguous memory")
+    assert "V=4" not in "".join(Shown().after(machine))
+    assert Shown(verbose=True).after(machine)[1] == "mirrored, V=4, fp32, 1 thread each, cpu, contiguous memory"
+
+
+def test_before_anything_comes_from_workers_a_line_says_what_is_going_on():
+    launched = LaunchStarted(workers=2, servers=1)
+    assert Shown().after(launched) == ["starting 2 workers and 1 parameter server, importing torch …"]
+    shown = Shown("live")
+    shown.display.event(launched)
+    wait_until(lambda: "importing torch … 0 s" in shown.stderr.getvalue())
+    shown.display.output(0, "stderr", b"the script speaks\n")
+    shown.display.close()
+    assert shown.stderr.getvalue().endswith("\r\x1b[2Kthe script speaks\n"), "the line makes room"
+    assert waiting_line(launched, 2.6) == "starting 2 workers and 1 parameter server, importing torch … 3 s"
+    assert "nothing from the script yet … 1m15s" in waiting_line(launched, 75)
+
+
+@pytest.mark.parametrize("ui", ["plain", "live"])
+def test_workers_lost_in_a_run_that_fails_are_named_by_the_failure_block_alone(ui):
+    lost = WorkerLost(rank=3, host="b", pid=41, reason="signal 9 (SIGKILL)")
+    end = WorkerEnd(rank=3, host="b", pid=41, kind="signal", signal=9)
+    block = Failure(run="r", exit_code=4, reason="gave up", attempt=1, max_attempts=1, step=7, first=end, certain=True)
+    shown = Shown(ui)
+    for event in (lost, block, RunEnded(exit_code=4, step=7, reason="gave up")):
+        (shown.display.failure if event is block else shown.display.event)(event)
+    assert shown.lines() == render(block).splitlines()
+
+
+def test_a_lost_worker_is_named_when_the_others_go_on_and_not_when_all_were_asked_to_stop():
+    lost = WorkerLost(rank=1, host="b", pid=41, reason="KeyboardInterrupt")
+    regrouped = GenerationStarted(generation="1.2", workers=1, hosts=1)
+    first = GenerationStarted(generation="1.1", workers=2, hosts=1)
+    stopped = RunEnded(exit_code=130, step=7, reason="stopped on request")
+    assert Shown().after(first, lost, regrouped, stopped) == ["ended with exit code 130 at step 7: stopped on request"]
+    generations = [GenerationStarted(generation=name, workers=1, hosts=1) for name in ("1.1", "1.2")]
+    lines = Shown().after(STARTED, generations[0], lost, generations[1], step(9))
+    assert lines[1:3] == [
+        "lost rank 1 on b (pid 41): KeyboardInterrupt",
+        "1 worker goes on, on 1 host (generation 1.2)",
+    ]
 
 
 def test_with_ui_none_only_output_and_failures_are_seen():
@@ -494,7 +550,7 @@ def test_on_a_terminal_a_bar_stays_below_the_chiefs_output_and_leaves_when_the_r
     screen = terminal.wait_for("step 250/500")
     said = [f"the script says {n}" for n in range(50, 251, 50)]
     assert screen[:5] == said
-    assert re.fullmatch(r"step 250/500 \S+\s+50%  epoch 1  loss 0.5  312 samples/s  eta \d+s", screen[5])
+    assert re.fullmatch(r"step 250/500 \S+\s+50%  epoch 2  loss 0.5  312 samples/s  eta \d+s", screen[5])
     assert screen[6] == "load 2% forward 31% backward 48% reduce 12% update 7%"
     terminal.go_on()
     screen = terminal.wait_for("a shell prompt")
@@ -560,10 +616,17 @@ def test_a_slow_worker_gets_a_line_and_is_named_again_at_the_end():
 
 def test_one_that_keeps_up_again_is_not_named_at_the_end_nor_one_whose_rank_is_another_now():
     over = Straggler(rank=2, host="b", phase="forward", factor=1.94, step=101, is_over=True, generation="1.1")
-    lines = Shown().after(STARTED, SLOW, over, RunEnded(exit_code=0, step=190, reason=""))
+    lines = Shown(interval_s=0).after(STARTED, SLOW, over, RunEnded(exit_code=0, step=190, reason=""))
     assert [line for line in lines if "rank 2" in line] == [SLOW_LINE, "rank 2 on b keeps up with the others again"]
     generations = [GenerationStarted(generation=name, workers=3, hosts=1) for name in ("1.1", "1.2")]
     lines = Shown().after(STARTED, generations[0], SLOW, generations[1], RunEnded(exit_code=0, step=190, reason=""))
+    assert [line for line in lines if "rank 2" in line] == [SLOW_LINE]
+
+
+def test_a_worker_that_is_slow_by_turns_gets_one_line_per_interval():
+    over = Straggler(rank=2, host="b", phase="forward", factor=1.94, step=101, is_over=True, generation="1.1")
+    ended = RunEnded(exit_code=0, step=190, reason="")
+    lines = Shown(interval_s=60).after(STARTED, SLOW, *[over, SLOW] * 40, over, ended)
     assert [line for line in lines if "rank 2" in line] == [SLOW_LINE]
 
 

@@ -53,3 +53,22 @@ def test_what_user_code_raises_is_told_without_the_way_there() -> None:
     assert failed is not None
     text = told(failed)
     assert "return 1 / 0" in text and "fetch.py" not in text
+
+
+def test_lines_inside_torch_are_left_out_and_the_users_own_between_them_stay() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, torch.zeros(2, 17))
+
+    failed = raised(lambda: torch.nn.Sequential(Net())(torch.zeros(1, 16)))
+    text = told(failed)
+    assert "torch.nn.Sequential(Net())(torch.zeros(1, 16))" in text, "where the user called it"
+    assert "torch.nn.functional.linear(x, torch.zeros(2, 17))" in text, "and where it failed"
+    assert "module.py" not in text and "container.py" not in text
+    assert "module.py" in told(failed, whole=True) and "container.py" in told(failed, whole=True)
+
+
+def test_what_torch_did_for_a_line_of_ours_is_shown_as_there_is_no_other() -> None:
+
+    failed = raised(lambda: fetch_now(torch.nn.Linear(2, 2), JOB, draws=False))
+    assert "linear.py" in told(failed.__cause__ or failed)

@@ -112,7 +112,7 @@ def test_each_worker_has_a_line_and_many_workers_one_for_all() -> None:
 @pytest.mark.parametrize("ui", ["plain", "live"])
 def test_the_last_word_of_each_worker_is_shown_when_the_run_ends(ui: str) -> None:
     stderr = io.StringIO()
-    display = make_display(ui, stdout=io.StringIO(), stderr=stderr)
+    display = make_display(ui, stdout=io.StringIO(), stderr=stderr, verbose=True)
     for event in (used(0, cpu_s=1.0), used(1), used(0)):
         display.event(event)
     display.event(RunEnded(exit_code=0, step=10, reason="done"))
