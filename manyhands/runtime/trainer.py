@@ -22,7 +22,7 @@ from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.models import assemble, check_ending, save_model
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
@@ -227,14 +227,17 @@ class Trainer:
 
         def keep() -> None:
             if self.is_chief:
-                run.calls.finish(evaluating.to_file(path, outputs))
+                run.calls.finish_with(lambda: evaluating.to_file(path, outputs))
 
         run.put_on_record(keep)
         return outputs
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as safetensors (`.pt`, `.pth`, `.keras` by that ending), whole or not at all: the chief."""
+        """Write the weights as the ending says, whole or not at all: the chief. `.safetensors`, `.pt`, `.pth`; a Keras
+        model also `.keras` and `.h5`. Any other is refused.
+        """
         run = self._run
+        check_ending(run.parts.model, Path(path))
         training = run.begin_call("save")
         if run.is_call_over():
             return
