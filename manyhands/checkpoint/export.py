@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from manyhands.checkpoint.files import Files
 from manyhands.checkpoint.layout import MODEL
+from manyhands.checkpoint.names import plain_name
 from manyhands.checkpoint.reader import load
 from manyhands.checkpoint.tensorfile import tensor_chunks
-from manyhands.errors import CheckpointSaveFailed, UsageError
+from manyhands.errors import CheckpointSaveFailed, SpecError, UsageError
 
 __all__ = ["export", "format_of", "save_tensors"]
 
 Format = Literal["safetensors", "pt"]
+ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 
 
 def export(
@@ -32,13 +34,24 @@ def export(
     """
     tensors = load(path).tensors
     if only_model:
-        tensors = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+        named = ((name.removeprefix(MODEL), one) for name, one in tensors.items() if name.startswith(MODEL))
+        tensors = {plain_name(name): one for name, one in named}
     save_tensors(destination, tensors, format, force=force)
 
 
-def format_of(destination: Path) -> Format:
-    """As the ending says: torch's own for those that its users know as such, else safetensors."""
-    return "pt" if destination.suffix in (".pt", ".pth") else "safetensors"
+def format_of(destination: Path, more: Sequence[str] = ()) -> Format:
+    """As the ending says: torch's own for those that its users know as such. `SpecError` for one that says neither.
+
+    `more` are endings that the caller writes itself.
+    """
+    ending = destination.suffix.lower()
+    if ending not in ENDINGS:
+        known, named = [*ENDINGS, *more], f"ends with {ending}" if ending else "has no ending"
+        raise SpecError(
+            f"{destination} {named}, so that it is not known what to write: there are {', '.join(known)}.",
+            fix=[str(destination.with_suffix(".safetensors")), str(destination.with_suffix(".pt"))],
+        )
+    return ENDINGS[ending]
 
 
 def save_tensors(
@@ -53,8 +66,9 @@ def save_tensors(
         _write(temp, tensors, format, files)
         files.rename(temp, destination)
         files.sync_directory(destination.parent)
-    except OSError as error:
-        raise CheckpointSaveFailed(f"{destination} was not written: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:  # torch's writer makes the second of the first
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise CheckpointSaveFailed(f"{destination} was not written: {why}.") from error
     finally:
         with contextlib.suppress(OSError):
             files.remove(temp)

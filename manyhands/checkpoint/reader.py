@@ -30,6 +30,7 @@ from manyhands.checkpoint.layout import (
     parse_step_name,
     unseal,
 )
+from manyhands.checkpoint.names import plain_name
 from manyhands.checkpoint.tensorfile import map_tensors, open_regular, read_header
 from manyhands.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointTooNew
 
@@ -203,10 +204,11 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Stored:
 def check_model(manifest: Manifest, model_tensors: Mapping[str, Tensor]) -> None:
     """CheckpointMismatch unless the checkpoint's model has the names and shapes of `model_tensors` (a `state_dict()`).
 
-    Types may differ: loading converts.
+    Types may differ: loading converts. So may what `torch.compile` adds to names.
     """
-    saved = {n.removeprefix(MODEL): Size(e.shape) for n, e in manifest.tensors.items() if n.startswith(MODEL)}
-    wanted = {name: tensor.shape for name, tensor in model_tensors.items()}
+    in_model = ((name.removeprefix(MODEL), one) for name, one in manifest.tensors.items() if name.startswith(MODEL))
+    saved = {plain_name(name): Size(one.shape) for name, one in in_model}
+    wanted = {plain_name(name): tensor.shape for name, tensor in model_tensors.items()}
     differences = [f"{name!r} is missing in the checkpoint" for name in wanted if name not in saved]
     differences += [f"{name!r} is only in the checkpoint" for name in saved if name not in wanted]
     differences += [

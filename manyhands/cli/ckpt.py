@@ -52,8 +52,8 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
     "--format",
     "file_format",
     type=click.Choice(["safetensors", "pt"]),
-    help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: pt for a file that ends "
-    "with .pt or .pth, else safetensors.",
+    help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: by the file's ending, "
+    ".safetensors, .pt or .pth; others are refused.",
 )
 @click.option("--all-tensors", is_flag=True, help="Optimizer and other tensors too, under their full names.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
@@ -63,7 +63,7 @@ def export(run_or_dir: str, output: str, file_format: Any, all_tensors: bool, fo
     from manyhands.checkpoint.export import export as export_checkpoint
     from manyhands.checkpoint.export import format_of
 
-    file_format = file_format or format_of(Path(output))
+    file_format = file_format or format_of(Path(output))  # an ending that says neither is refused
     path = _one_checkpoint(run_or_dir)
     export_checkpoint(path, Path(output), file_format, not all_tensors, force=force)
     size = Path(output).stat().st_size

@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.names import plain_name
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
 from manyhands.comm.segments import Segment
@@ -109,7 +110,7 @@ class Holding:
         return [param for param in self._model.parameters() if param.requires_grad]
 
     def trained_names(self) -> list[str]:
-        name_of = {id(param): name for name, param in self._model.named_parameters()}
+        name_of = {id(param): plain_name(name) for name, param in self._model.named_parameters()}
         return [name_of[id(param)] for param in self.gradients.params]
 
     def divide(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from manyhands.checkpoint.names import own_names
 from manyhands.errors import SpecError
 from manyhands.spec.load import nearest
 
@@ -24,7 +25,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def set_dtypes_(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     """Have the layers that a pattern names compute in its type; which those are. Of two patterns the last one wins."""
-    names = [name for name, _ in model.named_modules() if name]
+    own = own_names(name for name, _ in model.named_modules())  # of a compiled layer the original, which is inside
+    names = [name for name in own if name]
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
         if dtype not in DTYPES:
@@ -35,7 +37,7 @@ def set_dtypes_(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]
             raise SpecError(f"dtypes: no layer is called {pattern!r}.", fix=[f'"{name}"' for name in near])
         chosen |= dict.fromkeys(found, dtype)
     for name in _outermost(chosen):
-        _Typed(DTYPES[chosen[name]]).watch(model.get_submodule(name))
+        _Typed(DTYPES[chosen[name]]).watch(model.get_submodule(own[name]))
     return chosen
 
 

@@ -17,6 +17,7 @@ import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.names import plain_name
 from manyhands.comm.segments import all_bytes, free_bytes
 from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.buffers import ForeignState, StepBuffers, changing_state
@@ -139,7 +140,7 @@ class PartServer:
             return []
         opened, by_name = self._course.opened, dict(self._model.named_parameters())
         params = [by_name[name] for name in opened.trained]
-        return listing(opened.trained, params, self._divide(params, opened))
+        return listing([plain_name(name) for name in opened.trained], params, self._divide(params, opened))
 
     def take(self, sender: bytes, message: FromWorker) -> Outbox:
         """Whatever it says, it does no harm: what does not fit is counted."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.names import plain_name
 from manyhands.errors import SpecError
 from manyhands.spec.load import nearest
 
@@ -20,7 +21,7 @@ def divide_parameters(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, l
 
     Every trained parameter must be below one of them. One that is tied belongs where it is first.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for own, _ in model.named_modules() if (name := plain_name(own))]
     for part in parts:
         if part not in names:
             near = nearest(part, names) or names[:3]
@@ -29,7 +30,8 @@ def divide_parameters(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, l
                 fix=[f'"{name}"' for name in near],
             )
     found: dict[str, list[nn.Parameter]] = {part: [] for part in parts}
-    for name, param in model.named_parameters():
+    for own, param in model.named_parameters():
+        name = plain_name(own)
         above = [part for part in parts if name.startswith(f"{part}.")]
         if not param.requires_grad:
             continue

@@ -73,6 +73,13 @@ class Calls:
         if self._writes():
             self._record(self.number)
 
+    def finish_with(self, write: Callable[[], Any]) -> None:
+        """The same, where the result is in a file of its own, which `write` writes; what it returns is recorded."""
+        try:
+            self.finish(write())
+        except OSError as error:
+            self._warn(f"The result of call {self.number} ({self._name}) is not on record: {error.strerror}.")
+
     def record_missing(self) -> None:
         """A chief that took over writes what the one before it may not have written."""
         for number in self._results:

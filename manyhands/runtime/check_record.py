@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manyhands import exact_json
 from manyhands.runtime.run import Run
+from manyhands.runtime.state import model_state
 from manyhands.spec.check_order import CheckOrder
 from manyhands.strategies.base import StepStats
 
@@ -63,7 +64,7 @@ class Recording:
         weights = training.whole_weights()
         gradients = training.whole_gradients()
         if worker.is_chief:
-            weights = weights if weights is not None else dict(training.model.state_dict())
+            weights = weights if weights is not None else model_state(training.model)[0]
             _write(worker.run_dir, self._record, weights, gradients)
         worker.end_trial()
 

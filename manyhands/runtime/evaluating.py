@@ -6,20 +6,22 @@ sums are put together in order. Nothing here changes the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.comm.axis import Axis
-from manyhands.errors import DataError, TrainingFailed
+from manyhands.errors import CheckpointCorrupt, DataError, TrainingFailed
 from manyhands.parallel.trees import tree_flatten
+from manyhands.runtime.structures import describe, rebuild
 from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
 
 __all__ = ["evaluate", "from_file", "gather_tensors", "predict", "to_file"]
@@ -56,9 +58,18 @@ def _as_sums(result: PieceResult) -> _Sums:
     return _Sums(result.index, result.rows, result.loss_sum, result.weight, result.metric_sums)
 
 
+class _Predicted(msgspec.Struct):
+    """What one worker has computed."""
+
+    structure: Any
+    """As `describe` says it; an error in words where it cannot; None of a worker without rows."""
+    tensors: bytes
+
+
 def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any], pieces: Iterable[PieceLike]) -> Any:
     """The model's outputs for all examples, in the order of the data, on every worker."""
     tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
     structure = None
     with engine.evaluating():
         for piece in pieces:
@@ -69,22 +80,51 @@ def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any]
                         "predict needs outputs with one row per example; the model returned "
                         f"{type(leaf).__name__} {tuple(getattr(leaf, 'shape', ()))} for {piece.rows} rows."
                     )
-                tensors[f"{piece.index:09d}/{number}"] = leaf.detach().cpu().contiguous()
+                tensors[f"{piece.index:09d}/{number}"] = _apart(leaf, storages)
+    mine = _Predicted(_told_structure(structure), encode_tensors(tensors))
+    gathered = axis.all_gather_bytes("predictions", msgspec.msgpack.encode(mine))
     everyone: dict[str, Tensor] = {}
-    for data in axis.all_gather_bytes("predictions", encode_tensors(tensors)):
-        everyone.update(decode_tensors(data))
-    if structure is None:  # a worker without rows has not seen an output
-        structure = pytree.tree_flatten(torch.empty(0))[1]
-        _refuse_unknown_structure(everyone)
+    for data in gathered:
+        part = msgspec.msgpack.decode(data, type=_Predicted)
+        everyone.update(decode_tensors(part.tensors))
+        structure = structure if structure is not None else _structure_of(part.structure)
+    if structure is None:
+        raise DataError("There is nothing to predict: the data has no rows.")
     columns: dict[int, list[Tensor]] = {}
     for name in sorted(everyone, key=lambda key: (int(key.split("/")[1]), key)):
         columns.setdefault(int(name.split("/")[1]), []).append(everyone[name])
     return pytree.tree_unflatten([torch.cat(parts) for _, parts in sorted(columns.items())], structure)
 
 
-def _refuse_unknown_structure(everyone: Mapping[str, Tensor]) -> None:
-    if len({name.split("/")[1] for name in everyone}) > 1:
-        raise DataError("predict with several outputs needs at least one row per worker.")
+def _apart(leaf: Tensor, storages: set[int]) -> Tensor:
+    """In memory of its own: outputs may hold the same tensor twice, or views of one, which a file cannot."""
+    plain = leaf.detach().cpu().contiguous()
+    at = plain.untyped_storage().data_ptr()
+    if at in storages:
+        plain = plain.clone()
+    storages.add(plain.untyped_storage().data_ptr())
+    return plain
+
+
+def _told_structure(structure: pytree.TreeSpec | None) -> Any:
+    if structure is None:
+        return None
+    try:
+        return {"structure": describe(structure)}
+    except DataError as error:  # which matters only to a worker without rows
+        return {"unknown": error.what}
+
+
+def _structure_of(told: Any) -> pytree.TreeSpec | None:
+    """For a worker without rows, which has not seen an output."""
+    if told is None:
+        return None
+    if "unknown" in told:
+        raise DataError(
+            f"This worker has no row to predict, so that others have to describe the outputs. {told['unknown']}",
+            fix=["a smaller batch_size in predict, so that every worker has rows", "a dict or a tuple of tensors"],
+        )
+    return rebuild(told["structure"])
 
 
 def gather_tensors(axis: Axis, tensor: Tensor) -> list[Tensor]:
@@ -95,24 +135,27 @@ def gather_tensors(axis: Axis, tensor: Tensor) -> list[Tensor]:
 
 def to_file(path: Path, outputs: Any) -> Any:
     """Keep predictions for a restarted script; what is returned belongs into the call's record."""
-    leaves, _ = pytree.tree_flatten(outputs)
+    leaves, structure = tree_flatten(outputs)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves)}
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.write_bytes(encode_tensors(tensors))
-    return _numbered(outputs, iter(range(len(leaves))))
+    return _told_structure(structure)
 
 
 def from_file(path: Path, record: Any) -> Any:
-    tensors = decode_tensors(path.read_bytes())
-    return _filled(record, tensors)
-
-
-def _numbered(tree: Any, numbers: Iterator[int]) -> Any:
-    if isinstance(tree, dict):
-        return {"dict": {key: _numbered(value, numbers) for key, value in tree.items()}}
-    if isinstance(tree, list | tuple):
-        return {type(tree).__name__: [_numbered(value, numbers) for value in tree]}
-    return {"tensor": next(numbers)}
+    """What `to_file` has kept; `CheckpointCorrupt` where it cannot be had again."""
+    try:
+        tensors = decode_tensors(path.read_bytes())
+        if record.keys() & {"structure", "unknown"}:
+            structure = _structure_of(record)
+            assert structure is not None
+            return pytree.tree_unflatten([tensors[str(number)] for number in range(len(tensors))], structure)
+        return _filled(record, tensors)  # of an earlier version
+    except (OSError, SafetensorError, KeyError, ValueError, DataError) as error:
+        raise CheckpointCorrupt(
+            f"The predictions in {path} cannot be had again: {error}.",
+            fix=["start over in a new run directory: --run-dir NEW"],
+        ) from error
 
 
 def _filled(record: Any, tensors: Mapping[str, Tensor]) -> Any:

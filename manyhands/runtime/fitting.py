@@ -70,7 +70,7 @@ class Fit:
             self._worker.end_trial()
             steps.checking.at_end()
             self._regrouping.agreed(self._training.tell_layout)
-            steps.save("end of fit")
+            steps.save("end of fit", required=True)
         except BaseException as raised:
             error = raised
             if isinstance(raised, MemoryChanged):

@@ -191,7 +191,7 @@ class Hands:
                 yield from self._slices(training, taken)
                 self._worker.end_trial()
                 taken.checking.at_end()
-                taken.save("end of batches")
+                taken.save("end of batches", required=True)
             except GeneratorExit:  # the loop was left by `break`
                 self._worker.end_trial()
                 self._was_left = self._leased is not None and self._leased.leave()

@@ -8,18 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from manyhands.checkpoint.export import format_of, save_tensors
-from manyhands.errors import CheckpointMismatch, SpecError
+from manyhands.checkpoint.names import plain_name
+from manyhands.checkpoint.tensorfile import read_tensors
+from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.several_optimizers import SeveralOptimizers, divide_parameters
 from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
+from manyhands.runtime.state import load_model_state
 from manyhands.strategies.base import LossFn, MetricFn
 
-__all__ = ["Parts", "assemble", "foreign_state", "load_weights", "optimizer_maker", "randomness_in", "save_model"]
+__all__ = [
+    "Parts",
+    "assemble",
+    "check_ending",
+    "foreign_state",
+    "load_weights",
+    "optimizer_maker",
+    "randomness_in",
+    "save_model",
+]
 
 
 @dataclass
@@ -93,12 +104,20 @@ def _as_module(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def check_ending(model: nn.Module, path: Path) -> None:
+    """`SpecError` for a name that does not say what to write: before anything is gathered, and on every worker."""
+    is_keras = keras_models.is_keras(model)
+    if not (is_keras and path.suffix in keras_models.SUFFIXES):
+        format_of(path, keras_models.SUFFIXES if is_keras else ())
+
+
 def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None = None) -> None:
     """`weights` are given where the model's own are not all here."""
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
-    save_tensors(path, _flat(weights or model.state_dict()), format_of(path), force=True)
+    named = weights or {plain_name(name): one for name, one in model.state_dict().items()}
+    save_tensors(path, _flat(named), format_of(path), force=True)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -107,16 +126,26 @@ def load_weights(model: nn.Module, path: Path) -> None:
         keras_models.load_weights(model, path)
         return
     try:
-        model.load_state_dict(read_weights(path))
+        load_model_state(model, read_weights(path))
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Of a file that `save_model` has written, but for Keras's own kinds, or torch's; whatever its name ends with."""
+    """By plain name, of a file that `save_model` wrote, but for Keras's own kinds, or torch did; whatever its ending.
+
+    `CheckpointCorrupt` where it is neither.
+    """
     with path.open("rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"  # after the length of its header, which is JSON
-    return _nested(load_file(path) if is_safetensors else torch.load(path, weights_only=True))
+    if is_safetensors:
+        found = read_tensors(path)
+    else:
+        try:
+            found = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:  # of many kinds, as torch's readers find it
+            raise CheckpointCorrupt(f"{path} is no file of tensors: {error}") from error
+    return {plain_name(name): one for name, one in _nested(found).items()}
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -15,9 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint.names import own_names, plain_name
 from manyhands.errors import CheckpointSaveFailed
 
-__all__ = ["model_state", "optimizer_state", "pack", "restore_optimizer", "restore_rng", "rng_state", "unpack"]
+__all__ = [
+    "load_model_state",
+    "model_state",
+    "optimizer_state",
+    "pack",
+    "restore_optimizer",
+    "restore_rng",
+    "rng_state",
+    "unpack",
+]
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -77,12 +87,16 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """A model's tensors without repetition, other names for them (tied weights), and state that is no tensor."""
+    """A model's tensors without repetition, other names for them (tied weights), and state that is no tensor.
+
+    Names are plain ones: compiled or not, it is the same model.
+    """
     weights: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for own, value in model.state_dict().items():
+        name = plain_name(own)
         if not isinstance(value, Tensor):
             extra[name] = value
             continue
@@ -93,6 +107,12 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], di
         else:
             aliases[name] = first
     return weights, aliases, extra
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """`load_state_dict`, whether the model is compiled, and whether the one that was saved was."""
+    own = own_names(model.state_dict())
+    model.load_state_dict({own.get(plain_name(name), name): value for name, value in state.items()})
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -112,9 +132,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: Mapping[int, str]) -> None:
     index_of = {_name(param, names): index for index, param in _positions(optimizer).items()}
-    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in saved["param_groups"]]
+    groups = [
+        {**group, "params": [index_of[plain_name(name)] for name in group["params"]]} for group in saved["param_groups"]
+    ]
     # load_state_dict keeps the objects it is given; copies, so that training does not write into what was loaded.
-    state = {index_of[name]: {k: _own(v) for k, v in values.items()} for name, values in saved["state"].items()}
+    state = {index_of[plain_name(n)]: {k: _own(v) for k, v in values.items()} for n, values in saved["state"].items()}
     optimizer.load_state_dict({"state": OrderedDict(state), "param_groups": groups})
 
 

@@ -23,7 +23,7 @@ from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, load_weights, save_model
+from manyhands.runtime.models import assemble, check_ending, load_weights, save_model
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
@@ -306,7 +306,7 @@ class Trainer:
 
         def keep() -> None:
             if self.is_chief:
-                run.calls.finish(evaluating.to_file(path, outputs))
+                run.calls.finish_with(lambda: evaluating.to_file(path, outputs))
 
         run.put_on_record(keep)
         return outputs
@@ -315,10 +315,11 @@ class Trainer:
         """Write the weights, whole or not at all. All workers must call it; the chief writes.
 
         Args:
-            path: A file. Its ending says what it becomes: `.pt` and `.pth` what torch.load reads, `.keras` and `.h5`
-                what Keras reads, `.safetensors` safetensors. What is there is replaced.
+            path: A file. Its ending says what it becomes: `.safetensors`, `.pt` and `.pth` (what torch.load reads); of
+                a Keras model also `.keras` and `.h5`. Any other ending is refused. What is there is replaced.
         """
         run = self._run
+        check_ending(run.parts.model, Path(path))
         training = run.begin_call("save")
         if run.is_call_over():
             return

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint.names import plain_name
 from manyhands.checkpoint.reader import Stored, check_model
 from manyhands.data.batches import Step
 from manyhands.data.order import Position
@@ -31,6 +32,7 @@ from manyhands.runtime.pace_report import report_pace
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.pipeline_report import report_pipeline
 from manyhands.runtime.state import (
+    load_model_state,
     model_state,
     optimizer_state,
     pack,
@@ -109,7 +111,7 @@ class Training:
         """Of the last committed step."""
         self._hook_states: list[Any] = []
         self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         self._step_s = 0.0
         self.meter = Meter(worker.rank, worker.world_size)
         self.start_clock()
@@ -206,7 +208,8 @@ class Training:
         """What the last step left in `.grad`, on the chief. For all workers alike."""
         if self.whole is not None:
             return self.whole.gradients(self.worker.saving)
-        return {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        named = self.model.named_parameters()
+        return {plain_name(name): one.grad for name, one in named if one.grad is not None}
 
     def load_weights(self, path: Path) -> None:
         """Have the weights of a file that the chief reads. For all workers alike."""
@@ -318,7 +321,7 @@ class Training:
             named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
             weights = {name.removeprefix("model/"): one for name, one in named}
             tied = {name: weights[first] for name, first in rest["aliases"].items()}
-            self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
+            load_model_state(self.model, {**weights, **tied, **rest["model_extra"]})
         self._restore_optimizer(rest["optimizer"], whole=not own)
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.checkpoint.delivery import announced
+from manyhands.checkpoint.names import plain_name
 from manyhands.comm.axis import Axis
 from manyhands.parallel.fingerprint import digest
 from manyhands.parallel.shares import Share
@@ -51,7 +52,7 @@ class WholeState:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         weights, self._aliases, self._extra = model_state(model)
         self._like = {name: torch.empty_like(one, device="meta") for name, one in weights.items()}
         self._groups = [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
@@ -61,8 +62,9 @@ class WholeState:
 
     def divided(self, shares: Mapping[str, Share], present: frozenset[str] | None) -> None:
         """`present` are the names of what is here, None if some of everything is; `shares` those here in part."""
-        self._shares = shares
-        self._present = frozenset([*self._like, *self._aliases]) if present is None else present
+        self._shares = {plain_name(name): share for name, share in shares.items()}
+        all_names = (*self._like, *self._aliases)
+        self._present = frozenset(all_names if present is None else map(plain_name, present))
 
     def placement(self) -> dict[str, Share]:
         """What is here, and which part of it."""
@@ -176,7 +178,8 @@ class WholeState:
         return share.cut(value) if share is not None and share.fits(value) else value
 
     def _local(self) -> Iterator[tuple[str, Tensor]]:
-        for name, one in self._model.state_dict().items():
+        for own, one in self._model.state_dict().items():
+            name = plain_name(own)
             if name in self._present and isinstance(one, Tensor):
                 yield name, one.detach()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.names import plain_name
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
 from manyhands.errors import PeerLost, SpecError
@@ -99,7 +100,7 @@ class Averaged:
     def _agree(self) -> None:
         """Divide the weights that are trained into fragments."""
         trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        names, params = [name for name, _ in trained], [param for _, param in trained]
+        names, params = [plain_name(name) for name, _ in trained], [param for _, param in trained]
         fragments = fragments_of(names, [param.numel() for param in params], self._rounds.fragments)
         if not all(fragments):
             most = sum(map(bool, fragments))

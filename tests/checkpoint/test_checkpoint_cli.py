@@ -66,8 +66,8 @@ def test_verify_ends_with_3_and_names_the_damaged_file(run):
 
 def test_export_takes_the_newest_that_verifies_or_the_step_asked_for(run, tmp_path):
     def exported(*arguments):
-        call("export", *arguments, "-o", tmp_path / "m", "--force")
-        return safetensors.torch.load_file(tmp_path / "m")["layer/weight"][0, 0].item()
+        call("export", *arguments, "-o", tmp_path / "m.safetensors", "--force")
+        return safetensors.torch.load_file(tmp_path / "m.safetensors")["layer/weight"][0, 0].item()
 
     assert exported(run) == 2.0
     assert exported(f"{run}@1") == 1.0
@@ -86,9 +86,9 @@ def test_wrong_places_are_usage_errors_that_say_what_to_type(run, tmp_path):
     assert "There is no directory" in error("ls", tmp_path / "nowhere")
     assert "no checkpoint of step 9" in error("verify", f"{run}@9")
     assert "'x' is not a step" in error("verify", f"{run}@x")
-    (tmp_path / "m").write_text("mine")
-    assert "--force" in error("export", run, "-o", tmp_path / "m")
-    assert (tmp_path / "m").read_text() == "mine"
+    (tmp_path / "m.safetensors").write_text("mine")
+    assert "--force" in error("export", run, "-o", tmp_path / "m.safetensors")
+    assert (tmp_path / "m.safetensors").read_text() == "mine"
 
 
 def test_every_example_of_the_docs_runs(tmp_path, monkeypatch):

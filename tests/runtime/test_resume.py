@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from workloads import OPTIMIZERS, data, make_trainer, mean_loss, weights_of
 
-from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, Preempted
+from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointSaveFailed, Preempted
 from manyhands.events import Resumed
 from manyhands.runtime.recorder import read_events
 from manyhands.runtime.run_checks import check_length
@@ -269,3 +270,36 @@ def test_fewer_epochs_than_are_done_change_nothing_of_the_run(ranks: RankPool, t
     told = [ranks(1, for_epochs, str(tmp_path), *one, run_dir=tmp_path)[0] for one in asked]
     assert told == ["Preempted", "CheckpointMismatch", [2, 4, 6]]
     assert not (tmp_path / "calls").exists() or len(list((tmp_path / "calls").iterdir())) == 1
+
+
+class FullFrom:
+    """From this step on the disk takes nothing larger than a few bytes: what a full one does, without root."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_step(self, trainer: Any, step: int) -> None:
+        if step == self._step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def fill_the_disk(run_dir: str, save_every: int | None) -> tuple[str, int]:
+    import manyhands as mh
+
+    trainer = make_trainer(run_dir=run_dir, hooks=[FullFrom(2)])
+    try:
+        with pytest.raises(CheckpointSaveFailed) as failed:
+            trainer.fit(data(), steps=4, batch_size=30, checkpoint=mh.Checkpoints(every_steps=save_every, every_s=None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(failed.value), trainer.step
+
+
+@pytest.mark.parametrize("save_every", [None, 1])
+def test_training_goes_on_on_a_full_disk_but_a_last_checkpoint_that_is_not_there_is_a_failure(
+    ranks: RankPool, tmp_path: Path, save_every: int | None
+) -> None:
+    ((text, step),) = ranks(1, fill_the_disk, str(tmp_path), save_every, run_dir=tmp_path)
+    assert step == 4
+    assert "checkpoint of step 4 was not saved" in text
+    assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4], "with room again, it goes on"
