@@ -13,7 +13,7 @@ help:
 	@echo "make test   everything that guards the promises"
 	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
 	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
-	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-gpu  every strategy on one or two CUDA devices, with a report to paste"
 	@echo "make wheel  a source distribution and a wheel for any Linux with glibc, in dist/"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
@@ -60,9 +60,10 @@ soak: $(INSTALLED)
 	$(BIN)/python -m pytest -n 1 -m 'long or not long' tests/layouts
 	$(BIN)/python -m bench.soak --kills $(KILLS)
 
-# For whoever has a CUDA device; without one every test of it skips and says so.
+# For a machine with one or two CUDA devices, in five minutes. Without one the tests skip, and the report ends with 3.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -n 0 -m gpu -rs
+	$(BIN)/mh doctor --gpu
 
 # auditwheel finds the oldest glibc that the C extension runs with, and names the wheel by it: built on Debian 12 that is
 # manylinux_2_27. For an older one, run this in a manylinux image.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from manyhands.comm.groups_by_device import GroupsByDevice
 from manyhands.comm.purposes import do_different_things
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
@@ -258,24 +259,36 @@ def connect(
     missing: Callable[[], str] = lambda: "",
     lost: Callable[[], bool] | None = None,
 ) -> Axis:
-    """Build the group of one generation: Gloo on CPUs, bound to `address` and nothing else; NCCL on CUDA devices."""
+    """Build the group of one generation: Gloo on CPUs, bound to `address` and nothing else.
+
+    On CUDA devices NCCL for what is there, and the same Gloo beside it for what is in the host's memory.
+    """
     if size == 1:
         return Axis(rank, size, timeout_s=timeout_s, missing=missing)
     assert store is not None
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return Axis(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl), timeout_s=timeout_s, missing=missing)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    gloo._timeout = timeout
-    axis = Axis(rank, size, object(), timeout_s=timeout_s, missing=missing, lost=lost)
+    on_cuda, options = device.type == "cuda", gloo_options(address, timeout)
+    axis = Axis(rank, size, object(), timeout_s=timeout_s, missing=missing, lost=None if on_cuda else lost)
     try:
-        axis._group = dist.ProcessGroupGloo(store, rank, size, gloo)
+        if on_cuda:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            apart = [dist.PrefixStore(name, store) for name in ("nccl", "gloo")]  # type: ignore[attr-defined]
+            on_device = dist.ProcessGroupNCCL(apart[0], rank, size, nccl)
+            axis._group = GroupsByDevice(on_device, dist.ProcessGroupGloo(apart[1], rank, size, options))
+        else:
+            axis._group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise axis.translate(error, "connecting to the other workers") from error
     return axis
+
+
+def gloo_options(address: str, timeout: timedelta) -> Any:
+    """Gloo at `address` and nowhere else."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return options
 
 
 def _reason(text: str) -> str:

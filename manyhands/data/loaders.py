@@ -121,9 +121,11 @@ class Loader:
 
     def close(self) -> None:
         """Whatever became of the processes."""
-        if self._loader is not None and self._loader._iterator is not None:
-            with contextlib.suppress(RuntimeError):  # one that crashes while it ends has nothing left to give
-                self._loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            # One that crashes while it ends has nothing left to give; without that method processes end with us.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                iterator._shutdown_workers()
         self._loader = None
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from manyhands.errors import TrainingFailed
+from manyhands.torch_private import BATCH_NORMS
 
 __all__ = ["ForeignState", "NormLayer", "StepBuffers", "changing_state"]
 
@@ -53,7 +54,7 @@ class ForeignState:
 def norm_layers(model: nn.Module) -> list[NormLayer]:
     layers = []
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, BATCH_NORMS) and module.track_running_stats:
             mean, var, calls = module.running_mean, module.running_var, module.num_batches_tracked
             if mean is not None and var is not None:
                 keep = None if module.momentum is None else 1.0 - module.momentum

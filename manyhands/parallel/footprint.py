@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
+
+from manyhands.torch_private import pytree
 
 __all__ = ["kept_by_parts", "kept_for_backward", "num_bytes", "states_per_weight"]
 

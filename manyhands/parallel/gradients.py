@@ -25,6 +25,7 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.waiting import Waiting
 from manyhands.errors import BadLoss, TrainingFailed
 from manyhands.parallel.tree import Node, Stack, finish, nodes_of
+from manyhands.torch_private import foreach_add_, foreach_copy_
 
 __all__ = ["Bucket", "GradientSum", "Gradients", "add_lists", "copy_gradients_", "take", "total_weight"]
 
@@ -275,7 +276,7 @@ def copy_gradients_(views: list[Tensor], values: Gradients) -> bool:
     """Each value to its view, zeros where there is none; whether all were there."""
     present = [value for value in values if value is not None]
     if len(present) == len(views):
-        torch._foreach_copy_(views, present)
+        foreach_copy_(views, present)
         return True
     for view, value in zip(views, values, strict=True):
         view.zero_() if value is None else view.copy_(value)
@@ -372,7 +373,7 @@ def take(param: Tensor) -> Tensor | None:
 def add_lists(left: Gradients, right: Gradients) -> Gradients:
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 

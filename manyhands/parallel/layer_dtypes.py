@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from manyhands.checkpoint.names import own_names
 from manyhands.errors import SpecError
 from manyhands.spec.load import nearest
+from manyhands.torch_private import pytree
 
 __all__ = ["set_dtypes_"]
 

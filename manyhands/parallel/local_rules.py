@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.parallel.rounds import Downpour
+from manyhands.torch_private import foreach_copy_, foreach_zero_
 
 __all__ = ["Accrue", "Drift", "Elastic", "LocalRule", "Pull", "Row"]
 
@@ -66,7 +67,7 @@ class LocalRule(ABC):
     def _take_agreed(self) -> None:
         agreed, self._version = self._pull()
         with torch.no_grad():
-            torch._foreach_copy_(self._own, list(agreed))
+            foreach_copy_(self._own, list(agreed))
 
     def _look(self) -> None:
         for param, own in zip(self._params, self._own, strict=True):
@@ -121,8 +122,8 @@ class Accrue(LocalRule):
     def fill(self, row: Sequence[Tensor]) -> Row:
         assert self._based_on is not None, "a stretch has a batch at least"
         with torch.no_grad():
-            torch._foreach_copy_(list(row), self._accrued)
-            torch._foreach_zero_(self._accrued)
+            foreach_copy_(list(row), self._accrued)
+            foreach_zero_(self._accrued)
         absent = [place for place in range(len(self._params)) if place not in self._present]
         told, self._based_on, self._present = Row(self._based_on, absent), None, set()
         return told

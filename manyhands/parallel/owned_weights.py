@@ -38,6 +38,7 @@ from manyhands.parallel.common_weights import CommonWeights
 from manyhands.parallel.fingerprint import fingerprint
 from manyhands.parallel.flat import lay_out
 from manyhands.parallel.shared_gradients import SharedGradients
+from manyhands.torch_private import foreach_mul_
 
 __all__ = ["OwnedWeights", "ownable", "owners"]
 
@@ -125,7 +126,7 @@ class OwnedWeights(CommonWeights):
         grads = [total[place] for place in mine]
         for factor in self._factors:
             if factor != 1.0 and grads:
-                torch._foreach_mul_(grads, factor)
+                foreach_mul_(grads, factor)
         for place, grad in zip(mine, grads, strict=True):
             self._params[place].grad = grad
         self._optimizer.step()

@@ -12,12 +12,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
 from manyhands.parallel.traced import Traced
+from manyhands.torch_private import pytree
 
 __all__ = ["blocks_of", "check_enough", "cut", "measure", "sizes_of"]
 

@@ -18,6 +18,7 @@ from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.shared_gradients import AT_ONCE_BYTES
 from manyhands.parallel.straight import Straight
 from manyhands.parallel.tree import Stack
+from manyhands.torch_private import foreach_copy_
 
 __all__ = ["RowFiller"]
 
@@ -82,7 +83,7 @@ class RowFiller:
         dense = [i for i in rest if grads[i] is not None]
         with torch.no_grad():
             if dense:  # torch refuses an empty list
-                torch._foreach_copy_([self._views[i] for i in dense], [grads[i] for i in dense])  # type: ignore[misc]
+                foreach_copy_([self._views[i] for i in dense], [grads[i] for i in dense])
             absent = [i for i in rest if grads[i] is None]
             for i in absent:
                 self._views[i].zero_()

@@ -31,6 +31,7 @@ from manyhands.parallel.gradients import Gradients, add_lists, take
 from manyhands.parallel.norms import blocks_of, norm_of, squares_of
 from manyhands.parallel.seat_notes import SeatNotes
 from manyhands.parallel.tree import ONE, Node, Stack, nodes_of, program
+from manyhands.torch_private import foreach_copy_
 
 __all__ = ["AT_ONCE_BYTES", "SharedGradients", "summable"]
 
@@ -271,7 +272,7 @@ class SharedGradients:
             for index in indices:
                 self._deposit(index)
             return
-        torch._foreach_copy_(self._target if whole else [self._target[i] for i in indices], grads)  # type: ignore[arg-type]
+        foreach_copy_(self._target if whole else [self._target[i] for i in indices], grads)
         self._deposited.update(indices)
         for param in params:
             param.grad = None

@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +28,7 @@ from manyhands.parallel.stand_in import PLAIN, Evaluated, call_up_to_model, call
 from manyhands.parallel.tensor_ops import Split, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, parted
 from manyhands.parallel.timeline import Span, needs
+from manyhands.torch_private import pytree
 
 __all__ = ["Hooks", "Slice", "StageRunner"]
 

@@ -14,11 +14,11 @@ from functools import partialmethod
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
+from manyhands.torch_private import pytree
 
 __all__ = ["PLAIN", "Evaluated", "StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
 

@@ -17,6 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from manyhands.torch_private import are_transforms_active
+
 __all__ = ["Straight"]
 
 # With 16 rows a copy less is much of a step, with 128 it was nothing that could be measured.
@@ -90,7 +92,7 @@ def _is_plain(input: Tensor, weight: Tensor) -> bool:
         and input.dim() >= 2
         and 0 < input.numel() // weight.shape[1] <= MOST_ROWS
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
+        and not are_transforms_active()
     )
 
 

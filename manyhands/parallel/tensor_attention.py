@@ -22,6 +22,7 @@ from manyhands.parallel.tensor_layers import Divided, Place, asked
 from manyhands.parallel.tensor_masks import dropout_part
 from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
+from manyhands.torch_private import safe_softmax
 
 __all__ = ["HeadsAttention", "HeadsRegion"]
 
@@ -156,7 +157,7 @@ def _attention_weights(
 ) -> Tensor:
     """Rows x this rank's heads x length x length; a query that may see nothing sees zeros, as torch has it."""
     scores = (query * (query.size(-1) ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
-    weights = torch._safe_softmax(scores if mask is None else scores + mask, -1)
+    weights = safe_softmax(scores if mask is None else scores + mask, -1)
     return dropout_part(weights, p, split).to(query.dtype) if p > 0.0 else weights
 
 

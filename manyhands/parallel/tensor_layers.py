@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 from manyhands.comm.axis import Axis
 from manyhands.parallel.tensor_cuts import TRANSPOSED, Cut, out_and_in
 from manyhands.parallel.tensor_ops import Ranges, Split, cut, enter, gather, leave_, leave_in_parts, slices_in_order
 from manyhands.parallel.tensor_parts import Parted, part_of, parted, whole_of
+from manyhands.torch_private import pytree
 
 __all__ = [
     "ByElement",
@@ -152,7 +152,7 @@ def at_home(model: nn.Module) -> Iterator[None]:
 
 def return_wholes_(module: nn.Module) -> None:
     """For a module whose output others hang hooks on: what its layers hand to each other stays in parts."""
-    module.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _whole_apart, output))
+    module.register_forward_hook(lambda module, args, output: pytree.tree_map_only(Tensor, _whole_apart, output))
 
 
 def _whole_apart(tensor: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class _Conv(Divided):
 
 
 def _transposed(
-    layer: nn.modules.conv._ConvTransposeNd,
+    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

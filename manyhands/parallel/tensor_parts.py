@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tensor_entropy import entropy_in_parts
 from manyhands.parallel.tensor_masks import dropout_part, feature_dropout_part
 from manyhands.parallel.tensor_ops import Split, cut, enter, gather
+from manyhands.torch_private import pytree
 
 __all__ = ["Parted", "part_of", "parted", "whole_of"]
 
@@ -77,7 +77,7 @@ class Parted(Tensor):
         """Below autograd, for those who take it for a plain tensor: C++, and others' `autograd.Function`s."""
         if func._schema.is_mutable and args and isinstance(args[0], Parted):
             _refuse_to_write(args[0], str(func))
-        return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs or {}))
+        return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs or {}))
 
 
 class _Wrap(torch.autograd.Function):
@@ -121,11 +121,11 @@ def _is_in_own_function(args: tuple[Any, ...]) -> bool:
 def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else None
     if not (isinstance(target, Parted) and _writes(func)):
-        return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+        return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
     if target.is_view:
         _refuse_to_write(target, func.__name__)
     whole = target.whole().clone()
-    func(whole, *tree_map(whole_of, args[1:]), **tree_map(whole_of, kwargs))
+    func(whole, *pytree.tree_map(whole_of, args[1:]), **pytree.tree_map(whole_of, kwargs))
     target.part = cut(whole, target.division)
     target.__dict__.pop("_gathered", None)
     return target

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
@@ -30,6 +29,7 @@ from torch.nn.modules import transformer
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs
 from manyhands.parallel.trees import tree_flatten
+from manyhands.torch_private import pytree
 
 __all__ = ["Call", "Trace", "bare_copy", "block_operation", "leaves_of", "trace"]
 
@@ -290,7 +290,10 @@ def _no_look_at_masks() -> Iterator[None]:
 
     There is nothing to compare in a trace, so the hint is what the model says itself.
     """
-    before = transformer._detect_is_causal_mask
+    before = getattr(transformer, "_detect_is_causal_mask", None)
+    if before is None:
+        yield
+        return
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     try:
         yield

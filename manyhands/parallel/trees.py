@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+
+from manyhands.torch_private import pytree
 
 __all__ = ["tree_flatten"]
 

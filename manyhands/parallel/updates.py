@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +17,7 @@ from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.norms import global_norm
 from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.shared_gradients import SharedGradients
+from manyhands.torch_private import foreach_mul_
 
 __all__ = ["LocalUpdate", "Update", "runs_fused"]
 
@@ -52,7 +52,7 @@ class LocalUpdate:
     def scale(self, factor: float) -> None:
         grads = self._grads()
         if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     def norm(self) -> float:
         return global_norm(self._grads())

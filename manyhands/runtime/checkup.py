@@ -73,6 +73,9 @@ def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] != (3, 11):
+        text = f"{version}, {sys.executable}; tested with 3.11 only"
+        return Finding("python", "warn", text, fix=["Python 3.11, if something fails"], facts={"version": version})
     return Finding("python", "ok", f"{version}, {sys.executable}", facts={"version": version})
 
 
@@ -293,7 +296,10 @@ began, total = time.perf_counter(), torch.full((250_000,), float(rank + 1))
 axis.sum_start(total, "checkup").wait()
 took = time.perf_counter() - began
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"right": bool((total == 3).all()), "seconds": took, "accelerators": gpus}))
+from manyhands.torch_private import NAMES, missing
+lacking = [[one.name, one.used_for, one.instead, one.needed_by] for one in missing()]
+seen = {"right": bool((total == 3).all()), "seconds": took, "accelerators": gpus, "names": len(NAMES)}
+print(json.dumps({**seen, "lacking": lacking}))
 axis.barrier("end of checkup")
 sys.stdout.flush()
 os._exit(0)  # torch's threads can abort a process that ends with its group open
@@ -336,7 +342,22 @@ def _read_probe(seen: dict[str, Any], took_s: float) -> list[Finding]:
     accelerators = Finding(
         "accelerators", "ok", ", ".join(names) or "none; training on the CPU", facts={"names": names}
     )
+    found = [accelerators, private_names(seen["names"], seen["lacking"])]
     if not seen["right"]:
-        return [accelerators, _no_sum("two processes summed to a wrong result")]
+        return [*found, _no_sum("two processes summed to a wrong result")]
     text = f"1 MB over 2 processes in {1000 * seen['seconds']:.1f} ms (torch starts in {took_s:.1f} s)"
-    return [accelerators, Finding("all-reduce", "ok", text, facts={"seconds": seen["seconds"]})]
+    return [*found, Finding("all-reduce", "ok", text, facts={"seconds": seen["seconds"]})]
+
+
+def private_names(num_names: int, lacking: list[tuple[str, str, str, list[str]]]) -> Finding:
+    """What this torch has of the private names that are used: `manyhands/torch_private.py`."""
+    if not lacking:
+        return Finding("torch names", "ok", f"all {num_names} private names in use are there", facts={"lacking": []})
+    refused = sorted({"every strategy" if one == "*" else one for *_, needed_by in lacking for one in needed_by})
+    text = f"{len(lacking)} of {num_names} private names in use are missing: " + "; ".join(
+        f"{name}, for {used_for} ({instead or 'refused without'})" for name, used_for, instead, _ in lacking
+    )
+    verdict: Verdict = "fail" if "every strategy" in refused else "warn"
+    fix = ["pip install 'torch>=2.13,<2.14'"]
+    fix += [f"strategies that cannot run: {', '.join(refused)}"] if refused else []
+    return Finding("torch names", verdict, text, fix=fix, facts={"lacking": [name for name, *_ in lacking]})

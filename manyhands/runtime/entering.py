@@ -29,6 +29,7 @@ from manyhands.spec.load import Resolved
 from manyhands.spec.plan_order import PlanOrder, plan_order
 from manyhands.spec.seat import Seat
 from manyhands.strategies.choices import Single
+from manyhands.torch_private import check_strategy_names
 
 __all__ = ["enter"]
 
@@ -68,6 +69,7 @@ def enter(
     resolved = _resolved(flags, given, seat.num_hosts if seat is not None else 1)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = in_place_of(chosen, resolved.spec.train.strategy)
+    check_strategy_names(chosen.name)
     checked = order_of_this_worker()
     if checked is not None:
         chosen = in_place_of(chosen, checked.strategy, **checked.settings)

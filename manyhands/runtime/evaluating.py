@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import CheckpointCorrupt, DataError, TrainingFailed
 from manyhands.parallel.trees import tree_flatten
 from manyhands.runtime.structures import describe, rebuild
 from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
+from manyhands.torch_private import pytree
 
 __all__ = ["evaluate", "from_file", "gather_tensors", "predict", "to_file"]
 

@@ -20,6 +20,7 @@ from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
 from manyhands.runtime.state import load_model_state
 from manyhands.strategies.base import LossFn, MetricFn
+from manyhands.torch_private import BATCH_NORMS, DROPOUTS
 
 __all__ = [
     "Parts",
@@ -208,8 +209,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def randomness_in(model: nn.Module) -> str:
     """What in the model makes a result depend on how a batch is cut: "dropout", "BatchNorm", both, or nothing."""
     found = keras_models.randomness_in(model)
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+    if any(isinstance(m, DROPOUTS) and m.p > 0 for m in model.modules()):
         found.append("dropout")
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+    if any(isinstance(m, BATCH_NORMS) for m in model.modules()):
         found.append("BatchNorm")
     return " and ".join(dict.fromkeys(found))

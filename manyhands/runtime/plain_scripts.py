@@ -68,7 +68,9 @@ class _Watch:
         self._told = False
 
     def attach(self, loader_module: Any) -> None:
-        kind = loader_module._BaseDataLoaderIter
+        kind = getattr(loader_module, "_BaseDataLoaderIter", None)
+        if kind is None:
+            return
         original = kind.__next__
 
         def watched_next(iterator: Any) -> Any:

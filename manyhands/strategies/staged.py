@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from manyhands.parallel.buffers import StepBuffers
 from manyhands.parallel.exchange import Report
 from manyhands.parallel.gradients import GradientSum
 from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.strategies.base import PieceLike
+from manyhands.torch_private import preserve_version_counter
 
 __all__ = ["StagedSlices"]
 
@@ -47,7 +47,7 @@ class StagedSlices:
         the backward of this one needs; moving averages it does not need, so they keep their version.
         """
         place = self._place[piece.index]
-        with _unsafe_preserve_version_counter(self._buffers.statistics):
+        with preserve_version_counter(self._buffers.statistics):
             self._buffers.enter(place)
             with self._around(piece):
                 yield

@@ -33,6 +33,7 @@ from manyhands.parallel.sparse import Contribution
 from manyhands.strategies.base import PieceLike, StepLike
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.served import Served
+from manyhands.torch_private import foreach_mul_
 
 __all__ = ["LocalWay", "Stretched", "way_of"]
 
@@ -245,7 +246,7 @@ class Stretched(Served):
         grads = [grad for grad, there in zip(self._grads, present, strict=True) if there]
         factor *= clip_factor(factor * global_norm(grads), self._clip) if self._clip is not None else 1.0
         if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
         return [grad if there else None for grad, there in zip(self._grads, present, strict=True)]
 
     def _fetch(self) -> tuple[Sequence[Tensor], int]:

@@ -36,7 +36,7 @@ def test_this_machine_can_train_and_every_check_says_so(tmp_path):
             "clock",
             "open files",
         ),
-        *("encryption", "accelerators", "all-reduce"),
+        *("encryption", "accelerators", "torch names", "all-reduce"),
     ]
     assert os.listdir(tmp_path) == [], "it leaves nothing behind"
 
@@ -87,6 +87,15 @@ def test_another_torch_than_the_tested_one_is_warned_about(monkeypatch):
     finding = packages({"torch": "2.13"})
     assert finding.verdict == "warn"
     assert "torch 2.14.1" in finding.text
+
+
+def test_private_names_that_torch_lacks_are_named_with_what_cannot_run():
+    fine = checkup.private_names(40, [])
+    assert fine.verdict == "ok" and "all 40" in fine.text
+    slower = checkup.private_names(40, [("torch._foreach_add_", "sums", "a loop over tensors", [])])
+    assert slower.verdict == "warn" and "torch._foreach_add_, for sums (a loop over tensors)" in slower.text
+    fatal = checkup.private_names(40, [("torch.utils._pytree", "nested batches", "", ["*"])])
+    assert fatal.verdict == "fail" and "every strategy" in fatal.fix[1]
 
 
 def test_a_container_with_fewer_cores_than_it_shows_is_warned_about(monkeypatch):
