@@ -13,6 +13,7 @@ from manyhands.errors import ManyhandsError
 
 if TYPE_CHECKING:
     from manyhands import optim as optim
+    from manyhands import order as order
     from manyhands import rows as rows
     from manyhands.data.source import InputContext as InputContext
     from manyhands.embedding import Embedding as Embedding
@@ -107,13 +108,14 @@ __all__ = [
     "join",
     "launch",
     "optim",
+    "order",
     "rows",
     "step",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("optim", "rows"):
+    if name in ("optim", "order", "rows"):
         return importlib.import_module(f"manyhands.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

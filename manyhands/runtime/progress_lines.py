@@ -234,7 +234,8 @@ def _started(event: RunStarted) -> str:
         parts.append(event.machine)
     if event.attempt > 1:
         parts.append(f"attempt {event.attempt}")
-    return clean(f"{', '.join(parts)}, in {event.run}")
+    data = f"; data: {event.data}" if event.data else ""
+    return clean(f"{', '.join(parts)}, in {event.run}{data}")
 
 
 def _ended(event: RunEnded, elapsed_s: float | None) -> str:

@@ -12,11 +12,12 @@ from manyhands.data.apart import ApartSource
 from manyhands.data.rows import RowSource
 from manyhands.data.source import Source
 from manyhands.data.streams import StreamSource
-from manyhands.errors import DataError, SpecError
+from manyhands.errors import CheckpointMismatch, DataError, SpecError
 from manyhands.runtime.strategy_names import StrategyChoice
+from manyhands.runtime.training import Progress
 from manyhands.strategies.choices import ParameterServer
 
-__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "mode_of"]
+__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "mode_of", "same_order"]
 
 
 def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -56,6 +57,18 @@ def check_leasable(source: Source) -> None:
             "some workers lack some of it.",
             fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
         )
+
+
+def same_order(progress: Progress, source: Source, batch_size: int) -> str:
+    """The order that rows are taken in. One that changes within an epoch would lose rows and take others twice."""
+    order = source.order.identity(batch_size) if isinstance(source, RowSource) and source.order is not None else ""
+    if progress.row and order != progress.order:
+        raise CheckpointMismatch(
+            f"The run stopped within epoch {progress.epoch}, whose rows are taken in the order "
+            f"{progress.order or 'shuffled'}, but now it is {order or 'shuffled'}.",
+            fix=["the order=, its weights or lengths, and the batch_size that the run began with", "--run-dir NEW"],
+        )
+    return order
 
 
 def check_counts(**asked: Any) -> None:

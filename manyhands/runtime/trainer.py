@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from manyhands.data.randomness import seed_all
-from manyhands.data.source import Source, split
+from manyhands.data.sampling import Order
+from manyhands.data.source import Source, gives_items, split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
@@ -24,7 +25,7 @@ from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, save_model
 from manyhands.runtime.plan_show import tell_plan
-from manyhands.runtime.run import Run
+from manyhands.runtime.run import EVAL_BATCH, Run
 from manyhands.runtime.run_checks import by_step, check_counts
 from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
 from manyhands.runtime.served_fitting import ServedFit
@@ -39,8 +40,6 @@ from manyhands.strategies.served import Served
 from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
-
-EVAL_BATCH = 256
 
 
 class History(list[dict[str, float]]):
@@ -148,12 +147,17 @@ class Trainer:
         validation_split: float | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int | None = None,
+        batched: bool | None = None,
+        order: Order | None = None,
         checkpoint: Checkpoints | None = None,
         early_stop: EarlyStop | None = None,
         resume: str = "auto",
     ) -> History:
         """Train for `epochs`, or for `steps` more steps. `batch_size` is the global batch, whatever the workers.
 
+        With `batched=True` each item of the data is one global batch, and there is no `batch_size`; batches may differ
+        in size. `batched=False` says that an item is one example where its form leaves that open. `order`, such as
+        `mh.order.Weighted(weights)`, says which rows an epoch takes; default: each once, shuffled.
         Continues an unfinished run of the same directory unless `resume="never"`. Returns the epochs' results.
         """
         run = self._run
@@ -162,7 +166,7 @@ class Trainer:
         check_counts(batch_size=batch_size, batch_per_worker=batch_per_worker, epochs=epochs, steps=steps)
         check_counts(num_workers=num_workers)
         check_checkpoints(checkpoint)
-        run.offer(data, collate, batch_size or batch_per_worker)
+        run.offer(data, collate, batch_size or batch_per_worker, batched=batched)
         if run.worker.planned is not None:
             tell_plan(run.worker.planned, run.parts, run.sample())
         run.check_memory()
@@ -170,7 +174,7 @@ class Trainer:
         if run.calls.already_done:
             return History(run.calls.recorded())
         reading = {"collate": collate, "num_workers": num_workers}
-        source, held_out = _sources(run, data, validation, validation_split, reading)
+        source, held_out = _sources(run, data, validation, validation_split, reading, batched, order)
         if early_stop is not None:
             _check_early_stop(early_stop, ["loss", *run.parts.metrics] if held_out is not None else [])
         size = run.batch_size(source, batch_size, batch_per_worker)
@@ -187,29 +191,44 @@ class Trainer:
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
         self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
         if not joined:
-            run.announce("fit", taken.total_steps)
+            run.announce("fit", taken.total_steps, source)
         with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))
         return history
 
     def evaluate(
-        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        collate: Any = None,
+        num_workers: int | None = None,
+        batched: bool | None = None,
     ) -> dict[str, float]:
-        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers."""
+        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers.
+
+        `batch_size` examples are evaluated at a time (default: 256); with `batched=True`, each item of the data.
+        """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
-        run.offer(data, collate, batch_size)
+        run.offer(data, collate, batch_size or EVAL_BATCH, batched=batched)
         run.begin_call("evaluate")
         if run.is_call_over():
             return dict(run.calls.recorded())
-        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
-        results = run.evaluate(source, batch_size)
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False, batched=batched)
+        results = run.evaluate(source, run.piece_size(source, batch_size))
         run.put_on_record(lambda: run.calls.finish(results))
         return results
 
     def predict(
-        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        collate: Any = None,
+        num_workers: int | None = None,
+        batched: bool | None = None,
     ) -> Any:
         """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on each.
 
@@ -217,13 +236,13 @@ class Trainer:
         """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
-        run.offer(data, collate, batch_size, with_loss=False)
+        run.offer(data, collate, batch_size or EVAL_BATCH, batched=batched, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
         if run.is_call_over():
             return evaluating.from_file(path, run.calls.recorded())
-        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
-        outputs = run.predict(source, batch_size)
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False, batched=batched)
+        outputs = run.predict(source, run.piece_size(source, batch_size))
 
         def keep() -> None:
             if self.is_chief:
@@ -288,12 +307,21 @@ def _check_early_stop(early_stop: EarlyStop, validated: list[str]) -> None:
 
 
 def _sources(
-    run: Run, data: Any, validation: Any, validation_split: float | None, reading: dict[str, Any]
+    run: Run,
+    data: Any,
+    validation: Any,
+    validation_split: float | None,
+    reading: dict[str, Any],
+    batched: bool | None,
+    order: Order | None,
 ) -> tuple[Source, Source | None]:
-    """What to train on, and what to evaluate on, if there is anything."""
-    source = run.source(data, **reading)
+    """What to train on, and what to evaluate on, if there is anything. Tensors are no batches, whatever trains."""
+    source = run.source(data, **reading, batched=batched, order=order)
+    if validation_split is None and validation is None:
+        return source, None
     if validation_split is None:
-        return source, None if validation is None else run.source(validation, **reading, shuffle=False)
+        of_batches = batched if gives_items(validation) else None
+        return source, run.source(validation, **reading, shuffle=False, batched=of_batches)
     if validation is not None:
         raise DataError("validation and validation_split were both given.", fix=["one of them"])
     return split(source, validation_split)

@@ -69,6 +69,8 @@ class Progress(msgspec.Struct):
     epoch_loss: float = 0.0
     epoch_rows: int = 0
     """Sums for the mean training loss of the epoch under way."""
+    order: str = ""
+    """In which the rows of the current epoch are taken; empty: shuffled, or as they come."""
     agreed: int = 0
     """The last step after which the workers' copies of the state were known to be the same."""
     results: dict[str, float] = {}
