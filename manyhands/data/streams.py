@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from manyhands.data.columns import collate_rows, is_array
 from manyhands.data.feeds import STEPS_AHEAD, Plan, Schedule, cut
 from manyhands.data.fetch import Job, fetch_now
-from manyhands.data.loaders import Failure, LoaderError, start, stream_loader
+from manyhands.data.loaders import Failure, LoaderError, lacks_room, room_fix, start, stream_loader
 from manyhands.data.order import Division, slice_key
 from manyhands.data.randomness import randomness
 from manyhands.data.ready_batches import cannot_tell, cut_rows, may_be_batch, num_rows_of
@@ -218,12 +218,12 @@ class LoadedStreamFeed:
         self._batches: dict[int, Any] = {}
 
     def plans(self) -> Iterator[Plan]:
-        self._items = start(stream_loader(self._steps, STEPS_AHEAD))
+        self._items = start(stream_loader(self._steps, STEPS_AHEAD, self._source.loader_timeout_s))
         for item in self._items:
             if isinstance(item, Failure):
-                raise DataFetchFailed(
-                    f"{item.message}\n  in the loader process:\n{item.trace.rstrip()}"
-                ) from LoaderError(item.trace)
+                what = f"{item.message}\n  in the loader process:\n{item.trace.rstrip()}"
+                fix = room_fix() if lacks_room(item.message) else ()
+                raise DataFetchFailed(what, fix=fix) from LoaderError(item.trace)
             self._plan, self._batches = item
             yield self._plan
 

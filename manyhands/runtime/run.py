@@ -344,6 +344,8 @@ class Run:
             )
 
         source = work() if worker.is_waiting else self.regrouping.agreed(work)
+        if source.loader_timeout_s is None:
+            source.loader_timeout_s = self.spec.train.loader_timeout_s
         if worker.is_elastic and isinstance(source, ApartSource):
             raise DataError(
                 "Data that is a function of the worker cannot be divided anew when workers come and go.",

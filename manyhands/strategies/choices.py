@@ -72,8 +72,6 @@ class Sharded(_Level, frozen=True, kw_only=True):
 
     offload: str | None = None
     """Where parts wait while nobody needs them: on the device, or in the "host"'s memory."""
-    recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     workers: int | None = None
     """Workers on each host."""
     cluster: Any = None

@@ -31,8 +31,6 @@ class _Pipelined(Settings, frozen=True, kw_only=True):
     """Which stage has the blocks whose names match a pattern; the others are balanced around them."""
     reducer: Any = None
     """A function of one parameter's gradients, a list with one of each slice, in place of their sum."""
-    recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
 
     def _check_pipeline(self, where: str) -> None:
         one_of("schedule", self.schedule, SCHEDULES, where)
@@ -55,8 +53,6 @@ class Tensor(Settings, frozen=True):
     rules: dict[str, str] | None = None
     """How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels", "grid" or
     "whole". Layers that no pattern names are split as their kind suggests."""
-    recompute: str | tuple[str, ...] | None = None
-    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     elastic: tuple[int, int] | None = None
     """What is left goes on, from the last checkpoint, when workers are lost for good: at least and at most so many."""
     sequence: bool = False

@@ -20,6 +20,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: dict[str, str] | None = None
     """Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64", "fp32", "bf16"
     or "fp16"."""
+    recompute: str | tuple[str, ...] | None = None
+    """Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names."""
     memory_limit: int | str | None = None
     """Of each worker, in bytes or as "2GB": what the layout needs is predicted before it starts, and refused if it is
     more. The interpreter, torch and the program count."""
