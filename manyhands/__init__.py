@@ -14,6 +14,7 @@ from manyhands.supported import check_system
 
 if TYPE_CHECKING:
     from manyhands import optim as optim
+    from manyhands import order as order
     from manyhands import rows as rows
     from manyhands.data.source import InputContext as InputContext
     from manyhands.embedding import Embedding as Embedding
@@ -110,6 +111,7 @@ __all__ = [
     "join",
     "launch",
     "optim",
+    "order",
     "read_events",
     "rows",
     "step",
@@ -119,7 +121,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers see the names above and no others: a misspelt one is an error
 
     def __getattr__(name: str) -> Any:
-        if name in ("optim", "rows"):
+        if name in ("optim", "order", "rows"):
             return importlib.import_module(f"manyhands.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

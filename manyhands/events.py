@@ -83,6 +83,8 @@ class RunStarted(_OfTraining, frozen=True):
     """Of parameter servers: "sync", "ssp" or "async"; "ssp" without staleness is "sync"."""
     depends_on_slices: str = ""
     """What in the model makes results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
+    data: str = ""
+    """What the data was taken for, in words."""
     origins: dict[str, str] = {}
     """Where settings came from, by dotted key ("train.slices"): "constructor", "--slices", ...; no defaults."""
 

@@ -42,6 +42,7 @@ HELP = {
     "straggler_factor": "Name a worker that takes more than this many times as long as the others.",
     "straggler_steps": "Steps over which workers are compared.",
     "manage_gc": "Collect Python's garbage between steps, on all workers at once, and never inside one.",
+    "loader_timeout_s": "Seconds to wait for a slice from loader processes before the run fails; 0: for ever.",
     "check_every": "Compare the workers' copies of the weights after every so many steps; 0: never.",
     "audit": "Compute one slice of every step on two workers, and compare its gradients.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",

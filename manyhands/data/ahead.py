@@ -16,8 +16,17 @@ from typing import Any
 
 import torch
 
-from manyhands.data.fetch import Job, failed, failed_here
-from manyhands.data.loaders import UNSENDABLE, Failure, LoaderError, cannot_be_sent, end_with_parent, is_gone
+from manyhands.data.fetch import Job, failed_here
+from manyhands.data.loaders import (
+    UNSENDABLE,
+    Failure,
+    LoaderError,
+    begin_process,
+    cannot_be_sent,
+    fetch_failed,
+    is_gone,
+    is_late,
+)
 from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
 from manyhands.data.spawned import LoaderContext
@@ -40,6 +49,8 @@ class Ahead:
 
     def __init__(self, source: RowSource) -> None:
         self._executor, self._fetch = _in_processes(source) if source.num_workers else _in_a_thread(source)
+        self._is_stuck = False
+        self._timeout_s = source.loader_timeout_s if source.num_workers else None
         self._under_way: dict[tuple[int, int], tuple[Job, Future[Any]]] = {}
 
     def want(self, jobs: Sequence[Job]) -> None:
@@ -58,21 +69,28 @@ class Ahead:
         """The batch, once: whoever needs it again has it fetched again. Waits; raises `DataFetchFailed`."""
         job, future = self._under_way.pop((step, v))
         try:
-            batch = future.result()
+            batch = future.result(self._timeout_s)
         except BrokenProcessPool as error:
             raise is_gone(error) from error
+        except TimeoutError as error:
+            if future.done() or self._timeout_s is None:  # the dataset's own
+                raise failed_here(job, error) from error
+            self._is_stuck = True
+            raise is_late(self._timeout_s) from error
         except DataFetchFailed:
             raise
-        except Exception as error:
-            raise failed_here(job, error) from error
+        except Exception as error:  # also of one that was fetched, and could not be sent
+            raise fetch_failed(job, Failure(error)) from error
         if isinstance(batch, Failure):
-            told = failed(job, batch.kind, batch.message, batch.notes, trace=batch.trace)
-            raise told from LoaderError(batch.trace)
+            raise fetch_failed(job, batch) from LoaderError(batch.trace)
         return batch
 
     def close(self) -> None:
-        """End the thread or the processes, when they are done with what they are fetching."""
+        """End the thread or the processes, when they are done with what they are fetching; if ever."""
         self._under_way.clear()
+        if self._is_stuck:
+            for process in list(getattr(self._executor, "_processes", {}).values()):
+                process.kill()
         self._executor.shutdown(cancel_futures=True)
 
     def _submit(self, job: Job) -> Future[Any]:
@@ -101,7 +119,7 @@ _source: RowSource | None = None
 
 def _begin(source: RowSource, parent: int) -> None:
     global _source
-    end_with_parent(parent)
+    begin_process(parent)
     torch.set_num_threads(1)
     _source = source
 

@@ -33,6 +33,7 @@ class ApartSource:
         self.parts, self.num_slices = parts, num_slices
         self.shuffle, self.num_workers = True, 0
         self.loader_batch_size: int | None = None
+        self.loader_timeout_s: float | None = None
         lengths = _lengths({v: part.num_rows for v, part in parts.items()}, num_slices, exchange)
         self.lengths = None if None in lengths else [length or 0 for length in lengths]
         if self.lengths is None and any(length is not None for length in lengths):
@@ -211,6 +212,8 @@ def _endless(stream: StreamSource) -> Iterator[Any]:
     for epoch in count():
         empty = True
         for row in stream.open(epoch):
+            if empty:
+                stream.check_first(row)
             empty = False
             yield row
         if empty:

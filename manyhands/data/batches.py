@@ -136,14 +136,16 @@ class Batches:
         exchange: RowExchange | None = None,
         division: Division | None = None,
     ) -> None:
-        _check(batch_size, slices, epochs, steps)
+        if not (isinstance(source, StreamSource) and source.batched):  # those may differ in size
+            _check_size(batch_size, slices)
+        _check_end(epochs, steps)
         _check_position(source, position, seed)
         self.rank, self.division = rank, division or Division(world_size)
         self.fetched_together = isinstance(source, RowSource) and source.shared
         self.schedule = Schedule(batch_size, slices, position, first_step, epochs, steps, shuffle)
         self.device = accelerator(device)
-        self.num_rows = source.num_rows or 0
-        """0 for a stream."""
+        self.num_rows = (source.num_positions if isinstance(source, RowSource) else source.num_rows) or 0
+        """That an epoch takes; 0 for a stream."""
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = steps
         """None where only the data's end can tell."""
@@ -160,8 +162,8 @@ class Batches:
             apart = ApartFeed(source, *place)
             self.steps_per_epoch, self.total_steps = apart.steps_per_epoch, apart.total_steps
             return apart
-        self.steps_per_epoch = -(-source.num_rows // self.schedule.batch_size)
-        self.total_steps = total_steps(source.num_rows, self.schedule)
+        self.steps_per_epoch = -(-source.num_positions // self.schedule.batch_size)
+        self.total_steps = total_steps(source.num_positions, self.schedule)
         if source.shared:
             assert exchange is not None, "files that some workers lack need an exchange"
             return SharedFilesFeed(source, *place, exchange)
@@ -211,21 +213,25 @@ class Batches:
             self.close()
 
 
-def _check(batch_size: int, slices: int, epochs: int | None, steps: int | None) -> None:
+def _check_size(batch_size: int, slices: int) -> None:
     if batch_size < slices:
         raise DataError(
             f"batch_size is {batch_size}, but every batch is cut into {slices} slices, each of one row or more.",
             fix=[f"batch_size={slices}", f"slices={max(1, batch_size)}"],
         )
+
+
+def _check_end(epochs: int | None, steps: int | None) -> None:
     if epochs is None and steps is None:
         raise DataError("Neither epochs nor steps is given, so the run has no end.", fix=["epochs=1", "steps=1000"])
 
 
 def _check_position(source: Source, position: Position, seed: int) -> None:
     assert position.seed == seed, f"a position of seed {position.seed} in a run of seed {seed}"
-    if source.num_rows is not None and position.row >= source.num_rows:
+    there = source.num_positions if isinstance(source, RowSource) else source.num_rows
+    if there is not None and position.row >= there:
         raise DataError(
-            f"The run had used {position.row} rows of epoch {position.epoch + 1}, but the data has {source.num_rows}.",
+            f"The run had used {position.row} rows of epoch {position.epoch + 1}, but the data has {there}.",
             fix=["the data that the run was started with", 'resume="never", to start over'],
         )
 

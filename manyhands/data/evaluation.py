@@ -127,7 +127,9 @@ def _of_stream(source: StreamSource, batch_size: int, seed: int, mine: Callable[
         try:
             with randomness(slice_key(seed, 0, index, "evaluate")):
                 stream = source.open(0) if stream is None else stream
-                rows = list(islice(stream, batch_size))
+                rows = list(islice(stream, source.items_of(batch_size)))
+                if rows and not index:
+                    source.check_first(rows[0])
         except ManyhandsError:
             raise
         except Exception as error:
@@ -135,10 +137,11 @@ def _of_stream(source: StreamSource, batch_size: int, seed: int, mine: Callable[
             raise DataFetchFailed(what) from error
         if not rows:
             return
+        count = source.count(rows)
         if mine(index):
-            each = EvalSlice(index, read, read + len(rows))
+            each = EvalSlice(index, read, read + count)
             yield _piece(each, fetch_now(functools.partial(source.collate_job, rows), _job(each, seed)), seed)
-        index, read = index + 1, read + len(rows)
+        index, read = index + 1, read + count
 
 
 def _of_apart(source: ApartSource, batch_size: int, seed: int) -> Iterator[Piece]:

@@ -65,7 +65,7 @@ def _decode_array(code: int, data: memoryview) -> npt.NDArray[Any]:
 
 
 def agree(exchange: RowExchange | None, kind: str, num_rows: int | None) -> None:
-    """Refuse data that differs between workers in its kind or length: the order would differ too."""
+    """Refuse data that differs between workers in its kind, order or length: their steps would differ too."""
     if exchange is None:
         return
     told = [decode(data) for data in exchange.all_gather_bytes("data/agree", encode([kind, num_rows]))]

@@ -19,6 +19,7 @@ from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
 from manyhands.data.loaders import InProcesses, Loader
 from manyhands.data.order import Division, Position, num_slices, order, slice_bounds, slice_key
 from manyhands.data.rows import RowSource
+from manyhands.data.sampling import Order
 
 __all__ = [
     "STEPS_AHEAD",
@@ -124,18 +125,27 @@ def total_steps(num_rows: int, schedule: Schedule) -> int | None:
 
 
 class EpochOrder:
-    """`order`, computed in blocks and remembered; one per thread that asks."""
+    """`order`, or an order of the user's choice, computed in blocks and remembered; one per thread that asks."""
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, num_rows: int, seed: int, shuffle: bool, chosen: Order | None = None, batch_size: int = 1
+    ) -> None:
+        """`num_rows`: positions of an epoch."""
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._chosen, self._batch_size = chosen, batch_size
         self._epoch, self._start, self._block = -1, 0, np.empty(0, np.int64)
 
     def rows(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         if epoch != self._epoch or start < self._start or stop > self._start + len(self._block):
             end = min(self._num_rows, max(stop, start + _ORDER_BLOCK))
-            self._block = order(self._num_rows, self._seed, epoch, start, end, shuffle=self._shuffle)
+            self._block = self._compute(epoch, start, end)
             self._epoch, self._start = epoch, start
         return self._block[start - self._start : stop - self._start]
+
+    def _compute(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        if self._chosen is not None:
+            return self._chosen.rows(self._batch_size, self._seed, epoch, start, stop)
+        return order(self._num_rows, self._seed, epoch, start, stop, shuffle=self._shuffle)
 
 
 class RowFeed:
@@ -150,10 +160,10 @@ class RowFeed:
         self._ahead: Ahead | None = None
 
     def plans(self) -> Iterator[Plan]:
-        return plan_steps(self._source.num_rows, self._schedule)
+        return plan_steps(self._source.num_positions, self._schedule)
 
     def plan_at(self, number: int) -> Plan:
-        return plan_at(self._source.num_rows, self._schedule, number)
+        return plan_at(self._source.num_positions, self._schedule, number)
 
     def get(self, plan: Plan, v: int) -> Any:
         if self._source.fetched_by == "memory":
@@ -203,14 +213,18 @@ class RowFeed:
         return InProcesses(self._loader, jobs)
 
     def _new_order(self) -> EpochOrder:
-        shuffle = self._schedule.shuffle and self._source.shuffle
-        return EpochOrder(self._source.num_rows, self._schedule.position.seed, shuffle)
+        source, schedule = self._source, self._schedule
+        shuffle = schedule.shuffle and source.shuffle
+        return EpochOrder(
+            source.num_positions, schedule.position.seed, shuffle, source.order, batch_size=schedule.batch_size
+        )
 
     def _jobs(self, first: Plan) -> Iterator[Job]:
         """Those of this worker, from the step `first` on."""
         rows, division = self._new_order(), self._division  # of its own, as the prefetch thread walks it
         start = Position(self._schedule.position.seed, first.epoch, first.start)
-        for plan in plan_steps(self._source.num_rows, self._schedule._replace(position=start, first_step=first.number)):
+        schedule = self._schedule._replace(position=start, first_step=first.number)
+        for plan in plan_steps(self._source.num_positions, schedule):
             for v in division.share(self._rank, len(plan.bounds)):
                 yield self._job(plan, v, rows)
 

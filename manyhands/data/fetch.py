@@ -43,7 +43,9 @@ class Fetcher(Protocol):
     def close(self) -> None: ...
 
 
-def failed(job: Job, kind: str, message: str, notes: Sequence[str] = (), *, trace: str = "") -> DataFetchFailed:
+def failed(
+    job: Job, kind: str, message: str, notes: Sequence[str] = (), *, trace: str = "", fix: Sequence[str] = ()
+) -> DataFetchFailed:
     """The error a user sees, with the step, the slice and the rows in it; `trace` is a loader process's traceback."""
     rows = job.rows.tolist()
     told = ", ".join(map(str, rows[:8])) + (f", ... {len(rows)} in all" if len(rows) > 8 else "")
@@ -52,7 +54,7 @@ def failed(job: Job, kind: str, message: str, notes: Sequence[str] = (), *, trac
     what += "".join(f" ({note})" for note in notes) + f"\n  rows: {told}"
     if trace:
         what += f"\n  in the loader process:\n{trace.rstrip()}"
-    return DataFetchFailed(what, fix=["read these rows of your data by hand, in one process"])
+    return DataFetchFailed(what, fix=fix or ["read these rows of your data by hand, in one process"])
 
 
 def failed_here(job: Job, error: BaseException) -> DataFetchFailed:

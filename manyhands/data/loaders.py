@@ -2,7 +2,8 @@
 
 A job is one slice, seeded with the slice's key in the process that fetches it, so the number of processes changes
 nothing but speed. Processes are spawned (a fork of a process with threads may hang) and end with this one, however that
-ends.
+ends. A batch travels through shared memory; one that finds no room there becomes an error of its slice (multiprocessing
+would drop it, and we would wait for ever), and no slice is waited for longer than `loader_timeout_s`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import contextlib
 import copy
 import ctypes
 import functools
+import multiprocessing.queues
 import os
 import pickle
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +39,13 @@ __all__ = [
     "InProcesses",
     "Loader",
     "LoaderError",
+    "begin_process",
     "cannot_be_sent",
-    "end_with_parent",
+    "fetch_failed",
     "is_gone",
+    "is_late",
+    "lacks_room",
+    "room_fix",
     "start",
     "stream_loader",
 ]
@@ -60,6 +67,32 @@ class Failure:
         self.kind, self.message = type(error).__name__, str(error)
         self.notes = list(getattr(error, "__notes__", []))
         self.trace = "".join(traceback.format_exception(error))
+
+
+def fetch_failed(job: Job, failure: Failure) -> DataFetchFailed:
+    """The error of a slice that a loader process could not fetch, or could not send."""
+    fix = room_fix() if lacks_room(failure.message) else ()
+    return failed(job, failure.kind, failure.message, failure.notes, trace=failure.trace, fix=fix)
+
+
+def lacks_room(message: str) -> bool:
+    """Whether an error speaks of shared memory: torch's own words, the kernel's, and those for SIGBUS."""
+    return any(words in message for words in ("shared memory", "No space left on device", "Bus error"))
+
+
+def room_fix() -> Sequence[str]:
+    """What to do where batches find no room in the memory that processes share."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return ["num_workers=0", "smaller batches, or more slices"]
+    state = os.statvfs(shared)
+    size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    return [
+        f"more room in /dev/shm, which has {size / 2**20:.0f} MB, {free / 2**20:.0f} MB of them free: docker run "
+        "--shm-size=1g, or mount -o remount,size=1g /dev/shm",
+        "num_workers=0: without loader processes nothing is sent",
+        "smaller batches, more slices, or fewer loader processes",
+    ]
 
 
 class _Slices(Dataset[Any]):
@@ -86,8 +119,7 @@ class InProcesses:
             if (job.step, job.v) != (step, v):
                 continue
             if isinstance(batch, Failure):
-                told = failed(job, batch.kind, batch.message, batch.notes, trace=batch.trace)
-                raise told from LoaderError(batch.trace)
+                raise fetch_failed(job, batch) from LoaderError(batch.trace)
             return batch
         raise ManyhandsError(f"Slice {v} of step {step} was asked for twice, or out of order.")
 
@@ -112,7 +144,9 @@ class Loader:
 
     def __init__(self, source: RowSource, ahead: int) -> None:
         self._jobs = _Jobs()
-        self._loader: DataLoader[Any] | None = _data_loader(_Slices(source), source.num_workers, ahead, self._jobs)
+        self._loader: DataLoader[Any] | None = _data_loader(
+            _Slices(source), source.num_workers, ahead, self._jobs, source.loader_timeout_s
+        )
 
     def run(self, jobs: Iterator[Job]) -> Generator[Any, None, None]:
         assert self._loader is not None, "asked after close"
@@ -129,12 +163,14 @@ class Loader:
         self._loader = None
 
 
-def stream_loader(dataset: Dataset[Any], ahead: int) -> DataLoader[Any]:
+def stream_loader(dataset: Dataset[Any], ahead: int, timeout_s: float | None) -> DataLoader[Any]:
     """One process that iterates over `dataset`."""
-    return _data_loader(dataset, 1, ahead, None)
+    return _data_loader(dataset, 1, ahead, None, timeout_s)
 
 
-def _data_loader(dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Jobs | None) -> DataLoader[Any]:
+def _data_loader(
+    dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Jobs | None, timeout_s: float | None
+) -> DataLoader[Any]:
     return DataLoader(
         dataset,
         batch_size=None,
@@ -144,7 +180,8 @@ def _data_loader(dataset: Dataset[Any], num_workers: int, ahead: int, jobs: _Job
         prefetch_factor=max(1, -(-ahead // num_workers)),
         multiprocessing_context=LoaderContext(),
         persistent_workers=True,
-        worker_init_fn=functools.partial(end_with_parent, os.getpid()),
+        worker_init_fn=functools.partial(begin_process, os.getpid()),
+        timeout=timeout_s or 0,
         generator=torch.Generator(),  # of its own: the default draws from the run's
     )
 
@@ -154,7 +191,7 @@ def start(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Got pickle error")  # we say it ourselves
-            return _until_closed(iter(loader))
+            return _until_closed(iter(loader), loader.timeout)
     except UNSENDABLE as error:
         raise cannot_be_sent(error) from error
 
@@ -170,24 +207,49 @@ def cannot_be_sent(error: Exception) -> DataError:
 
 
 def is_gone(error: Exception) -> DataFetchFailed:
+    usual = ["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does']
+    fix = room_fix() if lacks_room(str(error)) else usual
+    return DataFetchFailed(f"A loader process is gone: {error}.", fix=fix)
+
+
+def is_late(timeout_s: float) -> DataFetchFailed:
     return DataFetchFailed(
-        f"A loader process is gone: {error}.",
-        fix=["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does'],
+        f"Loader processes live, but gave nothing for {timeout_s:g} s.",
+        where="[train] loader_timeout_s, or the DataLoader's timeout",
+        fix=[
+            "num_workers=0, to see what the dataset waits for",
+            f"[train] loader_timeout_s = {2 * timeout_s:g}, if a slice may take this long to load",
+            *room_fix()[:1],
+        ],
     )
 
 
-def _until_closed(items: Iterator[Any]) -> Generator[Any, None, None]:
+def _until_closed(items: Iterator[Any], timeout_s: float) -> Generator[Any, None, None]:
     try:
         yield from items
     except RuntimeError as error:
-        raise is_gone(error) from error
+        raise (is_late(timeout_s) if "timed out" in str(error) else is_gone(error)) from error
 
 
 def _as_is(value: Any) -> Any:
     return value
 
 
-def end_with_parent(parent: int, _number: int = 0) -> None:
+def begin_process(parent: int, _number: int = 0) -> None:
+    """The first thing that a loader process does."""
+    _end_with_parent(parent)
+    # The hook is there to be overridden (concurrent.futures does); this process is ours, and sends nothing else.
+    multiprocessing.queues.Queue._on_queue_feeder_error = _send_failure_instead  # type: ignore[attr-defined]
+
+
+def _send_failure_instead(queue: Any, error: Exception, item: Any) -> None:
+    """Of a batch that cannot be sent: by default it is dropped, and whoever waits for it waits for ever."""
+    number, data = item
+    is_slice = isinstance(data, tuple) and isinstance(data[0], Job)
+    queue.put((number, (data[0], Failure(error)) if is_slice else Failure(error)))
+
+
+def _end_with_parent(parent: int) -> None:
     """Have the kernel end this process with its parent. Stop signals are for the parent to act on."""
     signals.ignore()
     if sys.platform == "linux":

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Division", "Position", "num_slices", "order", "slice_bounds", "slice_key", "slices_of"]
+__all__ = ["Division", "Position", "Rows", "mix_all", "num_slices", "order", "slice_bounds", "slice_key", "slices_of"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -42,7 +42,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_all(*values: int) -> int:
+def mix_all(*values: int) -> int:
     state = 0
     for value in values:
         state = _mix(state ^ (value & _MASK_64))
@@ -51,7 +51,7 @@ def _mix_all(*values: int) -> int:
 
 def slice_key(seed: int, step: int, v: int, stream: str) -> int:
     """The 63-bit key of everything random in slice `v` of a step; each stream has keys of its own."""
-    return _mix_all(seed, step, v, _STREAMS[stream]) >> 1
+    return mix_all(seed, step, v, _STREAMS[stream]) >> 1
 
 
 def order(num_rows: int, seed: int, epoch: int, start: int, stop: int, *, shuffle: bool = True) -> Rows:
@@ -60,7 +60,7 @@ def order(num_rows: int, seed: int, epoch: int, start: int, stop: int, *, shuffl
     if not shuffle or num_rows < 2:
         return positions.astype(np.int64)
     bits = (num_rows - 1).bit_length()
-    keys = [_mix_all(seed, epoch, number) for number in range(_NARROW_ROUNDS if bits <= _NARROW_BITS else _ROUNDS)]
+    keys = [mix_all(seed, epoch, number) for number in range(_NARROW_ROUNDS if bits <= _NARROW_BITS else _ROUNDS)]
     rows = _permute(positions, bits, keys)
     # The network permutes [0, 2^bits). Walking each number on until it falls below num_rows permutes
     # [0, num_rows); as 2^bits < 2 * num_rows, that is fewer than two rounds on average.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from manyhands.data.columns import collate_columns, collate_rows
 from manyhands.data.exchange import RowExchange
 from manyhands.data.fetch import Job
+from manyhands.data.sampling import Order
 from manyhands.errors import DataError
 
 __all__ = ["Collate", "DatasetReader", "Reader", "RowSource"]
@@ -53,6 +54,10 @@ class RowSource:
         self.num_rows = stop - self.first
         self.loader_batch_size: int | None = None
         """The batch size of the DataLoader that was given, for a `fit` without one."""
+        self.loader_timeout_s: float | None = None
+        """How long a slice of a loader process is waited for; None: for ever."""
+        self.order: Order | None = None
+        """Which rows an epoch takes, where that is not each of them once."""
         self.kept_loader: Any = None
         """Loader processes of the last evaluation, for the next one; they end with this object."""
 
@@ -61,7 +66,12 @@ class RowSource:
         self.kept_loader = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept_loader": None}
+        return {**self.__dict__, "kept_loader": None, "order": None}  # a loader process is given its rows
+
+    @property
+    def num_positions(self) -> int:
+        """Rows that an epoch takes."""
+        return self.num_rows if self.order is None else self.order.num_positions()
 
     def take(self, rows: Rows) -> Any:
         return self.reader.take(rows + self.first if self.first else rows)
@@ -90,7 +100,8 @@ class RowSource:
             shuffle=self.shuffle,
             bounds=(self.first + start, self.first + stop),
         )
-        part.loader_batch_size = self.loader_batch_size
+        part.loader_batch_size, part.loader_timeout_s = self.loader_batch_size, self.loader_timeout_s
+        part.order = None if self.order is None else self.order.part(start, stop)
         return part
 
     def sample(self, rows: int, seed: int) -> RowSource:

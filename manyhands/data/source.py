@@ -13,26 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from manyhands.data.apart import ApartSource
 from manyhands.data.columns import Columns, is_array
 from manyhands.data.exchange import RowExchange, agree
 from manyhands.data.files import open_files
+from manyhands.data.ready_batches import cannot_tell, may_be_batch
 from manyhands.data.rows import Collate, DatasetReader, Reader, RowSource
+from manyhands.data.sampling import Order
 from manyhands.data.streams import Opener, StreamSource
+from manyhands.data.torch_loaders import LoaderBatches, order_of, own_collate, refuse_own_batches, warn_of_unused
 from manyhands.errors import DataError
 
-__all__ = ["InputContext", "Source", "as_source", "split"]
+__all__ = ["InputContext", "Source", "as_source", "describe", "gives_items", "split"]
 
 Source = RowSource | StreamSource | ApartSource
 
@@ -66,21 +60,81 @@ def as_source(
     context: InputContext | None = None,
     shuffle: bool = True,
     exchange: RowExchange | None = None,
+    batched: bool | None = None,
+    order: Order | None = None,
 ) -> Source:
     """What the user gave as a source. Raises `DataError` for what cannot work, before anything is read.
+
+    With `batched` each item of the data is one global batch; False says that it is one example. `order` says which rows
+    an epoch takes, and in which order.
 
     With an `exchange`, every worker must call this at the same place: file listings are put together, and data
     whose length differs between workers is refused.
     """
     if isinstance(data, RowSource | StreamSource | ApartSource):
         return data
-    asked = _Asked(collate, num_workers, context or InputContext(), exchange)
+    asked = _Asked(collate, num_workers, context or InputContext(), exchange, batched)
+    if batched:
+        _refuse_batched(data, collate)
     source = _recognise(data, asked)
+    if order is not None:
+        _put_in_order(source, order)
     source.shuffle = source.shuffle and shuffle
     if source.num_rows == 0:
         raise DataError(f"The data ({type(data).__name__}) has no rows.", fix=["data with at least one example"])
-    agree(exchange, type(source).__name__, source.num_rows)
+    chosen = f" in the order {source.order.identity()}" if isinstance(source, RowSource) and source.order else ""
+    agree(exchange, f"{type(source).__name__}{chosen}", source.num_rows)
     return source
+
+
+def gives_items(data: Any) -> bool:
+    """Whether the data gives items one by one, which may be batches; tensors and files are rows in any case."""
+    return not (isinstance(data, str | os.PathLike) or _are_columns(data))
+
+
+def describe(source: Source) -> str:
+    """What the data was taken for, in words, for the run's first line."""
+    if isinstance(source, ApartSource):
+        return "data of its own for each slice"
+    if isinstance(source, StreamSource):
+        return "a stream of batches, each one global batch" if source.batched else "a stream of examples"
+    if source.order is not None:
+        return f"{source.num_rows} examples, {source.order.describe()}"
+    return f"{source.num_rows} examples, {'shuffled' if source.shuffle else 'in their order'}"
+
+
+def _refuse_batched(data: Any, collate: Collate | None) -> None:
+    if not gives_items(data):
+        raise DataError(
+            "batched=True is for data that gives whole batches one by one, but this is cut into batches of batch_size "
+            "rows.",
+            fix=["no batched=True, and batch_size=32"],
+        )
+    if collate is not None:
+        raise DataError(
+            "collate makes a batch of examples, but with batched=True each item is a batch already.",
+            fix=["no collate=", "no batched=True, and batch_size=32"],
+        )
+
+
+def _put_in_order(source: Source, order: Order) -> None:
+    if isinstance(order, type) or not hasattr(order, "num_positions"):
+        raise DataError(
+            f"order is {order!r}.", fix=["order=mh.order.Weighted(weights)", "order=mh.order.ByLength(lengths)"]
+        )
+    if not isinstance(source, RowSource):
+        raise DataError(
+            "order= chooses among rows by their number, but this data can only be read from its beginning, or is a "
+            "function of the worker.",
+            fix=["data with a length: tensors, or a Dataset with __getitem__ and __len__", "no order="],
+        )
+    if source.order is not None:
+        raise DataError(
+            "The DataLoader has a sampler, and order= was given, too.",
+            fix=["no order=", "DataLoader(dataset, shuffle=True)"],
+        )
+    order.check(source.num_rows)
+    source.order = order
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -88,6 +142,7 @@ class _Asked(msgspec.Struct, frozen=True):
     num_workers: int | None
     context: InputContext
     exchange: RowExchange | None
+    batched: bool | None = None
 
 
 def _recognise(data: Any, asked: _Asked) -> Source:
@@ -153,13 +208,31 @@ def _from_dataset(data: Any, asked: _Asked) -> Source:
             f"A {type(data).__name__} is indexed by column, not by row.",
             fix=['{"x": frame[names].to_numpy(), "y": frame["y"].to_numpy()}'],
         )
-    return RowSource(DatasetReader(data, asked.collate), fetched_by="caller", num_workers=asked.num_workers or 0)
+    reader = DatasetReader(data, asked.collate)
+    if asked.batched:
+        return _from_iterable(_Items(data), asked)
+    # A Dataset's items are examples by torch's own convention; what a plain list has may be either.
+    if asked.batched is None and asked.collate is None and type(data) is list and data and may_be_batch(data[0]):
+        raise cannot_tell(data[0])
+    return RowSource(reader, fetched_by="caller", num_workers=asked.num_workers or 0)
+
+
+class _Items:
+    """What can be indexed, as something to iterate over: not every dataset ends with an IndexError."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._data[number] for number in range(len(self._data)))
 
 
 def _from_iterable(data: Any, asked: _Asked) -> Source:
     if (asked.num_workers or 0) > 1:
         warnings.warn(f"num_workers={asked.num_workers}: a stream is read by one loader process.", stacklevel=5)
-    return StreamSource(data, asked.collate, num_workers=min(1, asked.num_workers or 0))
+    # Hugging Face's streams give examples; elsewhere only the items can tell, and not always.
+    batched = False if asked.batched is None and hasattr(data, "column_names") else asked.batched
+    return StreamSource(data, asked.collate, num_workers=min(1, asked.num_workers or 0), batched=batched)
 
 
 def _from_function(function: Callable[..., Any], asked: _Asked) -> Source:
@@ -190,44 +263,31 @@ def _from_slices(made: dict[int, Any], asked: _Asked) -> ApartSource:
             f"The data function gave slices {sorted(made)}, but this worker computes {list(wanted)}.",
             fix=["{v: data_of(v) for v in context.slices}"],
         )
+    if asked.batched:
+        raise DataError(
+            "batched=True is for whole global batches, but this data function gives each slice data of its own.",
+            fix=["no batched=True, and batch_size=32", "one stream of batches for all"],
+        )
     alone = msgspec.structs.replace(asked, exchange=None, num_workers=0)
     return ApartSource({v: _recognise(made[v], alone) for v in wanted}, asked.context.num_slices, asked.exchange)
 
 
 def _from_loader(loader: DataLoader[Any], asked: _Asked) -> Source:
-    """A DataLoader's dataset, collate_fn and num_workers; how it would cut and order batches is ours."""
-    _refuse_samplers(loader)
-    collate = None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
+    """A DataLoader's dataset, collate_fn, sampler and num_workers; with `batched`, the batches that it makes itself."""
+    if asked.batched:
+        return _from_iterable(LoaderBatches(loader), msgspec.structs.replace(asked, num_workers=asked.num_workers or 0))
+    refuse_own_batches(loader)
+    warn_of_unused(loader)
     num_workers = loader.num_workers if asked.num_workers is None else asked.num_workers
-    taken = msgspec.structs.replace(asked, collate=asked.collate or collate, num_workers=num_workers)
-    source = _recognise(loader.dataset, taken)
-    if isinstance(loader.sampler, SequentialSampler):
-        source.shuffle = False
-    source.loader_batch_size = loader.batch_size
-    if loader.drop_last:
-        warnings.warn("drop_last=True is ignored: a short last batch is used, so that no row is lost.", stacklevel=5)
-    return source
-
-
-def _refuse_samplers(loader: DataLoader[Any]) -> None:
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise DataError(
-            "This DataLoader makes its batches itself (batch_size=None or a batch_sampler). Here every global batch is "
-            "cut into slices, so that the result does not depend on the number of workers.",
-            fix=["fit(loader.dataset, batch_size=..., collate=...)"],
-        )
-    sampler = loader.sampler
-    plain = (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
+    # What it is to make batches of are examples, and it says so.
+    taken = msgspec.structs.replace(
+        asked, collate=asked.collate or own_collate(loader), num_workers=num_workers, batched=False
     )
-    if not (plain or isinstance(sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)):
-        raise DataError(
-            f"This DataLoader has a sampler of its own ({type(sampler).__name__}). Here the order is a function of "
-            "(seed, epoch, position), so that no row is lost or used twice when workers join, die or resume.",
-            fix=["DataLoader(dataset, shuffle=True)", "torch.utils.data.Subset(dataset, rows) to choose rows"],
-        )
+    source = _recognise(loader.dataset, taken)
+    if isinstance(source, RowSource):
+        source.shuffle, source.order = order_of(loader, source.num_rows)
+    source.loader_batch_size, source.loader_timeout_s = loader.batch_size, loader.timeout or None
+    return source
 
 
 def split(data: Any, fraction: float) -> tuple[RowSource, RowSource]:

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from manyhands.data.columns import collate_rows, is_array
 from manyhands.data.feeds import STEPS_AHEAD, Plan, Schedule, cut
 from manyhands.data.fetch import Job, fetch_now
-from manyhands.data.loaders import Failure, LoaderError, start, stream_loader
+from manyhands.data.loaders import Failure, LoaderError, lacks_room, room_fix, start, stream_loader
 from manyhands.data.order import Division, slice_key
 from manyhands.data.randomness import randomness
+from manyhands.data.ready_batches import cannot_tell, cut_rows, may_be_batch, num_rows_of
 from manyhands.data.rows import Collate
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
@@ -28,14 +29,20 @@ __all__ = ["LoadedStreamFeed", "Opener", "StreamFeed", "StreamSource"]
 
 
 class StreamSource:
-    """A stream of rows that can be opened once per epoch. Its length is not known."""
+    """A stream that can be opened once per epoch, of rows or, if `batched`, of batches. Its length is not known.
+
+    If `batched` is None its items are taken for rows, and one that may be a batch is refused.
+    """
 
     num_rows = None
     shuffle = False
 
-    def __init__(self, data: Any, collate: Collate | None, *, num_workers: int = 0) -> None:
-        self._data, self._collate, self.num_workers = data, collate, num_workers
+    def __init__(
+        self, data: Any, collate: Collate | None, *, num_workers: int = 0, batched: bool | None = None
+    ) -> None:
+        self._data, self._collate, self.num_workers, self.batched = data, collate, num_workers, batched
         self.loader_batch_size: int | None = None
+        self.loader_timeout_s: float | None = None
 
     def open(self, epoch: int) -> Iterator[Any]:
         if isinstance(self._data, Opener):
@@ -47,8 +54,25 @@ class StreamSource:
     def collate(self, rows: list[Any]) -> Any:
         return collate_rows(rows) if self._collate is None else self._collate(rows)
 
-    def collate_job(self, rows: list[Any], _job: Job) -> Any:
-        return self.collate(rows)
+    def collate_job(self, items: list[Any], _job: Job) -> Any:
+        return cut_rows(items[0], 0, num_rows_of(items[0])) if self.batched else self.collate(items)
+
+    def slice_job(self, items: list[Any], low: int, high: int, _job: Job) -> Any:
+        """Rows [low, high) of a step's items."""
+        return cut_rows(items[0], low, high) if self.batched else self.collate(items[low:high])
+
+    def items_of(self, rows: int) -> int:
+        """How many items make a step, or a piece, of so many rows."""
+        return 1 if self.batched else rows
+
+    def count(self, items: list[Any]) -> int:
+        """The rows of a step's items."""
+        return num_rows_of(items[0]) if self.batched else len(items)
+
+    def check_first(self, item: Any) -> None:
+        """`DataError` for an item that may be an example or a batch, where the user has not said which."""
+        if self.batched is None and self._collate is None and may_be_batch(item):
+            raise cannot_tell(item)
 
 
 class Opener:
@@ -94,18 +118,27 @@ class _Reader:
         self._source, self._schedule, self._epoch, self._first_step = source, schedule, epoch, first_step
         self._iterator: Iterator[Any] | None = None
         self._ahead: list[Any] = []
-        self._start, self.ended = 0, False
+        self._start, self._reads, self.ended = 0, 0, False
 
     def next_step(self, number: int) -> tuple[Plan, list[Any]]:
-        start, rows = self._start, self._read(self._schedule.batch_size, number)
-        bounds = cut(len(rows), self._schedule.slices, len(rows) < self._schedule.batch_size)
-        return Plan(number, self._epoch, start, len(rows), bounds, self.ended), rows
+        schedule, start = self._schedule, self._start
+        items = self._read(self._source.items_of(schedule.batch_size), number)
+        rows = self._start - start
+        # Of batches that come ready no size is the usual one: only what cannot fill all slices counts as short.
+        short = rows < (schedule.slices if self._source.batched else schedule.batch_size)
+        return Plan(number, self._epoch, start, rows, cut(rows, schedule.slices, short), self.ended), items
 
     def skip(self, rows: int) -> None:
         number = self._first_step
         while self._start < rows and not self.ended:
-            self._read(min(self._schedule.batch_size, rows - self._start), number)
+            self._read(self._source.items_of(min(self._schedule.batch_size, rows - self._start)), number)
             number += 1
+        if self._start > rows:
+            raise DataError(
+                f"The run had used {rows} rows of epoch {self._epoch + 1}, but a batch of the stream now ends at row "
+                f"{self._start}.",
+                fix=["a stream that gives the same batches each time it is opened"],
+            )
         if self._start < rows or (rows and self.ended):
             raise DataError(
                 f"The stream ended after {self._start} rows of epoch {self._epoch + 1}, but {rows} were already used.",
@@ -115,9 +148,11 @@ class _Reader:
     def _read(self, count: int, number: int) -> list[Any]:
         rows = self._ahead
         try:
-            with randomness(slice_key(self._schedule.position.seed, number, 0, "fetch")):
+            with randomness(self._key(number)):
                 if self._iterator is None:
                     self._iterator = self._source.open(self._epoch)
+                    rows.append(next(self._iterator))
+                    self._source.check_first(rows[0])
                 while len(rows) <= count:
                     rows.append(next(self._iterator))
         except StopIteration:
@@ -125,13 +160,23 @@ class _Reader:
         except ManyhandsError:
             raise
         except Exception as error:
-            where = f"Reading row {self._start + len(rows)} of the stream, for step {number} of epoch {self._epoch + 1}"
+            what = "after row" if self._source.batched else "row"
+            where = (
+                f"Reading {what} {self._start + len(rows)} of the stream, for step {number} of epoch {self._epoch + 1}"
+            )
             raise DataFetchFailed(f"{where}, failed. {type(error).__name__}: {error}") from error
         if not rows:
             raise DataError(f"The stream gave no rows in epoch {self._epoch + 1}.", fix=["at least one row per epoch"])
-        self._ahead = rows[count:]
-        self._start += len(rows[:count])
+        self._ahead, self._reads = rows[count:], self._reads + 1
+        self._start += self._source.count(rows[:count])
         return rows[:count]
+
+    def _key(self, number: int) -> int:
+        """Of what is drawn while reading for a step. How many steps ready batches made before, only a reader knows."""
+        seed = self._schedule.position.seed
+        if self._source.batched:
+            return slice_key(slice_key(seed, self._epoch, 0, "fetch"), self._reads, 0, "fetch")
+        return slice_key(seed, number, 0, "fetch")
 
 
 class StreamFeed:
@@ -175,12 +220,12 @@ class LoadedStreamFeed:
         self._batches: dict[int, Any] = {}
 
     def plans(self) -> Iterator[Plan]:
-        self._items = start(stream_loader(self._steps, STEPS_AHEAD))
+        self._items = start(stream_loader(self._steps, STEPS_AHEAD, self._source.loader_timeout_s))
         for item in self._items:
             if isinstance(item, Failure):
-                raise DataFetchFailed(
-                    f"{item.message}\n  in the loader process:\n{item.trace.rstrip()}"
-                ) from LoaderError(item.trace)
+                what = f"{item.message}\n  in the loader process:\n{item.trace.rstrip()}"
+                fix = room_fix() if lacks_room(item.message) else ()
+                raise DataFetchFailed(what, fix=fix) from LoaderError(item.trace)
             self._plan, self._batches = item
             yield self._plan
 
@@ -217,7 +262,7 @@ def collate_slice(source: StreamSource, schedule: Schedule, plan: Plan, rows: li
     low, high = plan.bounds[v]
     key = slice_key(schedule.position.seed, plan.number, v, "fetch")
     job = Job(plan.number, v, np.arange(plan.start + low, plan.start + high), key)
-    return fetch_now(functools.partial(source.collate_job, rows[low:high]), job)
+    return fetch_now(functools.partial(source.slice_job, rows, low, high), job)
 
 
 def reread(source: StreamSource, schedule: Schedule, plan: Plan, v: int) -> Any:

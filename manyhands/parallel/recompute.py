@@ -15,17 +15,22 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from manyhands.errors import SpecError
 from manyhands.parallel.blocks import blocks_of, matching
 
 __all__ = ["recompute", "recomputing"]
 
 
 def recompute(model: nn.Module, which: str | tuple[str, ...], where: str) -> list[str]:
-    """Keep nothing but the inputs of these layers: "blocks", or patterns of names. Their names."""
-    patterns = (which,) if isinstance(which, str) else which
+    """Keep nothing but the inputs of these layers: "blocks", or patterns of names. Their names. Twice is as once."""
+    patterns = (which,) if isinstance(which, str) else tuple(which) if isinstance(which, tuple | list) else ()
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        fix = ['recompute="blocks"', 'recompute=("layers.*",), patterns of names']
+        raise SpecError(f"recompute is {which!r}.", where=where, fix=fix)
     chosen = _repeated_blocks(model) if which == "blocks" else matching(model, patterns, where)
     for module in chosen.values():
-        module.forward = _again(module, module.forward)
+        if not hasattr(module.forward, "is_computed_again"):
+            module.forward = _again(module, module.forward)
     return list(chosen)
 
 
@@ -71,6 +76,7 @@ def _again(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
             forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: _contexts(module), **kwargs
         )
 
+    call.is_computed_again = True  # type: ignore[attr-defined]
     return call
 
 

@@ -30,6 +30,7 @@ from manyhands.parallel.spread import Spread
 from manyhands.runtime.dividing import Sample, spread_of
 from manyhands.runtime.models import Parts, foreign_state
 from manyhands.runtime.pacing import Pacing
+from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.wishes import END_FIT
 from manyhands.runtime.worker import Worker
 from manyhands.strategies.averaged import Averaged, Averaging
@@ -64,7 +65,14 @@ def make_engine(
         return _sharded_mesh(worker, worker.strategy, parts, model, pacing, sample)
     if worker.is_divided:
         return _replicated(worker, parts, model, pacing, joining, spread=spread_of(worker, parts.loss, sample))
+    _recompute(worker.strategy, model)
     return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
+
+
+def _recompute(choice: StrategyChoice, model: nn.Module) -> None:
+    """Of whole models; where layers are divided, that comes first."""
+    if choice.recompute is not None:
+        recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
 
 
 def _replicated(
@@ -124,6 +132,7 @@ def _sharded_mesh(
 ) -> Replicated:
     plain = as_sharded(choice, worker.grid)
     if plain is not None:
+        _recompute(choice, model)
         return _sharded_as(plain, worker, parts, model, pacing, joining=False)
     spread = spread_of(worker, parts.loss, sample)
     keep_whole = choice.level != "parameters"
@@ -141,8 +150,6 @@ def _sharded_as(
     offload = choice.offload is not None and worker.device.type != "cpu"
     if choice.offload is not None and not offload:
         worker.warn('offload="host" changes nothing here: the workers compute in the host\'s memory.')
-    if choice.recompute is not None:
-        recompute(model, choice.recompute, "mh.Sharded(recompute=...)")
     if worker.world_size == 1:
         worker.warn("There is one worker, and nobody to divide its memory with: mh run -n 2")
         return _replicated(worker, parts, model, pacing, joining)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.sampling import Order
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError, UsageError
 from manyhands.events import Logged
@@ -156,6 +157,8 @@ class Hands:
         steps: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int | None = None,
+        batched: bool | None = None,
+        order: Order | None = None,
     ) -> Iterator[Any]:
         """This worker's slices, one after the other, from where the run stands. Call `backward` and `step` for each.
 
@@ -169,13 +172,15 @@ class Hands:
             steps: So many optimizer updates more.
             collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
             num_workers: Loader processes per worker. Default: a DataLoader's own, else 0.
+            batched: As for `mh.Trainer.fit`.
+            order: As for `mh.Trainer.fit`.
         """
         check_counts(batch_size=batch_size, epochs=epochs, steps=steps, num_workers=num_workers)
         run = self._all_workers("batches")
         training = run.begin_call("batches")
         if run.calls.already_done:
             return
-        source = run.source(data, collate=collate, num_workers=num_workers)
+        source = run.source(data, collate=collate, num_workers=num_workers, batched=batched, order=order)
         size = run.batch_size(source, batch_size)
         joined = self._worker.is_waiting
         if joined and not run.regrouping.wait_for_admission():
@@ -183,7 +188,7 @@ class Hands:
         saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
         self._taken = taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
         if not joined:
-            run.announce("batches", taken.total_steps)
+            run.announce("batches", taken.total_steps, source)
         with run.regrouping.listening(taken.regrouped):
             try:
                 if not joined and not run.calls.goes_on:
@@ -283,8 +288,9 @@ class Hands:
         loss: LossFn,
         *,
         metrics: Mapping[str, MetricFn] | None = None,
-        batch_size: int = 256,
+        batch_size: int | None = None,
         collate: Any = None,
+        batched: bool | None = None,
     ) -> dict[str, float]:
         """Loss and per-example metrics over all of `data`, every example once. All workers must call it.
 
@@ -300,13 +306,15 @@ class Hands:
         """
         if self._leased is not None:
             self._check_slice_done()
-            source = as_source(data, collate=collate, num_workers=0, shuffle=False)
-            return self._leased.evaluate(source, batch_size, loss, metrics or {})
+            source = as_source(data, collate=collate, num_workers=0, shuffle=False, batched=batched)
+            size = self._known_run.piece_size(source, batch_size)
+            return self._leased.evaluate(source, size, loss, metrics or {})
         run, engine = self._all_there("evaluate"), self._training.engine
-        source = run.source(data, collate=collate, shuffle=False)
+        source = run.source(data, collate=collate, shuffle=False, batched=batched)
+        size = run.piece_size(source, batch_size)
         with engine.using_loss(loss):
             results, _ = run.regrouping.agreed(
-                lambda: evaluating.evaluate(engine, self._worker.axis, run.pieces(source, batch_size), metrics or {})
+                lambda: evaluating.evaluate(engine, self._worker.axis, run.pieces(source, size), metrics or {})
             )
         return results
 

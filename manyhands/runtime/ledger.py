@@ -169,7 +169,8 @@ def _check_start(lineage: Sequence[StepDone], resumed: Sequence[int], ledger: Le
     missing = first.step - 1
     if missing and missing not in resumed:
         sizes = _possible_sizes(lineage, _call(first), (missing + 1) * first.rows)
-        if any(first.start in _after(missing, 0, 0, first.rows, size) for size in sizes):
+        exactly = any(first.start in _after(missing, 0, 0, first.rows, size) for size in sizes)
+        if exactly or _fits_in(missing, (0, 0), first, lineage):
             ledger.unrecorded += missing
         else:
             ledger.problems.append(f"the first step on record is {first.step}, and nothing says what came before")
@@ -235,12 +236,30 @@ def _after(steps: int, epoch: int, row: int, batch: int, size: int) -> set[tuple
     return {(epoch, row), (epoch + 1, 0)} if row >= size else {(epoch, row)}
 
 
+def _fits_in(missing: int, since: tuple[int, int], after: StepDone, lineage: Sequence[StepDone]) -> bool:
+    """Whether so many steps fit between, where the data gives batches of any size: each has a row at least."""
+    if after.start is None or not _sizes_vary(lineage, _call(after)):
+        return False
+    return after.start[0] > since[0] or after.start[1] - since[1] >= missing
+
+
+def _sizes_vary(lineage: Sequence[StepDone], call: int) -> bool:
+    """Whether steps of a call differ in their rows elsewhere than at an epoch's end."""
+    rows = {
+        before.rows
+        for before, after in pairwise(lineage)
+        if _call(before) == call and before.start and after.start and before.start[0] == after.start[0]
+    }
+    return len(rows) > 1
+
+
 def _check_gap(before: StepDone, after: StepDone, missing: int, lineage: Sequence[StepDone], ledger: Ledger) -> None:
     """Whether steps that nobody recorded can have taken exactly the rows between those of their neighbours."""
     assert before.start is not None
     epoch, row, batch = before.start[0], before.start[1] + before.rows, max(before.rows, after.rows)
     sizes = _possible_sizes(lineage, _call(before), (missing + 1) * batch)
-    if any(after.start in _after(missing, epoch, row, batch, size) for size in sizes):
+    exactly = any(after.start in _after(missing, epoch, row, batch, size) for size in sizes)
+    if exactly or _fits_in(missing, (epoch, row), after, lineage):
         ledger.unrecorded += missing
     else:
         ledger.problems.append(

@@ -271,7 +271,8 @@ def details_of(event: RunStarted) -> str:
         f"{_many(event.threads, 'thread')} each",
         *([event.machine] if event.machine else []),
     ]
-    return clean(", ".join(parts))
+    data = f"; data: {event.data}" if event.data else ""
+    return clean(f"{', '.join(parts)}{data}")
 
 
 def _ended(event: RunEnded, elapsed_s: float | None) -> str:

@@ -21,7 +21,10 @@ from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
-from manyhands.data.source import InputContext, Source, as_source
+from manyhands.data.ready_batches import cut_rows
+from manyhands.data.sampling import Order
+from manyhands.data.source import InputContext, Source, as_source, describe
+from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.layer_dtypes import set_dtypes_
@@ -38,7 +41,14 @@ from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
-from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, check_length, mode_of
+from manyhands.runtime.run_checks import (
+    check_balance,
+    check_elastic,
+    check_leasable,
+    check_length,
+    mode_of,
+    same_order,
+)
 from manyhands.runtime.saving import load_newest
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
@@ -51,6 +61,7 @@ from manyhands.strategies.served import has_backups
 
 __all__ = ["Run"]
 
+EVAL_BATCH = 256
 USUAL_BATCH = 32
 """Rows to look at where the data itself says how large a batch is."""
 
@@ -83,7 +94,9 @@ class Run:
             progress.row_loss, progress.row_rows = 0.0, 0
         return training
 
-    def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
+    def offer(
+        self, data: Any, collate: Any, rows: int | None, *, batched: bool | None = None, with_loss: bool = True
+    ) -> None:
         """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
         worker = self.worker
         if self._training is not None or not (
@@ -92,11 +105,13 @@ class Run:
             return
 
         def sample() -> Sample:
-            source = as_source(data, collate=collate, num_workers=0, shuffle=False)
+            source = as_source(data, collate=collate, num_workers=0, shuffle=False, batched=batched)
             num_rows = max(1, (rows or USUAL_BATCH) // (self.spec.train.slices or self._default_slices()))
             pieces = eval_pieces(source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device)
             with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
-                return Sample(next(pieces).batch, self.parts.loss if with_loss else self.parts.call)
+                piece = next(pieces)
+            batch = cut_rows(piece.batch, 0, num_rows) if batched and piece.rows > num_rows else piece.batch
+            return Sample(batch, self.parts.loss if with_loss else self.parts.call)
 
         self._sample = sample
 
@@ -321,7 +336,7 @@ class Run:
             return self.spec.train.accumulate
         return self.spec.train.accumulate * worker.most_replicas * microbatches(worker.strategy, worker.grid)
 
-    def announce(self, call: str, total_steps: int | None) -> None:
+    def announce(self, call: str, total_steps: int | None, source: Source) -> None:
         worker, slices = self.worker, self.ready().slices
         if self.spec.train.balance and worker.num_replicas > 1 and slices <= worker.num_replicas:
             worker.warn(f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}.")
@@ -341,11 +356,21 @@ class Run:
                 exact=self.spec.train.exact,
                 mode=mode_of(worker.strategy),
                 depends_on_slices=randomness_in(self.parts.model),
+                data=describe(source),
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
         )
 
-    def source(self, data: Any, *, collate: Any = None, num_workers: int | None = None, shuffle: bool = True) -> Source:
+    def source(
+        self,
+        data: Any,
+        *,
+        collate: Any = None,
+        num_workers: int | None = None,
+        shuffle: bool = True,
+        batched: bool | None = None,
+        order: Order | None = None,
+    ) -> Source:
         worker, slices = self.worker, self.ready().slices
         context = InputContext(
             worker=worker.replica,
@@ -359,10 +384,19 @@ class Run:
             # Those who are training already have told each other what data they have.
             exchange = worker if worker.num_replicas > 1 and not worker.is_waiting else None
             return as_source(
-                data, collate=collate, num_workers=num_workers, context=context, shuffle=shuffle, exchange=exchange
+                data,
+                collate=collate,
+                num_workers=num_workers,
+                context=context,
+                shuffle=shuffle,
+                exchange=exchange,
+                batched=batched,
+                order=order,
             )
 
         source = work() if worker.is_waiting else self.regrouping.agreed(work)
+        if source.loader_timeout_s is None:
+            source.loader_timeout_s = self.spec.train.loader_timeout_s
         if worker.is_elastic and isinstance(source, ApartSource):
             raise DataError(
                 "Data that is a function of the worker cannot be divided anew when workers come and go.",
@@ -371,14 +405,25 @@ class Run:
         return source
 
     def batch_size(self, source: Source, batch_size: int | None, per_worker: int | None = None) -> int:
+        if isinstance(source, StreamSource) and source.batched:
+            return _size_of_ready_batches(batch_size or per_worker)
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
         if per_worker is not None:
             return per_worker * self.worker.most_replicas
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
-            raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
+            fix = ["batch_size=256: the global batch, over all workers"]
+            if isinstance(source, StreamSource):
+                fix.append("batched=True, if each item is a whole batch already")
+            raise DataError("No batch_size was given.", fix=fix)
         return int(chosen)
+
+    def piece_size(self, source: Source, asked: int | None) -> int:
+        """How many rows are evaluated at a time."""
+        if isinstance(source, StreamSource) and source.batched:
+            return _size_of_ready_batches(asked)
+        return asked or EVAL_BATCH
 
     def batches(self, source: Source, batch_size: int, epochs: int | None, steps: int | None) -> Batches:
         if (epochs is None) == (steps is None):
@@ -386,6 +431,7 @@ class Run:
             raise DataError(given, fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
         check_length(progress, epochs, steps)
+        progress.order = same_order(progress, source, batch_size)
         if self.spec.train.balance:
             check_balance(source)
         if self.worker.strategy.leases:
@@ -444,3 +490,13 @@ class Run:
             device=worker.device,
             exchange=worker if worker.num_replicas > 1 else None,
         )
+
+
+def _size_of_ready_batches(asked: int | None) -> int:
+    """Each has its own; what is left is the size of pieces of validation data that does not come in batches."""
+    if asked is not None:
+        raise DataError(
+            f"batch_size is {asked}, but with batched=True each item of the data is one global batch.",
+            fix=["no batch_size=", "no batched=True, if each item is one example"],
+        )
+    return EVAL_BATCH

@@ -17,7 +17,18 @@ from manyhands.runtime.strategy_names import StrategyChoice
 from manyhands.runtime.training import Progress
 from manyhands.strategies.choices import ParameterServer
 
-__all__ = ["by_step", "check_balance", "check_counts", "check_elastic", "check_leasable", "check_length", "mode_of"]
+__all__ = [
+    "by_step",
+    "check_balance",
+    "check_counts",
+    "check_elastic",
+    "check_leasable",
+    "check_length",
+    "mode_of",
+    "same_order",
+]
+
+USUAL_ORDER = "each row once"
 
 
 def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -57,6 +68,28 @@ def check_leasable(source: Source) -> None:
             "some workers lack some of it.",
             fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
         )
+
+
+def same_order(progress: Progress, source: Source, batch_size: int) -> str:
+    """The order that rows are taken in. One that changes within an epoch would lose rows and take others twice."""
+    order = _order_of(source, batch_size)
+    if progress.row and order != progress.order:
+        raise CheckpointMismatch(
+            f"Epoch {progress.epoch} is under way: {progress.row} of its rows were taken in the order "
+            f'"{progress.order or USUAL_ORDER}", and the others would be in the order "{order or USUAL_ORDER}".',
+            fix=[
+                "the same order=, weights or lengths, batched= and batch_size as before",
+                "epochs= in place of steps=, so that the call before ends with its epoch",
+                "a new run directory: --run-dir NEW",
+            ],
+        )
+    return order
+
+
+def _order_of(source: Source, batch_size: int) -> str:
+    if isinstance(source, StreamSource):
+        return "ready batches" if source.batched else ""
+    return source.order.identity(batch_size) if isinstance(source, RowSource) and source.order is not None else ""
 
 
 def check_counts(**asked: Any) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 
 from manyhands.data.randomness import seed_all
 from manyhands.data.rows import RowSource
-from manyhands.data.source import Source, split
+from manyhands.data.sampling import Order
+from manyhands.data.source import Source, gives_items, split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
@@ -25,7 +26,7 @@ from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, check_ending, load_weights, save_model
 from manyhands.runtime.plan_show import tell_plan
-from manyhands.runtime.run import Run
+from manyhands.runtime.run import EVAL_BATCH, Run
 from manyhands.runtime.run_checks import by_step, check_counts
 from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
 from manyhands.runtime.served_fitting import ServedFit
@@ -41,8 +42,6 @@ from manyhands.strategies.served import Served
 from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
-
-EVAL_BATCH = 256
 
 
 class History(list[dict[str, float]]):
@@ -174,6 +173,8 @@ class Trainer:
         validation_split: float | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int | None = None,
+        batched: bool | None = None,
+        order: Order | None = None,
         checkpoint: Checkpoints | None = None,
         early_stop: EarlyStop | None = None,
         validate_every: int | None = None,
@@ -200,6 +201,9 @@ class Trainer:
             collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
             num_workers: Loader processes per worker, for datasets whose `__getitem__` is slow. Default: a DataLoader's
                 own, else 0: read ahead in a thread.
+            batched: True: each item of the data is one global batch, and there is no `batch_size`; batches may differ
+                in size. False: an item is one example, where its form leaves that open.
+            order: Which rows an epoch takes, such as `mh.order.Weighted(weights)`. Default: each once, shuffled.
             checkpoint: When to save and what to keep. Default: every 600 seconds, the last three.
             early_stop: End when a result no longer improves. Default: never.
             validate_every: Validate after so many steps of this call, instead of at the end of epochs. Early stopping,
@@ -218,7 +222,7 @@ class Trainer:
         asked = {"validate_every": validate_every, "validate_every_s": validate_every_s}
         check_validations(asked, validates=validation is not None or validation_split is not None)
         check_train_metrics(train_metrics, run.parts.metrics)
-        run.offer(data, collate, batch_size or batch_per_worker)
+        run.offer(data, collate, batch_size or batch_per_worker, batched=batched)
         if run.worker.planned is not None:
             tell_plan(run.worker.planned, run.parts, run.sample())
         run.check_memory()
@@ -226,7 +230,7 @@ class Trainer:
         if run.calls.already_done:
             return History(run.calls.recorded())
         reading = {"collate": collate, "num_workers": num_workers}
-        source, held_out = _sources(run, data, validation, validation_split, reading)
+        source, held_out = _sources(run, data, validation, validation_split, reading, batched, order)
         evaluated = _evaluated(run, source, held_out, train_metrics)
         if early_stop is not None:
             validated = ["loss", *run.parts.metrics] if held_out is not None else []
@@ -248,7 +252,7 @@ class Trainer:
         taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
         self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
         if not joined:
-            run.announce("fit", taken.total_steps)
+            run.announce("fit", taken.total_steps, source)
             num_steps = taken.total_steps and taken.total_steps - training.progress.call_step
             if once := only_at_the_end(validations, num_steps):
                 run.worker.warn(once)
@@ -258,7 +262,13 @@ class Trainer:
         return history
 
     def evaluate(
-        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        collate: Any = None,
+        num_workers: int | None = None,
+        batched: bool | None = None,
     ) -> dict[str, float]:
         """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers.
 
@@ -268,22 +278,29 @@ class Trainer:
             data: As for `fit`; its own order, unshuffled.
             batch_size: Rows of a global batch, 256 by default; larger is faster until memory ends. The result is the
                 same.
+            batched: True: each item of the data is one batch, and there is no `batch_size`.
             collate: As for `fit`.
             num_workers: As for `fit`.
         """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
-        run.offer(data, collate, batch_size)
+        run.offer(data, collate, batch_size or EVAL_BATCH, batched=batched)
         run.begin_call("evaluate")
         if run.is_call_over():
             return dict(run.calls.recorded())
-        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
-        results = run.evaluate(source, batch_size)
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False, batched=batched)
+        results = run.evaluate(source, run.piece_size(source, batch_size))
         run.put_on_record(lambda: run.calls.finish(results))
         return results
 
     def predict(
-        self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        collate: Any = None,
+        num_workers: int | None = None,
+        batched: bool | None = None,
     ) -> Any:
         """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on each.
 
@@ -293,16 +310,17 @@ class Trainer:
             batch_size: Rows of a global batch, 256 by default.
             collate: As for `fit`.
             num_workers: As for `fit`.
+            batched: True: each item of the data is one batch, and there is no `batch_size`.
         """
         run = self._run
         check_counts(batch_size=batch_size, num_workers=num_workers)
-        run.offer(data, collate, batch_size, with_loss=False)
+        run.offer(data, collate, batch_size or EVAL_BATCH, batched=batched, with_loss=False)
         run.begin_call("predict")
         path = run.calls.tensors_path()
         if run.is_call_over():
             return evaluating.from_file(path, run.calls.recorded())
-        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False)
-        outputs = run.predict(source, batch_size)
+        source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False, batched=batched)
+        outputs = run.predict(source, run.piece_size(source, batch_size))
 
         def keep() -> None:
             if self.is_chief:
@@ -379,12 +397,21 @@ def _check_early_stop(early_stop: EarlyStop, validated: list[str], trained: Sequ
 
 
 def _sources(
-    run: Run, data: Any, validation: Any, validation_split: float | None, reading: dict[str, Any]
+    run: Run,
+    data: Any,
+    validation: Any,
+    validation_split: float | None,
+    reading: dict[str, Any],
+    batched: bool | None,
+    order: Order | None,
 ) -> tuple[Source, Source | None]:
-    """What to train on, and what to evaluate on, if there is anything."""
-    source = run.source(data, **reading)
+    """What to train on, and what to evaluate on, if there is anything. Tensors are no batches, whatever trains."""
+    source = run.source(data, **reading, batched=batched, order=order)
+    if validation_split is None and validation is None:
+        return source, None
     if validation_split is None:
-        return source, None if validation is None else run.source(validation, **reading, shuffle=False)
+        of_batches = batched if gives_items(validation) else None
+        return source, run.source(validation, **reading, shuffle=False, batched=of_batches)
     if validation is not None:
         raise DataError("validation and validation_split were both given.", fix=["one of them"])
     return split(source, validation_split)

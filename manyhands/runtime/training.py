@@ -80,6 +80,8 @@ class Progress(msgspec.Struct):
     """The running call has been asked to end, or has stopped early: no step of it follows."""
     best: float | None = None
     """The best result of the running call, by what the best checkpoint is chosen by."""
+    order: str = ""
+    """In which the rows of the current epoch are taken; empty: shuffled, or as they come."""
     agreed: int = 0
     """The last step after which the workers' copies of the state were known to be the same."""
     results: dict[str, float] = {}

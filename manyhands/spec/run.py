@@ -91,6 +91,8 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Over how many steps workers are compared; with `balance`, slices move after so many at the earliest."""
     manage_gc: bool = True
     """Keep Python's garbage collector out of steps: all workers collect at the end of the same ones."""
+    loader_timeout_s: float = 300.0
+    """How long a worker waits for a slice from its loader processes (`num_workers`) before it fails; 0: for ever."""
     check_every: int = 100
     """Compare the workers' copies of weights and states after every so many steps, and have weights in shared memory
     watched for changes that no step made; 0: never."""
@@ -101,6 +103,7 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _at_least("train", "straggler_factor", self.straggler_factor, 1)
         _at_least("train", "straggler_steps", self.straggler_steps, 1)
         _at_least("train", "check_every", self.check_every, 0)
+        _at_least("train", "loader_timeout_s", self.loader_timeout_s, 0)
         _at_least("train", "slices", self.slices, 1)
         _at_least("train", "accumulate", self.accumulate, 1)
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -23,7 +23,7 @@ DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 class Single(Settings, frozen=True, kw_only=True):
     """One worker. The promise of the other strategies is to end where this one ends.
 
-    What `devices`, `threads`, `dtypes` and `memory_limit` mean here they mean in every strategy.
+    What `devices`, `threads`, `dtypes`, `recompute` and `memory_limit` mean here they mean in every strategy.
 
     Args:
         devices: One device per worker of this host, such as ("cuda:0", "cuda:1"); a single name is for all of them. A
@@ -31,6 +31,8 @@ class Single(Settings, frozen=True, kw_only=True):
         threads: Threads per worker. Default: cores / workers; with `exact=True`, 1. `mh tune` measures what is fastest.
         dtypes: Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64",
             "fp32", "bf16" or "fp16". For layers that lose too much in half precision: {"*norm*": "fp32"}.
+        recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
+            Saves memory, and costs a second forward pass through them; the same bits. Default: none.
         memory_limit: Of each worker, in bytes or as "2GB". The memory that the layout needs is predicted before it
             starts, and a layout that needs more is refused. The interpreter, torch and the program count. Default:
             none.
@@ -48,7 +50,7 @@ class Mirrored(Settings, frozen=True, kw_only=True):
             two round, so that results depend on the number of workers; for links that are slower than the computation.
         elastic: (least, most) workers: they may die, come and go while the others train. Default: a worker that is lost
             takes the run back to its last checkpoint.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
             `mh.Single`.
     """
 
@@ -67,7 +69,7 @@ class MultiWorker(Settings, frozen=True, kw_only=True):
             TF_CONFIG says.
         reducer: How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8").
         elastic: (least, most) workers over all hosts; hosts come and go, too. Default: they may not.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
             `mh.Single`.
     """
 
@@ -83,7 +85,7 @@ class CentralStorage(Settings, frozen=True, kw_only=True):
 
     Args:
         workers: How many. Default: one per accelerator; without accelerators, one.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
             `mh.Single`.
     """
 
@@ -116,7 +118,6 @@ class Sharded(_Level, frozen=True, kw_only=True):
     """
 
     offload: str | None = None
-    recompute: str | tuple[str, ...] | None = None
     workers: int | None = None
     cluster: Any = None
     name = "sharded"
@@ -166,7 +167,7 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
         workers: Workers on each host. Default: one per accelerator; without accelerators, one.
         elastic: (least, most) workers, over all hosts. Default: from 1 to all of them.
         cluster: A `mh.Server`. Default: what the launcher or TF_CONFIG says.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
             `mh.Single`.
     """
 
@@ -282,7 +283,7 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
         reducer: How weights travel: "exact" (the default), or the change of each in half the bytes ("bf16").
         elastic: (least, most) workers: they may die, come and go. A lost worker takes the others back to the end of the
             last round.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
             `mh.Single`.
     """
 

@@ -25,7 +25,6 @@ class _Pipelined(Settings, frozen=True, kw_only=True):
     cuts: tuple[str, ...] | None = None
     place: dict[str, int] | None = None
     reducer: Any = None
-    recompute: str | tuple[str, ...] | None = None
 
     def _check_pipeline(self, where: str) -> None:
         one_of("schedule", self.schedule, SCHEDULES, where)
@@ -58,7 +57,6 @@ class Tensor(Settings, frozen=True):
 
     workers: int | None = None
     rules: dict[str, str] | None = None
-    recompute: str | tuple[str, ...] | None = None
     elastic: tuple[int, int] | None = None
     sequence: bool = False
     name = "tensor"

@@ -18,6 +18,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] | None = None
     threads: int | None = None
     dtypes: dict[str, str] | None = None
+    recompute: str | tuple[str, ...] | None = None
     memory_limit: int | str | None = None
 
     @property

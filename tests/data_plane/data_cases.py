@@ -25,7 +25,7 @@ def batches_of(
 ) -> Batches:
     """`Batches` over any data; source settings (collate, num_workers) go with the rest."""
     exchange = more.get("exchange")
-    settings = {name: more.pop(name) for name in ("collate", "num_workers") if name in more}
+    settings = {name: more.pop(name) for name in ("collate", "num_workers", "batched", "order") if name in more}
     source = as_source(data, context=context(rank, world_size, slices), exchange=exchange, **settings)
     seed = more.pop("seed", 0)
     more.setdefault("position", Position(seed, 0, 0))

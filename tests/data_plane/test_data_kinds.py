@@ -17,7 +17,16 @@ from data_cases import (
     shuffled_numbers,
     together,
 )
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import Position
@@ -256,9 +265,13 @@ def test_a_dataloader_lends_its_dataset_collate_and_processes():
 
 
 def test_a_dataloader_with_an_order_of_its_own_is_refused():
-    own = WeightedRandomSampler([1.0] * 10, 10)
-    with pytest.raises(DataError, match="sampler of its own \\(WeightedRandomSampler\\)"):
-        as_source(DataLoader(TensorDataset(Y), sampler=own))
+    for own in (SubsetRandomSampler([1, 2]), SequentialSampler(range(5)), RandomSampler(range(10), num_samples=15)):
+        with pytest.raises(DataError, match=f"sampler of its own \\({type(own).__name__}\\)"):
+            as_source(DataLoader(TensorDataset(Y), sampler=own))
+    distributed = DistributedSampler(TensorDataset(Y), num_replicas=2, rank=0)
+    with pytest.raises(DataError, match="DistributedSampler") as caught:
+        as_source(DataLoader(TensorDataset(Y), sampler=distributed))
+    assert "the same on every worker" in caught.value.fix[0]
     with pytest.raises(DataError, match="makes its batches itself"):
         as_source(DataLoader(TensorDataset(Y), batch_sampler=[[0, 1], [2]]))
     with pytest.raises(DataError, match="makes its batches itself"):

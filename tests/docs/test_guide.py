@@ -17,6 +17,7 @@ PAGES = (
     "docs/exchange.md",
     "docs/layouts.md",
     "docs/averaging.md",
+    "docs/data.md",
     "docs/dispatch.md",
     "docs/embeddings.md",
     "docs/parameter-servers.md",

@@ -17,7 +17,7 @@ LAYERS = {
     "errors": -1, "exact_json": -1, "signals": -1, "supported": 0, "torch_private": 0,
     "events": 0, "spec": 0, "native": 0, "optim": 0,
     "comm": 1, "data": 1, "checkpoint": 1, "planner": 1,
-    "parallel": 2, "strategies": 3, "embedding": 3, "rows": 3, "control": 4,
+    "parallel": 2, "strategies": 3, "embedding": 3, "order": 3, "rows": 3, "control": 4,
     "engines": 4, "runtime": 5, "scheduler": 6, "chaos": 6,
     "recipes": 7, "dashboard": 7, "cli": 8,
 }  # fmt: skip

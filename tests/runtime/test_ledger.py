@@ -120,3 +120,16 @@ def test_a_batch_that_is_still_under_way_at_the_end_is_lost_if_the_run_ended_wel
 
 def test_a_run_directory_without_events_proves_nothing_and_contradicts_nothing(tmp_path: Path) -> None:
     assert audit_run(tmp_path).last_step == 0
+
+
+def test_unrecorded_steps_of_batches_of_any_size_are_believed_where_they_fit() -> None:
+    sizes = (6, 1, 9, 4)  # an epoch of 20 rows
+    every = [
+        step(number, start=(0 if number < 5 else 1, sum(sizes[: (number - 1) % 4])), rows=sizes[(number - 1) % 4])
+        for number in range(1, 9)
+    ]
+    assert audit(every).problems == []
+    without = [one for one in every if one.step not in (3, 4)]
+    assert (audit(without).problems, audit(without).unrecorded) == ([], 2)
+    too_near = [*every[:6], step(9, start=(1, 8), rows=2)]  # one row is left for two steps
+    assert "steps 7 to 8 are on no record" in audit(too_near).problems[0]

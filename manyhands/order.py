@@ -1,0 +1,7 @@
+"""Orders for `fit(..., order=...)` and `hands.batches(..., order=...)`: sampling by weights, batches by length."""
+
+from __future__ import annotations
+
+from manyhands.data.sampling import ByLength, Weighted
+
+__all__ = ["ByLength", "Weighted"]
