@@ -21,7 +21,7 @@ __all__ = ["doctor"]
 def doctor(ctx: click.Context, run_dir: str, as_json: bool) -> None:
     """Check that this machine can train.
 
-    Versions, cores, memory, loopback, shared memory, the disk under DIR, the clock, limits, encryption, and a sum
+    Versions, cores, load, memory, loopback, shared memory, the disk under DIR, the clock, limits, encryption, and a sum
     over two real processes. Ends with 3 when a check fails; a warning does not count as one.
     """
     findings = []
