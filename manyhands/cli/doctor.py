@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Check that this machine can train.
 
-    Versions, cores, memory, loopback, shared memory, the disk under DIR, the clock, limits, encryption, and a sum
+    Versions, cores, load, memory, loopback, shared memory, the disk under DIR, the clock, limits, encryption, and a sum
     over two real processes. Ends with 3 when a check fails; a warning does not count as one.
 
     With --gpu: every strategy trains a small network on handwritten digits, on one or two cards, and is compared with

@@ -16,6 +16,7 @@ import click
 
 from manyhands.errors import ManyhandsError
 from manyhands.spec.load import environment, nearest
+from manyhands.spec.names import check_name
 from manyhands.supported import check_system
 
 __all__ = ["COMMANDS", "cli", "main", "report"]
@@ -55,6 +56,11 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(f"manyhands.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for word in args:
+            check_name(word, "On the command line,")
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

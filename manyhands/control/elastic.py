@@ -40,7 +40,7 @@ from manyhands.control.roster import Host, Member, Membership, Roster, Slot, beg
 from manyhands.control.server_hosts import enlist, have_servers, miss_server
 from manyhands.control.slots import bounds, count_death, lay_out, replicas_to_go, staff, surplus
 
-__all__ = ["advance", "enough", "form", "open_generations"]
+__all__ = ["advance", "could_begin", "enough", "form", "open_generations"]
 
 JOIN_WINDOW_S = 1.0
 """How long a worker that is ready waits for others that are being started, so that one generation admits them all."""
@@ -60,6 +60,20 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
         return True
     workers = sum(host.slots for host in ready)
     return state.roster is not None and workers >= bounds(state)[0] and have_servers(state, ready)
+
+
+def could_begin(state: Membership, ready: Sequence[Host]) -> bool:
+    """Whether these hosts are enough for a first attempt that others join later: every server, the fewest workers.
+
+    The coordinator's own host is always among them.
+    """
+    servers = {number for host in ready for number in host.servers}
+    return (
+        state.settings.begin_with_fewer_s is not None
+        and any(host.local for host in ready)
+        and sum(host.slots for host in ready) >= bounds(state)[0]
+        and servers >= set(range(state.settings.job.servers))
+    )
 
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:

@@ -61,6 +61,8 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     hang_s: float = 10.0
     """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""
     hosts_wanted: int = 1
+    begin_with_fewer_s: float | None = None
+    """Elastic runs only: how long hosts that are enough to begin wait for the others. None: until all are there."""
     listen: str | None = None
     """ADDR or ADDR:PORT that other hosts reach this one at. For a joining host: the address its tensors travel by."""
     join: JoinTicket | None = None

@@ -51,7 +51,7 @@ def restored(state: Membership, term: int, now: float) -> Membership:
     assert term > state.term
     hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
     roster = attendance.resumed(state.roster) if state.roster and state.settings.elastic else state.roster
-    return replace(state, term=term, hosts=hosts, roster=roster, since=now)
+    return replace(state, term=term, hosts=hosts, roster=roster, since=now, could_begin_at=None)
 
 
 def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
@@ -268,10 +268,25 @@ def _gather(state: Membership, now: float) -> Membership:
         form = elastic.form if state.settings.elastic is not None else _form
         return form(state, _in_order(ready), chief.master, now)
     again = state.roster is not None
+    if state.settings.elastic is not None and not again and elastic.could_begin(state, ready):
+        return _begin_with_fewer(state, _in_order(ready), now)
+    if state.could_begin_at is not None:
+        return replace(state, could_begin_at=None)  # one that was needed has gone again
     if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
         reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
         return end_run(state, now, 4 if again else 3, reason)
     return state
+
+
+def _begin_with_fewer(state: Membership, ready: list[Host], now: float) -> Membership:
+    """After some patience, as a host that joins while the others train costs them a regroup."""
+    if state.could_begin_at is None:
+        return replace(state, could_begin_at=now)
+    patience_s, master = state.settings.begin_with_fewer_s, ready[0].master
+    if patience_s is None or master is None or now - state.could_begin_at < patience_s:
+        return state
+    why = f"{len(ready)} of {state.settings.hosts_wanted} hosts are there, others may join"
+    return elastic.form(replace(state, why=why), ready, master, now)
 
 
 def _enough(state: Membership, ready: Sequence[Host]) -> bool:

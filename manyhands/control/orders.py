@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from manyhands.control.attendance import call_of, finished, living
 from manyhands.control.host_messages import Orders, Place, Plan, PlannedWorker
 from manyhands.control.messages import WorkerPosition
-from manyhands.control.roster import Member, Membership, Roster
+from manyhands.control.roster import Host, Member, Membership, Roster
 from manyhands.control.server_hosts import backups_for
+from manyhands.control.slots import bounds
 
 __all__ = ["orders_for"]
 
@@ -54,7 +57,23 @@ def _missing(state: Membership) -> str:
     ranks = {host.host_rank for host in ready}
     missing = sorted(set(range(wanted)) - ranks) if None not in ranks else []
     names = f"; missing: {', '.join(f'host {rank}' for rank in missing)}" if ready and missing else ""
-    return f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
+    joined = f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
+    if state.could_begin_at is not None:
+        return f"{joined}; training begins soon without them, and they may join later"
+    if state.settings.begin_with_fewer_s is not None and (needed := _needed(state, ready)):
+        return f"{joined}; needed to begin: {' and '.join(needed)}"
+    return joined
+
+
+def _needed(state: Membership, ready: Sequence[Host]) -> list[str]:
+    """What an elastic run lacks to begin without all of its hosts."""
+    there = {number for host in ready for number in host.servers}
+    servers = sorted(set(range(state.settings.job.servers)) - there)
+    workers = bounds(state)[0] - sum(host.slots for host in ready)
+    return [
+        *(f"server {number}" for number in servers),
+        *([f"{workers} more worker{'' if workers == 1 else 's'}"] if workers > 0 else []),
+    ]
 
 
 def _plan(roster: Roster, agent: str) -> Plan:

@@ -23,6 +23,7 @@ from manyhands.control.keys import key_of, local_key, new_key
 from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
 from manyhands.native import why_not
+from manyhands.spec.names import check_name
 
 __all__ = [
     "Addresses",
@@ -85,6 +86,8 @@ def job_of(request: LaunchRequest) -> Job | None:
 
 def check_command(command: WorkerCommand) -> WorkerCommand:
     """The command with its path made absolute, or the reason why it cannot run."""
+    for number, argument in enumerate(command.args, 1):
+        check_name(argument, f"The script's argument {number},")
     if command.kind == "script":
         path = _existing(command.target)
         _check_syntax(command.target)
@@ -100,7 +103,9 @@ def check_command(command: WorkerCommand) -> WorkerCommand:
 def _existing(path: str) -> str:
     if not Path(path).exists():
         raise UsageError(f"{path} does not exist.", where="the command line", fix=["the path of a Python script"])
-    return str(Path(path).absolute())
+    absolute = str(Path(path).absolute())
+    check_name(absolute, "The path of the script,")
+    return absolute
 
 
 def _check_syntax(path: str) -> None:

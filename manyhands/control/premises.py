@@ -83,6 +83,7 @@ class Premises:
             job=job,
             versions=self.versions,
             hosts_wanted=request.hosts_wanted,
+            begin_with_fewer_s=request.begin_with_fewer_s,
             always_restart=request.always_restart,
             resume=request.resume or "",
             gather_wait_s=request.join_timeout_s,

@@ -53,6 +53,9 @@ class Settings(_Value, frozen=True, kw_only=True):
     gather_wait_s: float = 300.0
     elastic: tuple[int, int] | None = None
     """The fewest and the most workers, over all hosts. None: the run restarts as a whole, with as many as it had."""
+    begin_with_fewer_s: float | None = None
+    """Of an elastic run: how long the first attempt waits for further hosts, once those that are there have every
+    server and the fewest workers. None: until all hosts are there."""
     workers_wanted: int | None = None
     """Of an elastic run, at first. None: as many as its hosts have slots."""
 
@@ -179,6 +182,8 @@ class Membership(_Value, frozen=True, kw_only=True):
     phase: Literal["gathering", "running", "stopping", "ended"] = "gathering"
     since: float = 0.0
     """When this phase began."""
+    could_begin_at: float | None = None
+    """While hosts are awaited at the start: since when those that are there are enough to begin without the rest."""
     roster: Roster | None = None
     restarts: int = 0
     deaths: int = 0

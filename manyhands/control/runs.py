@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from manyhands.errors import EnvironmentProblem, RunDirectoryInUse, RunFinished, UsageError
+from manyhands.spec.names import check_name, readable
 
 __all__ = ["RunDirectory", "RunRecord", "default_path", "read_run", "run_name"]
 
@@ -87,10 +88,11 @@ class RunDirectory:
     ) -> RunDirectory:
         """Lock the directory, making it if needed; an unfinished run in it is there to be resumed.
 
-        Raises `RunDirectoryInUse` naming the holder, `RunFinished` unless `overwrite`, `EnvironmentProblem` when
-        the file system refuses.
+        Raises `UsageError` for a name that is no text, `RunDirectoryInUse` naming the holder, `RunFinished` unless
+        `overwrite`, `EnvironmentProblem` when the file system refuses.
         """
         place = Path(path).absolute()
+        check_name(str(place), "The run directory")
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = _lock(place)
@@ -106,7 +108,7 @@ class RunDirectory:
             raise
         record = RunRecord(
             run=run or place.name,
-            command=command or [],
+            command=[readable(word) for word in command or []],
             created=_now(),
             host=socket.gethostname(),
             pid=os.getpid(),

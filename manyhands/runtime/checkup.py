@@ -34,6 +34,9 @@ Verdict = Literal["ok", "warn", "fail"]
 PACKAGES = {"torch": "2.13", "numpy": "2", "pyzmq": "27", "msgspec": "0.20", "safetensors": "0.6", "psutil": "7"}
 # Importing torch alone takes this long on a machine that is busy with something else.
 PROBE_TIMEOUT_S = 60.0
+# As many ready processes as this for each core, and this much waiting, are more than a training's own threads make.
+MOST_LOAD = 1.5
+MOST_STALLED_PERCENT = 20.0
 GB = 10**9
 # Docker gives a container 64 MB: one batch of 100 images of 224 x 224 pixels has 60.
 LEAST_SHARED = 256 * 10**6
@@ -55,6 +58,7 @@ def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         ("python", python),
         ("packages", packages),
         ("cores", lambda: cores(environ)),
+        ("load", load),
         ("memory", memory),
         ("loopback", loopback),
         ("shared memory", shared_memory),
@@ -126,6 +130,37 @@ def _cpu_quota() -> float | None:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
+        return None
+
+
+def load() -> Finding:
+    """Whether other programs want the processors: then workers wait for each other, and measurements mean little."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return judge_load(os.getloadavg()[0], usable, _cpu_pressure())
+
+
+def judge_load(average: float, usable: int, stalled_percent: float | None) -> Finding:
+    """By the average number of running and ready processes in the last minute; where the kernel tells it, also by the
+    share of the last 10 s in which one that was ready had no processor, as the average takes a minute to come down."""
+    text = f"{average:.1f} processes running or ready on {usable} core{'s' if usable > 1 else ''}"
+    facts: dict[str, Any] = {"load_average": average, "usable": usable, "stalled_percent": stalled_percent}
+    if stalled_percent is not None:
+        text += f", some had to wait for one {stalled_percent:.0f}% of the last 10 s"
+    waits = stalled_percent is None or stalled_percent > MOST_STALLED_PERCENT
+    if average <= MOST_LOAD * usable or not waits:
+        return Finding("load", "ok", text, facts=facts)
+    fix = [
+        "end other programs, or wait for them: workers of one run wait for the slowest",
+        "mh run -n WORKERS --threads 1: threads of one worker wait for each other many times a step",
+    ]
+    return Finding("load", "warn", f"{text}: the machine is overloaded", fix=fix, facts=facts)
+
+
+def _cpu_pressure() -> float | None:
+    """Of the whole machine, as the kernel's pressure stall information has it; None where it has none."""
+    try:
+        return float(Path("/proc/pressure/cpu").read_text().split("avg10=")[1].split()[0])
+    except (OSError, ValueError, IndexError):
         return None
 
 

@@ -67,6 +67,8 @@ ALLOCATOR = {
 """glibc then keeps what a step frees for the next one, instead of giving it back and faulting it in again."""
 
 START_TIMEOUT_S = 600.0
+BEGIN_WITH_FEWER_S = 10.0
+"""Tasks of a cluster are started by hand or by an engine, a few seconds apart."""
 GONE_AFTER_S = 10.0
 
 
@@ -157,6 +159,7 @@ def make_request(
         heartbeat_s=run.heartbeat_s,
         hang_s=run.hang_s,
         hosts_wanted=placement.num_hosts,
+        begin_with_fewer_s=BEGIN_WITH_FEWER_S if placement.begins_with_fewer else None,
         listen=placement.listen,
         key=_key(placement, environ),
         insecure_data_plane=launch.insecure_data_plane,

@@ -33,6 +33,7 @@ from manyhands.events import (
     WorkerLost,
 )
 from manyhands.runtime.recorder import parse_line
+from manyhands.spec.names import readable
 
 __all__ = ["Overview", "Saved", "all_runs", "attempts_of", "find_run", "look_at"]
 
@@ -116,7 +117,7 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
     record = _record(path)
     overview = Overview(
         run=record.run,
-        path=str(path),
+        path=readable(str(path)),
         state=record.status if record.created else "unknown",
         exit_code=record.exit_code,
         command=record.command,

@@ -21,6 +21,7 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask, from_tf_config
 from manyhands.spec.config_file import Setting, dump_toml, read_config
+from manyhands.spec.names import check_name
 from manyhands.spec.run import RunSpec
 from manyhands.spec.seat import SEAT_VARIABLES, Seat, parse_seat
 
@@ -252,6 +253,8 @@ def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
         typed = msgspec.convert(value, key.type, strict=not loose)
     except msgspec.ValidationError:
         typed = None
+    if isinstance(typed, str):
+        check_name(typed, f"[{key.section}] {key.name}, set by {where},")
     fits = typed is not None and not (isinstance(typed, float) and not math.isfinite(typed))
     if not fits or (isinstance(typed, str) and len(typed) > MAX_TEXT):
         what = f"[{key.section}] {key.name} is {_shown(given)}, but must be {_expected(key.type)}."

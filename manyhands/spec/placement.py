@@ -80,6 +80,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Or takes part otherwise, as a server's task does; else it waits for the end."""
     total_workers: int | None = None
     """Over all hosts, where those do not have as many each."""
+    begins_with_fewer: bool = False
+    """Workers of the cluster that are not there at the start may join later."""
     server_tasks: int = 0
     """Parameter servers that are tasks of the cluster."""
     server: int | None = None
@@ -229,6 +231,7 @@ def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> 
         master=task.chief_address,
         listen=own if num_hosts > 1 else None,
         trains=task.trains,
+        begins_with_fewer=launch.elastic is not None and num_hosts > 1,
         announce=task.chief_address if alone_with_waiters else None,
     )
 
@@ -254,6 +257,7 @@ def from_cluster_with_servers(task: ClusterTask, launch: LaunchSection, machine:
         coordinates=task.is_chief,
         master=task.chief_address,
         listen=(launch.listen or task.address[0]) if several else None,
+        begins_with_fewer=len(training) > 1,
         server_tasks=len(task.servers),
         server=task.servers.index(task.index) if is_server else None,
         server_address=task.address if is_server else None,

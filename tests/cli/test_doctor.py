@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from manyhands.cli.doctor import doctor
 from manyhands.runtime import checkup
-from manyhands.runtime.checkup import Finding, all_reduce, cores, disk, examine, packages
+from manyhands.runtime.checkup import Finding, all_reduce, cores, disk, examine, judge_load, load, packages
 
 
 @pytest.mark.slow
@@ -28,6 +28,7 @@ def test_this_machine_can_train_and_every_check_says_so(tmp_path):
             "python",
             "packages",
             "cores",
+            "load",
             "memory",
             "loopback",
             "shared memory",
@@ -102,6 +103,28 @@ def test_a_container_with_fewer_cores_than_it_shows_is_warned_about(monkeypatch)
     monkeypatch.setattr(checkup, "_cpu_quota", lambda: 0.5)
     assert cores({}).verdict == "warn"
     assert "OMP_NUM_THREADS=3" in cores({"OMP_NUM_THREADS": "3"}).text
+
+
+@pytest.mark.parametrize(
+    ("average", "cores", "stalled", "verdict"),
+    [
+        (0.3, 2, 0.5, "ok"),
+        (2.9, 2, 90.0, "ok"),  # two workers and little else
+        (8.0, 2, 97.0, "warn"),
+        (8.0, 16, 1.0, "ok"),
+        (8.0, 2, 3.0, "ok"),  # it was, and is over
+        (8.0, 2, None, "warn"),
+    ],
+)
+def test_an_overloaded_machine_is_warned_about(average, cores, stalled, verdict):
+    found = judge_load(average, cores, stalled)
+    assert found.verdict == verdict
+    assert found.text.startswith(f"{average:.1f} processes running or ready on {cores} cores")
+    assert ("overloaded" in found.text) == bool(found.fix) == (verdict == "warn")
+
+
+def test_the_load_of_this_machine_is_known():
+    assert load().facts["load_average"] >= 0
 
 
 def test_the_disk_check_looks_at_the_nearest_directory_there_is_and_makes_none(tmp_path):

@@ -13,10 +13,11 @@ import pytest
 import zmq
 from conftest import Launcher, until
 from msgspec.structs import replace
-from scene import Scene
+from scene import CALL, Scene
 
 from manyhands.comm.transport import open_port
 from manyhands.control.keys import client_curve, new_key
+from manyhands.control.membership import begin, restored
 from manyhands.control.orders import orders_for
 from manyhands.control.refusals import WRONG_KEY
 
@@ -218,3 +219,91 @@ def test_a_server_task_that_was_started_again_takes_the_place_of_the_silent_one(
     scene.tick(70.0, "c")
     assert scene.state.phase == "running"
     assert scene.state.roster.failed_server is None
+
+
+# ---- a cluster whose tasks come one after the other ------------------------------------------------------------------
+
+
+def cluster(least: int = 1, **more) -> Scene:
+    """A chief without workers, two hosts with servers and two with a worker are wanted; so far the chief is there."""
+    scene = Scene(1, 1)
+    scene.slots["a"] = 0
+    job = replace(scene.settings.job, servers=2)
+    settings = replace(scene.settings, job=job, hosts_wanted=5, elastic=(least, 2), begin_with_fewer_s=10.0, **more)
+    scene.state = begin(settings, term=7, now=0.0)
+    scene.say("a")
+    return scene
+
+
+def come(scene: Scene, agent: str, slots: int = 0, servers: dict[int, str] | None = None) -> None:
+    scene.slots[agent] = slots
+    scene.extra[agent] = {"servers": servers or {}}
+    scene.say(agent)
+
+
+def test_training_begins_with_the_workers_that_are_there_and_later_ones_join():
+    scene = cluster()
+    come(scene, "b", servers={0: "tcp://h:1"})
+    come(scene, "c", servers={1: "tcp://h:2"})
+    come(scene, "d", slots=1)
+    assert "training begins soon" in orders_for(scene.state, "a", scene.now).waiting_for
+    scene.tick(9.5)
+    assert scene.state.phase == "gathering", "others may be about to come"
+    scene.tick(1.0)
+    assert (scene.state.phase, len(scene.group)) == ("running", 1)
+    assert scene.plan("d").why == "4 of 5 hosts are there, others may join"
+    assert [orders_for(scene.state, agent, 0.0).do for agent in "abcd"] == ["run"] * 4
+    scene.obey()
+    scene.step(3)
+    come(scene, "e", slots=1)
+    scene.obey()
+    (newcomer,) = scene.joining
+    scene.set(newcomer, offers=CALL)
+    assert (scene.group[1], scene.plan("e").why) == (newcomer, "1 joined")
+
+
+def test_all_who_are_wanted_do_not_wait_any_longer():
+    scene = cluster()
+    come(scene, "b", servers={0: "tcp://h:1"})
+    come(scene, "c", servers={1: "tcp://h:2"})
+    come(scene, "d", slots=1)
+    come(scene, "e", slots=1)
+    assert (scene.state.phase, len(scene.group)) == ("running", 2)
+
+
+def test_without_a_server_or_below_the_lower_bound_nothing_begins_and_it_is_said_what_lacks():
+    scene = cluster(least=2)
+    come(scene, "b", servers={0: "tcp://h:1"})
+    come(scene, "d", slots=1)
+    scene.tick(30.0)
+    assert scene.state.phase == "gathering"
+    said = orders_for(scene.state, "a", scene.now).waiting_for
+    assert said.endswith("needed to begin: server 1 and 1 more worker")
+    come(scene, "c", servers={1: "tcp://h:2"})
+    scene.tick(30.0)
+    assert orders_for(scene.state, "a", scene.now).waiting_for.endswith("needed to begin: 1 more worker")
+
+
+def test_a_host_that_goes_before_the_start_is_waited_for_again():
+    scene = cluster()
+    come(scene, "b", servers={0: "tcp://h:1", 1: "tcp://h:2"})
+    come(scene, "d", slots=1)
+    scene.tick(2.0)
+    scene.tick(9.0, "d")
+    assert scene.state.phase == "gathering"
+    scene.tick(9.0)
+    assert scene.state.phase == "gathering", "its time begins anew when it is back"
+    scene.tick(2.0)
+    assert scene.state.phase == "running"
+
+
+def test_a_restarted_coordinator_waits_once_more_for_those_who_are_missing():
+    scene = cluster()
+    come(scene, "b", servers={0: "tcp://h:1", 1: "tcp://h:2"})
+    come(scene, "d", slots=1)
+    scene.tick(8.0)
+    scene.state = restored(scene.state, term=8, now=scene.now)
+    scene.tick(8.0)
+    assert scene.state.phase == "gathering"
+    scene.tick(3.0)
+    assert scene.state.phase == "running"

@@ -100,3 +100,28 @@ def test_with_logs_nothing_is_lost_with_all_agents_at_once(tmp_path: Path, mirro
     since = told.read_text().splitlines()[len(before) :]
     at = json.loads(since[0])["step"] - 1
     assert at >= 10 and since[: len(before) - at] == before[at:]
+
+
+def test_training_begins_with_the_worker_that_is_there_and_the_other_one_joins(tmp_path: Path) -> None:
+    chief, *others = free_addresses(4)
+    cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
+    asked = {"mode": "async", "slow_s": {"worker 0": 0.05}, "epochs": 1000}
+    processes = [start(tmp_path, cluster, job, 0, asked) for job in ("chief", "ps", "worker")]
+    try:
+        await_text(tmp_path / "steps.jsonl", '"step": 3')
+        processes.append(start(tmp_path, cluster, "worker", 1, asked))
+        await_text(tmp_path / "chief-0.txt", "1 joined")
+        processes[0].terminate()
+        codes = [process.wait(120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [75] * 4
+
+
+def await_text(path: Path, text: str, deadline_s: float = 120.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{text} in {path.name}"
+        time.sleep(0.05)
