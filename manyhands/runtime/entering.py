@@ -17,6 +17,7 @@ from manyhands.runtime import launch, process
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
+from manyhands.runtime.server_requests import ask_for_servers
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice, as_strategy, check_strategy, in_place_of
 from manyhands.runtime.worker import Worker, _seated
@@ -71,6 +72,8 @@ def enter(strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *
         for line in _not_there(chosen, worker.session.seat):
             worker.warn(line)
         return worker
+    if session is None and chosen.on_servers and not seat.num_servers:
+        ask_for_servers(seat, resolved.spec.num_servers)
     check_strategy(chosen, seat, resolved.spec)
     if session is None:
         worker = _closed_at_exit(Worker(Session(seat), resolved, chosen))
