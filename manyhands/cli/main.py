@@ -7,6 +7,7 @@ two or three lines; a traceback means a bug of ours (exit 70). Start reading at 
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from typing import IO, NoReturn
 
 import click
 
-from manyhands.errors import ManyhandsError
+from manyhands.cli.command_line import script_in
+from manyhands.errors import ManyhandsError, UsageError
 from manyhands.spec.load import environment, nearest
 from manyhands.spec.names import check_name
 from manyhands.supported import check_system
@@ -60,11 +62,19 @@ class LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for word in args:
             check_name(word, "On the command line,")
-        return super().parse_args(ctx, args)
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            if script_in(words) is not None:
+                raise _needs_run(f"{words[0]} is no flag of mh itself, and no command was given", words) from None
+            raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and script_in(args[:1]) is not None:
+            raise _needs_run(f"{args[0]} is a script, and no command was given", args)
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             meant = [f"Did you mean {name}?" for name in nearest(args[0], COMMANDS)]
             ctx.fail(" ".join([f"No such command {args[0]!r}.", *meant]))
@@ -73,6 +83,10 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _needs_run(what: str, words: Sequence[str]) -> UsageError:
+    return UsageError(f"{what}.", where="the command line", fix=[shlex.join(["mh", "run", *words])])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

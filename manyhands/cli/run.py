@@ -8,17 +8,21 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from msgspec.structs import replace
 
 from manyhands import exact_json
+from manyhands.cli.command_line import behind_the_script, notes_on_arguments
 from manyhands.cli.json_display import display_for
 from manyhands.cli.settings import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import UsageError
 from manyhands.recipes import RECIPES
 from manyhands.runtime.launch import describe, launch_command, make_request, place, script_command
+from manyhands.spec.conflicts import check_flags
 from manyhands.spec.load import environment, flag_name, resolve, torchrun_defaults
 from manyhands.spec.placement import IGNORED_FLAGS, TORCHRUN_FLAGS
 
@@ -39,6 +43,63 @@ TORCHRUN_HELP = {
 }
 SHORT = {"redirects": "-r", "tee": "-t"}
 
+EXAMPLES = {
+    "mh run -n 2 train.py": "two workers on this machine",
+    "mh run -n 2 train.py --epochs 3": "what follows the script is the script's own",
+    "mh run -n 4 --elastic 2:4 train.py": "workers may die; the others go on, and new ones join",
+    "mh run -n 2 --strategy sharded train.py": "the model's memory divided over the workers (FSDP)",
+    "mh run --run-dir runs/a -n 2 train.py": "the same command again goes on where it was stopped",
+}
+GROUPS = {
+    "Workers": ("workers", "strategy", "elastic", "servers", "threads"),
+    "Runs": ("run_dir", "overwrite", "seed", "config_file", "module", "recipe", "max_restarts", "grace_s"),
+    "What is shown": ("verbose", "ui", "as_json", "dry_run"),
+    "Checkpoints": ("every_steps", "every_s", "keep_last", "keep_best"),
+    "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane"),
+    "Maths": ("precision", "slices", "accumulate", "exact", "clip_norm", "reducer"),
+    "Watching over the run": (
+        *("heartbeat_s", "hang_s", "balance", "straggler_factor", "straggler_steps", "check_every", "audit"),
+        "timeout_s",
+    ),
+    "Speed": ("allocator", "memory_format", "manage_gc", "plane", "bucket_bytes"),
+}
+"""Options by the heading that they have in --help; the rest are torchrun's."""
+
+
+class RunCommand(click.Command):
+    """Help in groups, with examples; and a hint where a flag of the script's stands before it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            meant = behind_the_script(words, flags_of(self))
+            if meant is None:
+                raise
+            close = [flag for flag in error.possibilities or () if flag != "--help"][:1]
+            raise UsageError(
+                f"mh run has no flag {error.option_name}. Flags of the script stand behind it.",
+                where="the command line",
+                fix=[*(f"{flag}, if that was meant" for flag in close), shlex.join(["mh", "run", *meant])],
+            ) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Examples"):
+            formatter.write_dl(list(EXAMPLES.items()), col_max=42)
+        named = {option.name: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        grouped = {name for names in GROUPS.values() for name in names}
+        rest = [name for name in named if name is not None and name not in grouped]
+        for heading, names in {**GROUPS, "torchrun's flags, and help": tuple(rest)}.items():
+            records = [record for name in names if (record := named[name].get_help_record(ctx)) is not None]
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def flags_of(command: click.Command) -> set[str]:
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    return {flag for option in options for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+
 
 def torchrun_options(command: Command) -> Command:
     for name in reversed(TORCHRUN_FLAGS):
@@ -49,7 +110,9 @@ def torchrun_options(command: Command) -> Command:
     return command
 
 
-@click.command(context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110})
+@click.command(
+    cls=RunCommand, context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110}
+)
 @click.option("--config", "config_file", metavar="FILE", help="A TOML file of settings; see `mh config show`.")
 @settings_options
 @click.option("-m", "--module", is_flag=True, default=None, help="SCRIPT is a module, as in `python -m`.")
@@ -94,6 +157,11 @@ def run(
         settings.setdefault("max_restarts", _whole(defaults["max_restarts"], "PET_MAX_RESTARTS"))
     resolved = resolve(flags=settings, environ=environ, config_file=config_file)
     placement = place(resolved, environ, torchrun=torchrun)
+    check_flags(resolved, placement)
+    if recipe is None and (source := _text_of(command)) is not None:
+        start = ["-m", script] if module else [script]
+        notes = notes_on_arguments(start, arguments, source, flags_of(run))
+        placement = replace(placement, notes=[*placement.notes, *notes])
     request = make_request(
         resolved,
         command,
@@ -109,6 +177,18 @@ def run(
         _print_plan(describe(request, placement, environ), as_json)
         return 0
     return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
+
+
+def _text_of(command: WorkerCommand) -> str | None:
+    """The source of what is to run, as far as it is one file that can be found without importing anything."""
+    path = Path(command.target)
+    if command.kind == "module":
+        folder = Path(*command.target.split("."))
+        path = next((one for one in (folder.with_suffix(".py"), folder / "__main__.py") if one.is_file()), folder)
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
 
 
 def _recipe(name: str, script: str | None, arguments: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import click
 
+from manyhands.errors import UsageError
 from manyhands.spec.load import KEYS, Key, flag_name
+from manyhands.spec.run import SAME_STRATEGY, strategy_name
 
 __all__ = ["BOTH_SPELLINGS", "HELP", "settings_options", "take_settings"]
 
@@ -22,6 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 BOTH_SPELLINGS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings under which --run-dir and --run_dir are the same flag, as in torchrun."""
 
+LEVELS = {"zero1": "optimizer", "zero2": "gradients"}
 SHORT = {"workers": "-n", "verbose": "-v"}
 
 HELP = {
@@ -32,7 +35,7 @@ HELP = {
     "grace_s": "Seconds that workers get to commit a checkpoint after SIGTERM.",
     "heartbeat_s": "Elastic runs: seconds without a sign of life after which a worker is replaced.",
     "hang_s": "Elastic runs: seconds (at least ten slow steps) without a step after which a worker shows its stack.",
-    "strategy": "How the work is shared out.",
+    "strategy": f"How the work is shared out; {', '.join(SAME_STRATEGY)} are taken for what they are here.",
     "precision": "Number format of forward and backward; weights stay fp32.",
     "slices": "V: the pieces that every global batch is cut into. Default: accumulate x workers.",
     "accumulate": "Slices per worker and step, where --slices is not given.",
@@ -67,11 +70,25 @@ HELP = {
 }
 
 
+class StrategyName(click.Choice[str]):
+    """One of ours, by the name that it has here or elsewhere; which of them fits is decided where names are read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).lower() in LEVELS:
+            raise UsageError(
+                f"{value} is one of three levels of the strategy sharded, and the flag chooses the highest, zero3.",
+                where="--strategy",
+                fix=[f'strategy=mh.Sharded("{LEVELS[str(value).lower()]}") in the script', "--strategy sharded"],
+            )
+        return super().convert(strategy_name(str(value)), param, ctx)
+
+
 def _click_type(key: Key) -> Any:
     is_union = typing.get_origin(key.type) in (typing.Union, types.UnionType)
     kind = next(one for one in typing.get_args(key.type) if one is not type(None)) if is_union else key.type
     if typing.get_origin(kind) is Literal:
-        return click.Choice(typing.get_args(kind))
+        choices = typing.get_args(kind)
+        return StrategyName(choices) if key.name == "strategy" else click.Choice(choices)
     return str if typing.get_origin(kind) is tuple else kind
 
 

@@ -33,9 +33,11 @@ from manyhands.control.output import Stream
 from manyhands.control.preflight import check_command, job_of, resolve
 from manyhands.control.premises import Premises
 from manyhands.control.reception import Reception
+from manyhands.control.scaling import may_start_servers, with_servers
 from manyhands.control.wishes import Wishes
 from manyhands.control.workers import Worker
 from manyhands.errors import JoinRefused, ManyhandsError
+from manyhands.events import LaunchStarted
 
 __all__ = ["run_agent"]
 
@@ -44,14 +46,31 @@ SWEEP_POLL_S = 0.01
 REPORT_EVERY_S = 1.0
 # Until then the script may still name the run directory.
 ADOPT_AFTER_S = 10.0
+STOPPED_TO_START_AGAIN = 75
 
 
 def run_agent(request: LaunchRequest, display: Display) -> int:
     """Run this host's part until the run ends; returns the exit code, as docs/cli.md has them.
 
     Raises a `ManyhandsError` where the run cannot start or this host cannot be part of it; its `exit_code` is the one
-    to end with. Signals are handled when called from the main thread. The display is left open.
+    to end with. Signals are handled when called from the main thread. The display is left open. A script that asks for
+    parameter servers where none were asked for is started again, with them.
     """
+    try:
+        return _run_once(request, display)
+    except _ServersWanted as wanted:
+        request = with_servers(request, wanted.number)
+        display.say(f"the script asks for {wanted.number} parameter server{'s'[: wanted.number > 1]}: starting again")
+        display.event(LaunchStarted(workers=request.workers, servers=request.servers))
+        return _run_once(request, display)
+
+
+class _ServersWanted(Exception):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _run_once(request: LaunchRequest, display: Display) -> int:
     job = job_of(request)
     premises = Premises(f"agent-{secrets.token_hex(8)}", request, resolve(request), job, display.say)
     try:
@@ -145,7 +164,13 @@ class Agent:
 
     def _attend_worker(self, fd: int, worker: Worker) -> None:
         assert self._crew is not None
-        if not self._crew.attend(fd, worker):
+        changed = self._crew.attend(fd, worker)
+        if worker.wants_servers and may_start_servers(self._request):
+            self._exit_code = STOPPED_TO_START_AGAIN
+            self._crew.kill_and_wait()
+            self._at.book.leave_provisional()
+            raise _ServersWanted(worker.wants_servers)
+        if not changed:
             return
         self._changed = True
         self._desk.tell_servers(self._crew, time.monotonic())  # of a death, before anything that takes time

@@ -86,6 +86,14 @@ class Book:
             shutil.rmtree(self._discard, ignore_errors=True)
             self._discard = None
 
+    def leave_provisional(self) -> None:
+        """Give up, and remove, a directory that was taken only because time passed."""
+        if self.directory is not None and self._provisional:
+            self._close_events()
+            self.directory.release()
+            shutil.rmtree(self.directory.path, ignore_errors=True)
+            self.directory = None
+
     def visit(self, path: str, log_base: int) -> bool:
         """Another host's directory: write logs into it where that is possible."""
         if self.directory is not None:

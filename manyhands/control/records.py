@@ -9,7 +9,17 @@ import signal
 
 import msgspec
 
-__all__ = ["MAX_RECORD_BYTES", "STACK_SIGNAL", "Raised", "Record", "Returned", "WantsStore", "decode", "encode"]
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "STACK_SIGNAL",
+    "Raised",
+    "Record",
+    "Returned",
+    "WantsServers",
+    "WantsStore",
+    "decode",
+    "encode",
+]
 
 MAX_RECORD_BYTES = 2**20
 
@@ -43,7 +53,13 @@ class WantsStore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The user's code is about to connect to a TCPStore at MASTER_PORT; nothing listens there before."""
 
 
-Record = Raised | Returned | WantsStore
+class WantsServers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The user's code asks for so many parameter servers, and the run has none. The worker waits to be killed."""
+
+    number: int
+
+
+Record = Raised | Returned | WantsStore | WantsServers
 
 
 def encode(record: Record) -> bytes:

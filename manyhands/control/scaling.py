@@ -1,11 +1,23 @@
-"""Whether a run can be given the workers and servers that `mh scale` asks for. Pure."""
+"""Whether a run can be given the workers and servers that `mh scale`, or its own script, asks for. Pure."""
 
 from __future__ import annotations
+
+from msgspec.structs import replace
 
 from manyhands.control.launch_request import LaunchRequest
 from manyhands.control.messages import Refusal
 
-__all__ = ["why_not_scale"]
+__all__ = ["may_start_servers", "why_not_scale", "with_servers"]
+
+
+def may_start_servers(request: LaunchRequest) -> bool:
+    """Whether a script's request for servers can be granted by starting again: one host, and none asked for so far."""
+    return not request.servers and request.hosts_wanted == 1 and request.join is None and request.master is None
+
+
+def with_servers(request: LaunchRequest, servers: int) -> LaunchRequest:
+    """As `mh run --servers` would have it: with servers a run is elastic."""
+    return replace(request, servers=servers, elastic=request.elastic or (1, request.workers))
 
 
 def why_not_scale(

@@ -25,7 +25,16 @@ from manyhands.control.hang import Pulse, Verdict, main_stack
 from manyhands.control.host_messages import MemberReport
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.control.output import Stream, WorkerLog
-from manyhands.control.records import MAX_RECORD_BYTES, STACK_SIGNAL, Raised, Record, Returned, WantsStore, decode
+from manyhands.control.records import (
+    MAX_RECORD_BYTES,
+    STACK_SIGNAL,
+    Raised,
+    Record,
+    Returned,
+    WantsServers,
+    WantsStore,
+    decode,
+)
 from manyhands.control.withheld import Withheld
 from manyhands.spec.seat import Seat, seat_environment
 
@@ -49,6 +58,8 @@ class Worker:
         self.greeted = False
         self.peer: bytes | None = None
         self.wants_store = False
+        self.wants_servers = 0
+        """So many, in a run that has none."""
         self.generation = seat.generation
         """The one that it last spoke for."""
         self.told: object = None
@@ -224,6 +235,8 @@ class Worker:
                 self.returned = record
             elif isinstance(record, WantsStore):
                 self.wants_store = True
+            elif isinstance(record, WantsServers):
+                self.wants_servers = max(1, record.number)
 
     def reap(
         self, forward: Callable[[Stream, bytes], None], memory_hint: Callable[[int], str], *, hurry: bool = False

@@ -18,6 +18,7 @@ from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.script import Script
 from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
+from manyhands.runtime.server_requests import ask_for_servers
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice, as_strategy, check_strategy, in_place_of
 from manyhands.runtime.worker import Worker, _seated
@@ -81,6 +82,8 @@ def enter(
         for line in (*_not_there(chosen, worker.session.seat), *_not_alone(load.environment())):
             worker.warn(line)
         return worker
+    if session is None and chosen.on_servers and not seat.num_servers:
+        ask_for_servers(seat, resolved.spec.num_servers)
     check_strategy(chosen, seat, resolved.spec)
     worker = Worker(script or _own_script(lambda: Session(seat)), resolved, chosen, kind)
     for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):

@@ -282,6 +282,9 @@ class _Narrated(_Queued):
                 self._changes.append((time.monotonic(), event))
             case ResourcesUsed():
                 self._used[event.rank] = event  # told at the end of the run
+            case LaunchStarted():
+                self._seen_generation = False
+                self._narrate(event)
             case GenerationStarted() if not self._seen_generation:
                 self._seen_generation = True  # the first one is the start of the run, which has its own line
             case GenerationStarted():
@@ -446,7 +449,7 @@ class _Live(_Narrated):
         if isinstance(event, CheckpointSaved):
             self._note = f"saved step {event.step}"  # in the bar: the bar is always there, so no line is needed
         elif isinstance(event, LaunchStarted):
-            self._launch = (event, time.monotonic())
+            self._launch, self._seen_generation = (event, time.monotonic()), False
         else:
             super()._shown_event(event)
 

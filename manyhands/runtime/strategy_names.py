@@ -10,7 +10,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 from manyhands.spec import load
-from manyhands.spec.run import RunSpec
+from manyhands.spec.run import RunSpec, strategy_name
 from manyhands.spec.seat import Seat
 from manyhands.strategies.choices import (
     CentralStorage,
@@ -42,6 +42,11 @@ STRATEGIES: dict[str, Callable[..., StrategyChoice]] = {
     "sharded": Sharded,
     "central_storage": CentralStorage,
 }
+LEVELS: dict[str, Callable[..., StrategyChoice]] = {
+    "zero1": partial(Sharded, "optimizer"),
+    "zero2": partial(Sharded, "gradients"),
+}
+"""In a script only: settings have the names above."""
 
 
 class Planned(NamedTuple):
@@ -70,10 +75,11 @@ def in_place_of(chosen: StrategyChoice, name: str, **settings: Any) -> StrategyC
 
 
 def _named(name: str) -> Callable[..., StrategyChoice]:
-    if name not in STRATEGIES:
-        near = load.nearest(name, STRATEGIES)
+    known, same = STRATEGIES | LEVELS, strategy_name(name)
+    if same not in known:
+        near = load.nearest(name, known)
         raise SpecError(f"There is no strategy {name!r}.", fix=[f'strategy="{one}"' for one in near or STRATEGIES])
-    return STRATEGIES[name]
+    return known[same]
 
 
 def _no_strategy(given: Any) -> SpecError:

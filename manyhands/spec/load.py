@@ -22,7 +22,7 @@ from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask, from_tf_config
 from manyhands.spec.config_file import Setting, dump_toml, read_config
 from manyhands.spec.names import check_name
-from manyhands.spec.run import RunSpec
+from manyhands.spec.run import RunSpec, strategy_name
 from manyhands.spec.seat import SEAT_VARIABLES, Seat, parse_seat
 
 __all__ = [
@@ -247,6 +247,8 @@ def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
     given = value
     if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(key.type):
         return None
+    if isinstance(value, str) and key.name == "strategy":
+        value = strategy_name(value)
     if isinstance(value, str) and _is_range(key):
         value, loose = value.split(":"), True
     try:

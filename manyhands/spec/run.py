@@ -12,7 +12,17 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["AVERAGING", "CheckpointSection", "CommSection", "LaunchSection", "RunSection", "RunSpec", "TrainSection"]
+__all__ = [
+    "AVERAGING",
+    "SAME_STRATEGY",
+    "CheckpointSection",
+    "CommSection",
+    "LaunchSection",
+    "RunSection",
+    "RunSpec",
+    "TrainSection",
+    "strategy_name",
+]
 
 
 AVERAGING = ("local_sgd", "diloco")
@@ -24,6 +34,23 @@ STORING = ("sharded", "central_storage")
 
 
 DEFAULT_SERVERS = 2
+
+SAME_STRATEGY = {
+    "ddp": "mirrored",
+    "dp": "mirrored",
+    "fsdp": "sharded",
+    "zero3": "sharded",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "ps": "parameter_server",
+}
+"""Names that others have for exactly the same."""
+
+
+def strategy_name(asked: str) -> str:
+    """The name that a strategy has here: "DDP" is "mirrored", "local-sgd" is "local_sgd"; others as they are."""
+    plain = asked.lower().replace("-", "_")
+    return SAME_STRATEGY.get(plain.replace("_", ""), plain)
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

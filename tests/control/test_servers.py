@@ -24,7 +24,9 @@ from manyhands.cli.status import status
 from manyhands.control.client import query, request_scale, request_stop
 from manyhands.control.failure import WorkerEnd
 from manyhands.control.host_messages import FailedServer
+from manyhands.control.launch_request import LaunchRequest, WorkerCommand
 from manyhands.control.orders import orders_for
+from manyhands.control.scaling import may_start_servers, with_servers
 from manyhands.control.servers import Life, is_hopeless
 from manyhands.errors import UsageError
 
@@ -368,3 +370,32 @@ def test_servers_may_take_their_time_when_the_workers_were_done():
     assert (orders.do, orders.well) == ("stop", True)
     scene.say("a")
     assert scene.state.outcome.exit_code == 0
+
+
+@pytest.mark.parametrize("elastic", [None, pytest.param([1, 3], marks=pytest.mark.long)], ids=["static", "elastic"])
+def test_a_script_that_asks_for_servers_is_started_again_with_them(launcher: Launcher, elastic: Any) -> None:
+    body = """
+        from manyhands.runtime.server_requests import ask_for_servers
+        if not SEAT.num_servers:
+            note("asks", servers=[SEAT.num_servers, SEAT.most_workers])
+            ask_for_servers(SEAT, 1)
+        serve() if SEAT.is_server else work()
+    """
+    run = Served(launcher, body, servers=0, elastic=elastic)
+    until(lambda: len(run.notes("works")) == 2 and run.notes("serves"), what="a run with a server")
+    (launcher.folder / "end").touch()
+    assert run.run.wait() == 0, run.run.err
+    assert {note["servers"][0] for note in run.notes("works")} == {1}
+    assert "the script asks for 1 parameter server: starting again" in run.run.said()
+    assert len(run.run.events("ServerStarted")) == 1
+    assert len(list((launcher.folder / "runs").iterdir())) == 1, "one run, one directory"
+    assert not any(alive(note["pid"]) for note in run.notes("asks"))
+
+
+def test_only_a_run_of_one_host_without_servers_is_started_again() -> None:
+    request = LaunchRequest(command=WorkerCommand("script", "train.py"), workers=3)
+    assert may_start_servers(request)
+    assert not may_start_servers(replace(request, servers=2)), "a flag has the last word"
+    assert not may_start_servers(replace(request, hosts_wanted=2))
+    assert with_servers(request, 2).elastic == (1, 3) and with_servers(request, 2).servers == 2
+    assert with_servers(replace(request, elastic=(2, 3)), 1).elastic == (2, 3)
