@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from manyhands.runtime.dispatching import RemoteValue as RemoteValue
     from manyhands.runtime.hands import Hands as Hands
     from manyhands.runtime.hands import join as join
+    from manyhands.runtime.history import History as History
     from manyhands.runtime.hooks import EarlyStop as EarlyStop
     from manyhands.runtime.run_events import read_events as read_events
     from manyhands.runtime.saving import Checkpoints as Checkpoints
     from manyhands.runtime.server import Server as Server
     from manyhands.runtime.step_functions import step as step
     from manyhands.runtime.summaries import TensorBoardHook as TensorBoardHook
-    from manyhands.runtime.trainer import History as History
     from manyhands.runtime.trainer import Trainer as Trainer
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
     from manyhands.strategies.choices import CentralStorage as CentralStorage
@@ -58,7 +58,7 @@ _HOME = {
     "Embedding": "embedding",
     "EmbeddingBag": "embedding",
     "Hands": "runtime.hands",
-    "History": "runtime.trainer",
+    "History": "runtime.history",
     "InputContext": "data.source",
     "LocalSGD": "strategies.choices",
     "Mesh": "strategies.divided",

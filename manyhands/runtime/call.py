@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import EnvironmentProblem, GaveUp, Preempted, TrainingFailed, UsageError
 from manyhands.runtime.launch import launch_command, make_request, open_display, place
+from manyhands.runtime.notebook import how_to_write_a_file
 from manyhands.runtime.script_end import watch_ending
 from manyhands.spec.load import KEYS, environment, resolve, seat
 
@@ -88,12 +89,13 @@ def call_target(fn: Callable[..., Any]) -> str:
     if spec is not None:
         return f"{spec.name}:{name}"
     if file is None or "ipykernel" in sys.modules or not Path(file).is_file():
-        raise _not_importable(f"{name} is a notebook cell's or a prompt's", "put it into a file: from train import fn")
+        fix = [*how_to_write_a_file(name), f"mh.launch({name}, workers=2)"]
+        raise _not_importable(f"{name} is a notebook cell's or a prompt's", *fix)
     return f"{Path(file).resolve()}:{name}"
 
 
-def _not_importable(why: str, fix: str) -> UsageError:
-    return UsageError(f"{why}, so fresh worker processes cannot find it.", where="mh.launch(fn, ...)", fix=[fix])
+def _not_importable(why: str, *fix: str) -> UsageError:
+    return UsageError(f"{why}, so fresh worker processes cannot find it.", where="mh.launch(fn, ...)", fix=list(fix))
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -24,6 +24,7 @@ from manyhands.control.launch_request import JoinTicket, LaunchRequest, WorkerCo
 from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, UsageError
 from manyhands.events import LaunchStarted
 from manyhands.runtime.machine import read_key, this_machine
+from manyhands.runtime.notebook import shows_in_cell
 from manyhands.spec.cluster import Address, ClusterTask
 from manyhands.spec.engine_tasks import engine_task, refuse_one_run_per_task
 from manyhands.spec.load import (
@@ -260,7 +261,7 @@ def open_display(resolved: Resolved, environ: Mapping[str, str], *, solo: bool =
     return make_display(
         resolved.spec.launch.ui,
         stdout=sys.stdout,
-        stderr=sys.stderr,
+        stderr=sys.stdout if shows_in_cell(sys.stdout) else sys.stderr,  # else a notebook shows it as an error
         no_color=bool(environ.get("NO_COLOR")),
         force_color=bool(environ.get("FORCE_COLOR")),
         ci=bool(environ.get("CI")) or environ.get("TERM") == "dumb",
@@ -393,6 +394,10 @@ def own_command(environ: Mapping[str, str], asked: str) -> WorkerCommand:
     if "ipykernel" in sys.modules or file is None or not Path(file).is_file():
         raise UsageError(
             f"{asked} in a notebook or at a prompt: there is no script for workers to run.",
-            fix=["write it to train.py and `mh run -n 2 train.py`", "mh.launch(function_of_a_module, workers=2)"],
+            fix=[
+                "write it to train.py and `mh run -n 2 train.py`",
+                "a function in a file, begun with %%writefile my_training.py in its cell, and in the next cell: "
+                "from my_training import train; mh.launch(train, workers=2)",
+            ],
         )
     return WorkerCommand("script", os.path.abspath(file), sys.argv[1:])

@@ -37,6 +37,7 @@ from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.memory_limit import check_memory
 from manyhands.runtime.models import Parts, randomness_in
+from manyhands.runtime.notebook import in_notebook, notebook_name
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
@@ -54,6 +55,7 @@ from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
+from manyhands.spec.load import environment
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
@@ -172,6 +174,10 @@ class Run:
         """Another training is taken in use."""
         return self._training.engine.put_down() if self._training is not None else lambda: None
 
+    @property
+    def is_ready(self) -> bool:
+        return self._training is not None
+
     def ready(self, *, resume: bool = True) -> Training:
         if self._training is not None:
             return self._training
@@ -184,7 +190,7 @@ class Run:
                 strategy=worker.strategy.name,
                 slices=spec.train.slices or self._default_slices(),
                 precision=spec.train.precision,
-                script=sys.argv[0],
+                script=notebook_name(environment()) if in_notebook() else sys.argv[0],
                 backup=has_backups(worker.strategy),
                 replica=worker.one_replica.size if isinstance(worker.strategy, Mesh) else 1,
             )

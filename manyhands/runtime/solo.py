@@ -21,6 +21,7 @@ from manyhands.control.runs import RunDirectory, default_path, run_name
 from manyhands.control.session import RunFacts, WorkerPosition
 from manyhands.events import Event, RunEnded
 from manyhands.runtime.launch import how_to_resume, open_display
+from manyhands.runtime.notebook import in_notebook
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.script_end import ending
 from manyhands.signals import STOP_SIGNALS, ends_at_once
@@ -67,7 +68,9 @@ class Solo:
         ending.tell(self)
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                signal.signal(number, self._on_signal)
+                # A notebook's kernel goes on when a cell is interrupted; a second one would end it here.
+                if number != signal.SIGINT or not in_notebook():
+                    signal.signal(number, self._on_signal)
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
         raise AssertionError("a worker alone shares nothing")

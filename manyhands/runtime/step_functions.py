@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from manyhands.errors import SpecError, UsageError
+from manyhands.runtime.notebook import how_to_write_a_file
 from manyhands.spec.load import nearest
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _place(fn: Callable[..., Any]) -> str:
     if not Path(file).is_file():
         raise UsageError(
             f"Step {fn.__qualname__} is a notebook cell's or a prompt's: fresh worker processes cannot find it.",
-            fix=["put it into a file, and import that"],
+            fix=how_to_write_a_file(fn.__qualname__),
         )
     return str(Path(file).resolve())
 

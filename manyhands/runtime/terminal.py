@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from manyhands.runtime.notebook import shows_in_cell
+
 __all__ = ["BottomLines", "columns", "is_terminal", "prints_above", "same_terminal", "write_bytes"]
 
 UNFINISHED_LINE_S = 1.0
@@ -118,8 +120,10 @@ def prints_above(bar: BottomLines, terminal: TextIO) -> Iterator[None]:
 def write_bytes(stream: TextIO, data: bytes) -> None:
     """Write all of it; past Python's buffers where there is a file, so a thread stuck here holds no stream's lock."""
     try:
-        fd = stream.fileno()
+        fd = -1 if shows_in_cell(stream) else stream.fileno()
     except (OSError, ValueError, AttributeError):
+        fd = -1
+    if fd < 0:
         stream.write(data.decode(errors="replace"))
         stream.flush()
         return

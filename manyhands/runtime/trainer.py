@@ -23,6 +23,7 @@ from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
+from manyhands.runtime.history import History
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.models import assemble, check_ending, load_weights, save_model
 from manyhands.runtime.plan_show import tell_plan
@@ -42,10 +43,6 @@ from manyhands.strategies.served import Served
 from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
-
-
-class History(list[dict[str, float]]):
-    """One dict per epoch: epoch, step, loss, and val_... for what validation found."""
 
 
 class Trainer:
@@ -137,6 +134,16 @@ class Trainer:
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None
+
+    def __repr__(self) -> str:
+        """Of a trainer that has not begun yet, too: it joins no run for this."""
+        run, model = self._run, self._run.parts.model
+        size = sum(one.numel() for one in model.parameters())
+        parts = [f"{type(model).__name__} of {size:,} parameters", run.worker.strategy.name, run.spec.train.precision]
+        if run.is_ready:
+            parts.append(f"{run.worker.world_size} workers" if run.worker.world_size > 1 else "1 worker")
+            parts += [f"step {run.ready().progress.step}", f"in {run.worker.run_dir}"]
+        return f"<mh.Trainer: {', '.join(parts)}>"
 
     @property
     def model(self) -> nn.Module:

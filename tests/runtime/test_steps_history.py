@@ -167,3 +167,29 @@ def test_a_fit_that_has_stopped_early_does_not_train_on_when_the_run_is_resumed(
     (before,) = ranks(1, ends_early, str(tmp_path), run_dir=tmp_path)
     (after,) = ranks(1, ends_early, str(tmp_path), run_dir=tmp_path)
     assert [row["step"] for row in before] == [row["step"] for row in after] == [2, 4, 4]
+
+
+def under(strategy: str) -> list[dict[str, float]]:
+    made = {
+        "mirrored": lambda: mh.Mirrored(),
+        "sharded": lambda: mh.Sharded(),
+        "tensor": lambda: mh.Mesh(tensor=2),
+        "pipeline": lambda: mh.Mesh(pipeline=2),
+        "averaging": lambda: mh.LocalSGD(every=4),
+    }[strategy]()
+    trainer = make_trainer(slices=2, strategy=made)
+    asked = {"validate_every": 3, "train_metrics": 20, "early_stop": mh.EarlyStop(patience=2, min_delta=9.0)}
+    return [dict(row) for row in trainer.fit(data(), steps=20, batch_size=30, validation=data(HELD_OUT), **asked)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["sharded", "tensor", "pipeline", "averaging"])
+def test_other_strategies_have_the_rows_of_one_worker(ranks: RankPool, strategy: str) -> None:
+    """But averaging, which trains something else: there all workers have the same."""
+    (alone,) = ranks(1, under, "mirrored")
+    first, second = ranks(2, under, strategy)
+    assert first == second
+    assert [row["step"] for row in first] == [3, 6, 9]
+    for mine, other in zip(first, alone, strict=True):
+        assert set(mine) == set(other)
+        assert strategy == "averaging" or mine == pytest.approx(other, rel=1e-4)

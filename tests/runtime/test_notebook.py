@@ -1,0 +1,102 @@
+"""In a notebook: text goes to where a cell shows it, runs are named after the notebook, results show as tables."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workloads import MODELS, OPTIMIZERS, mean_loss
+
+import manyhands as mh
+from manyhands.control.runs import run_name
+from manyhands.errors import UsageError
+from manyhands.runtime.call import call_target
+from manyhands.runtime.history import FIRST, LAST
+from manyhands.runtime.notebook import in_notebook, notebook_name, shows_in_cell
+from manyhands.runtime.terminal import write_bytes
+
+
+class CellStream(io.StringIO):
+    """As ipykernel's streams are: written text shows below the cell, and the file behind it is the server's log."""
+
+    __module__ = "ipykernel.iostream"
+
+    def __init__(self, log: Any) -> None:
+        super().__init__()
+        self._log = log
+
+    def fileno(self) -> int:
+        return int(self._log.fileno())
+
+
+def test_text_for_a_cell_is_written_to_its_stream_and_not_to_the_file_behind_it(tmp_path: Path) -> None:
+    with open(tmp_path / "server.log", "w+") as log:
+        cell = CellStream(log)
+        assert shows_in_cell(cell) and not shows_in_cell(sys.__stdout__)
+        write_bytes(cell, b"epoch 0 done\n")
+        assert cell.getvalue() == "epoch 0 done\n"
+        log.seek(0)
+        assert log.read() == ""
+
+
+def test_only_a_kernel_of_ipython_makes_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not in_notebook()
+    shell = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert not in_notebook(), "a prompt in a terminal"
+    shell.kernel = object()
+    assert in_notebook()
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"JPY_SESSION_NAME": "/home/me/First tries.ipynb"}, "First tries"),
+        ({"JPY_SESSION_NAME": "0b1e-4c"}, "notebook"),
+        ({}, "notebook"),
+    ],
+)
+def test_a_run_is_named_after_the_notebook(environ, name) -> None:
+    assert notebook_name(environ) == name
+    assert run_name(name).endswith(name.replace(" ", "_"))
+
+
+def test_a_function_of_a_cell_is_refused_with_what_to_write_into_which_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = types.ModuleType("__main__")
+    exec("def train(): pass", cell.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    with pytest.raises(UsageError) as refused:
+        call_target(cell.train)
+    first, second, third = refused.value.fix
+    assert first.startswith('"%%writefile my_training.py"') and second.endswith("from my_training import train")
+    assert third == "mh.launch(train, workers=2)"
+
+
+def test_a_history_is_a_list_of_dicts_and_shows_as_a_table() -> None:
+    rows = [{"epoch": 0, "step": 3.0, "loss": 0.123456}, {"epoch": 0, "step": 12, "loss": 0.1, "val_<b>": float("nan")}]
+    history = mh.History(rows)
+    assert history == rows and isinstance(history, list)
+    assert repr(history).splitlines() == [
+        "epoch  step    loss  val_<b>",
+        "    0     3  0.1235",
+        "    0    12     0.1      nan",
+    ]
+    assert "<th>val_&lt;b&gt;</th>" in history._repr_html_() and "<td>0.1235</td>" in history._repr_html_()
+    assert repr(mh.History()) == "History: no rows"
+    long = mh.History({"step": step, "loss": 1.0} for step in range(100))
+    assert len(repr(long).splitlines()) == 1 + FIRST + 1 + LAST and "(85 more)" in repr(long)
+
+
+def test_a_trainer_says_what_it_trains_before_and_after_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = mh.Trainer(MODELS["plain"], mean_loss, OPTIMIZERS["SGD"])
+    assert repr(trainer) == "<mh.Trainer: Sequential of 276 parameters, mirrored, fp32>"
+    assert not list(tmp_path.iterdir()), "showing it has begun a run"
+    assert torch.is_grad_enabled()
