@@ -230,9 +230,12 @@ class Run:
         try:
             worker.script.check_same(worker.number, worker.axis)
         except PeerLost:
-            worker.script.check_ended(worker.number)
-            raise
+            ended = worker.script.ended_without(worker.number)
+            if ended is None:
+                raise
+            raise ended from None
         worker.script.give_back()
+        worker.script.collect()
 
     def _set_up_for_joining(self) -> None:
         """Everything but the state, which others have."""

@@ -8,6 +8,7 @@ it alone holds shared memory and looks at gradients. Start reading at `Script.us
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -88,6 +89,11 @@ class Script:
         while self._unneeded:
             self._unneeded.pop()()
 
+    def collect(self) -> None:
+        """A trainer that nobody holds any more is in a ring of references, with all its memory; before another begins."""
+        if len(self.made) > 1 and gc.isenabled():
+            gc.collect()
+
     def connections(self, kind: str) -> tuple[str, dict[str, Axis]]:
         """Axes by name, for all trainings that connect in the same way; and what to put before their names."""
         known = self._connected.setdefault(kind, {})
@@ -126,14 +132,15 @@ class Script:
                 fix=["make every Trainer and join on all workers, in the same order; no `if rank == 0:` around it"],
             )
 
-    def check_ended(self, number: int) -> None:
-        """`UsageError` if another worker of this group has ended its script, and will never come to this training."""
+    def ended_without(self, number: int) -> UsageError | None:
+        """What to say where another worker of this group has ended its script, and never comes to this training."""
         for rank in range(self.session.group.world_size):
             if (made := self._end_of(rank)) is not None:
-                raise UsageError(
+                return UsageError(
                     f"This worker begins {self.describe(number)}; rank {rank} has ended its script after {made}.",
                     fix=["make every Trainer and join on all workers; no `if rank == 0:` around it"],
                 )
+        return None
 
     def _end_of(self, rank: int) -> str | None:
         group = self.session.group
