@@ -42,6 +42,7 @@ HELP = {
     "manage_gc": "Collect Python's garbage between steps, on all workers at once, and never inside one.",
     "check_every": "Compare the workers' copies of the weights after every so many steps; 0: never.",
     "audit": "Compute one slice of every step on two workers, and compare its gradients.",
+    "check_loss": "Warn where the loss is no mean over examples, by a look at a few rows of the first step.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
     "servers": "Parameter servers, beside the workers; for strategy parameter_server, where the default is 2.",

@@ -131,7 +131,12 @@ def foreign_state(model: nn.Module) -> ForeignState:
     for layer in layers:
         _obey_mode(layer)
     seeds = _seeds(layers)
-    return ForeignState(norms=tuple(_norms(layers)), seeds=seeds, in_slice=lambda: _slice_of(seeds))
+    return ForeignState(
+        norms=tuple(_norms(layers)),
+        seeds=seeds,
+        in_slice=lambda: _slice_of(seeds),
+        out_of_slice=lambda: _outside(seeds),
+    )
 
 
 def randomness_in(model: nn.Module) -> list[str]:
@@ -191,13 +196,26 @@ def _seeds(layers: list[Any]) -> tuple[Tensor, ...]:
 @contextmanager
 def _slice_of(seeds: tuple[Tensor, ...]) -> Iterator[None]:
     """Training mode, with every generator set from the slice's randomness and put back afterwards."""
-    before = [seed.detach().clone() for seed in seeds]
     drawn = torch.randint(MAX_SEED, (len(seeds),)).tolist()
-    token = _in_slice.set(True)
-    try:
+    with _keeping(seeds, in_slice=True):
         with torch.no_grad():
             for seed, number in zip(seeds, drawn, strict=True):
                 seed.copy_(torch.tensor([number, 0]))
+        yield
+
+
+@contextmanager
+def _outside(seeds: tuple[Tensor, ...]) -> Iterator[None]:
+    """The mode that layers are in, whatever slice is under way; what is drawn is drawn again afterwards."""
+    with _keeping(seeds, in_slice=False):
+        yield
+
+
+@contextmanager
+def _keeping(seeds: tuple[Tensor, ...], *, in_slice: bool) -> Iterator[None]:
+    before = [seed.detach().clone() for seed in seeds]
+    token = _in_slice.set(in_slice)
+    try:
         yield
     finally:
         _in_slice.reset(token)

@@ -21,7 +21,7 @@ from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
 from manyhands.data.source import InputContext, Source, as_source
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
-from manyhands.events import Evaluated, RunStarted
+from manyhands.events import Evaluated, RunStarted, Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
@@ -44,6 +44,7 @@ from manyhands.runtime.worker import Worker
 from manyhands.runtime.worker_words import machine_of
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import Mesh, microbatches
+from manyhands.strategies.first_look import FirstLook
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import has_backups
 
@@ -62,6 +63,7 @@ class Run:
         self._training: Training | None = None
         self._sample: Callable[[], Sample | None] = lambda: None
         self._predicted: WorkerPlan | None = None
+        self._has_looked = False
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
 
@@ -300,6 +302,20 @@ class Run:
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
         )
+
+    def look_first(self) -> None:
+        """Have the worker that computes it look at the loss of the run's first step; once, whatever calls follow."""
+        if self._has_looked or not self.spec.train.check_loss:
+            return
+        self._has_looked = True
+        training, tell = self.ready(), self.worker.tell
+        look = FirstLook(
+            training.progress.step + 1,
+            self.parts.metrics,
+            lambda text: tell(Warned(text=text)),
+            may_couple=self.spec.train.slices is not None,
+        )
+        training.engine.look_first(look)
 
     def source(self, data: Any, *, collate: Any = None, num_workers: int | None = None, shuffle: bool = True) -> Source:
         worker, slices = self.worker, self.ready().slices

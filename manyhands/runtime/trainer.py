@@ -57,6 +57,9 @@ class Trainer:
 
     `audit=True` has one slice of every step computed by two workers, and finds the one whose gradients are wrong.
 
+    Before the first step the loss of a few rows is compared with those of their parts, and a warning says what to
+    write where it is no mean over examples; `check_loss=False` leaves that out.
+
     `tune=True`, in a script started by hand, does what `mh tune` does before it trains, and goes on with what was
     fastest, with several workers if that is it; nothing is changed that changes the maths. Under `mh run`, and so in
     the workers and trials that come of it, it does nothing.
@@ -83,6 +86,7 @@ class Trainer:
         clip_norm: float | None = None,
         balance: bool | None = None,
         audit: bool | None = None,
+        check_loss: bool | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
         tune: bool = False,
@@ -98,6 +102,7 @@ class Trainer:
             "clip_norm": clip_norm,
             "balance": balance,
             "audit": audit,
+            "check_loss": check_loss,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)
@@ -188,6 +193,7 @@ class Trainer:
         self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
         if not joined:
             run.announce("fit", taken.total_steps)
+            run.look_first()
         with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))

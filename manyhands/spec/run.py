@@ -96,6 +96,9 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     watched for changes that no step made; 0: never."""
     audit: bool = False
     """Compute one slice of every step on two workers, and compare its gradients."""
+    check_loss: bool = True
+    """Before the first step, compare the loss of a few rows with those of their parts, and warn where it is no mean
+    over examples: its result would depend on the number of slices."""
 
     def __post_init__(self) -> None:
         _at_least("train", "straggler_factor", self.straggler_factor, 1)

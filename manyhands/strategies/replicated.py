@@ -216,7 +216,7 @@ class Replicated(Replicas):
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
         with self.slice_context(piece):
-            return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
+            return self.loss_of(self._step, piece)
 
     def _enter_slice(self, place: int) -> None:
         if place not in self._mine:
