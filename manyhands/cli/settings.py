@@ -31,7 +31,7 @@ HELP = {
     "heartbeat_s": "Elastic runs: seconds without a sign of life after which a worker is replaced.",
     "hang_s": "Elastic runs: seconds (at least ten slow steps) without a step after which a worker shows its stack.",
     "strategy": "How the work is shared out.",
-    "precision": "Number format of forward and backward; weights stay fp32.",
+    "precision": "Number format of forward and backward; weights stay fp32, but with fp64, which is for all of it.",
     "slices": "V: the pieces that every global batch is cut into. Default: accumulate x workers.",
     "accumulate": "Slices per worker and step, where --slices is not given.",
     "exact": "The same bits for every number of workers.",

@@ -15,14 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.randomness import seed_all
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError, UsageError
 from manyhands.events import Logged
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.entering import enter
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.keywords import checked_keywords
 from manyhands.runtime.leased_loop import LeasedLoop, refuse_apart
-from manyhands.runtime.models import Parts, optimizer_maker
+from manyhands.runtime.models import Parts, optimizer_maker, set_precision_
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
 from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
@@ -37,6 +39,7 @@ from manyhands.strategies.served import Served
 __all__ = ["Hands", "join"]
 
 
+@checked_keywords
 def join(
     strategy: str | StrategyChoice | None = None,
     *,
@@ -53,7 +56,8 @@ def join(
 ) -> Hands:
     """Take this process's place in the run. With several workers asked for outside a cluster, starts them and exits.
 
-    `tune=True` first measures which settings to go on with, as in `Trainer`.
+    All of Python's, numpy's and torch's global generators start from `seed`: a model that is made after this has the
+    same first weights in every run. `tune=True` first measures which settings to go on with, as in `Trainer`.
     """
     arguments = {
         "precision": precision,
@@ -66,7 +70,9 @@ def join(
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
     check_checkpoints(checkpoint)
-    return Hands(enter(strategy, arguments, tune=tune), checkpoint)
+    worker = enter(strategy, arguments, tune=tune)
+    seed_all(worker.resolved.spec.run.seed)
+    return Hands(worker, checkpoint)
 
 
 class Hands:
@@ -105,6 +111,7 @@ class Hands:
         """The mean loss over the last step's whole batch."""
         return self._loop.loss if self._loop is not None else float("nan")
 
+    @checked_keywords
     def setup(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -113,6 +120,7 @@ class Hands:
         In a parameter server's process this does not return: it serves until the run ends.
         """
         _refuse_own_loop(self._worker)
+        set_precision_(model, self._worker.resolved.spec.train.precision)
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         schedule = by_step(lambda _: scheduler)
         if self._worker.is_server:
@@ -128,6 +136,7 @@ class Hands:
         """
         return self._worker.is_waiting or self._known_run.resume()
 
+    @checked_keywords
     def batches(
         self,
         data: Any,
@@ -234,6 +243,7 @@ class Hands:
             raise UsageError("save was called outside the loop over batches().")
         self._taken.saver.save_soon()
 
+    @checked_keywords
     def evaluate(
         self,
         data: Any,

@@ -27,6 +27,7 @@ __all__ = [
     "call",
     "check_usable",
     "foreign_state",
+    "has_layers",
     "is_keras",
     "load",
     "load_weights",
@@ -145,6 +146,11 @@ def randomness_in(model: nn.Module) -> list[str]:
     return [*found, "BatchNorm"] if _norms(layers) else found
 
 
+def has_layers(model: nn.Module) -> bool:
+    """Whether it is, or has in it, something of Keras's."""
+    return bool(_layers(model))
+
+
 def _layers(model: nn.Module) -> list[Any]:
     keras = _keras()
     if keras is None:
@@ -155,7 +161,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _obey_mode(layer: Any) -> None:
-    """Have a call without `training=` train inside a slice and infer where the module is in evaluation mode.
+    """Have a call without `training=` train inside a slice, and infer where the module is in evaluation mode.
 
     Elsewhere Keras's own rule holds. The call context is where Keras looks first, before defaults in a signature, and
     what hands the mode on to layers inside; a torch hook would run after both.
@@ -167,7 +173,7 @@ def _obey_mode(layer: Any) -> None:
     def context() -> Any:
         found = inherited()
         if found.entry_layer is layer and getattr(found, "training", None) is None:
-            found.training = True if _in_slice.get() else None if layer.training else False
+            found.training = layer.training and (True if _in_slice.get() else None)
         return found
 
     vars(layer)["_get_call_context"] = context

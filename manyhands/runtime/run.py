@@ -23,6 +23,7 @@ from manyhands.data.source import InputContext, Source, as_source
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted, Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
+from manyhands.parallel.modes import begin_training_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
@@ -31,7 +32,7 @@ from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.memory_limit import check_memory
-from manyhands.runtime.models import Parts, randomness_in
+from manyhands.runtime.models import Parts, floats_of, randomness_in
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
 from manyhands.runtime.planning import WorkerPlan
@@ -66,6 +67,11 @@ class Run:
         self._has_looked = False
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
+        self._to_warn: list[str] = []
+
+    def warn_when_ready(self, text: str) -> None:
+        """Before that, nothing is written or shown."""
+        self._to_warn.append(text)
 
     def begin_call(self, name: str, *, resume: bool = True) -> Training:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
@@ -91,7 +97,10 @@ class Run:
         def sample() -> Sample:
             source = as_source(data, collate=collate, num_workers=0, shuffle=False)
             num_rows = max(1, (rows or USUAL_BATCH) // (self.spec.train.slices or self._default_slices()))
-            pieces = eval_pieces(source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device)
+            floats = floats_of(self.spec.train.precision)
+            pieces = eval_pieces(
+                source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device, floats=floats
+            )
             with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
                 return Sample(next(pieces).batch, self.parts.loss if with_loss else self.parts.call)
 
@@ -152,6 +161,8 @@ class Run:
             self.calls.resume_at = self.regrouping.run_call
         while self._training is None:
             self._set_up(resume)
+        for text in self._to_warn:
+            self.worker.warn(text)
         return self._training
 
     def _set_up(self, resume: bool) -> None:
@@ -223,7 +234,7 @@ class Run:
         whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
         pacing = Pacing(spec.train, worker.num_replicas)
         engine = make_engine(worker, parts, model, pacing, joining=joining, sample=self._sample)
-        model.train()
+        self._begin_training(model)
         try:
             engine.setup(model, optimizer, joining=joining)
         except PeerLost:
@@ -250,6 +261,15 @@ class Run:
         )
         training.meter.predicted = self._predicted
         return training
+
+    def _begin_training(self, model: torch.nn.Module) -> None:
+        evaluated = begin_training_(model)
+        if evaluated:
+            self.worker.warn(
+                f"{evaluated[0] or 'A part of the model'} is in evaluation mode and stays there, though it has "
+                "parameters to train: no dropout, batch statistics as they are. model.train() before this changes "
+                "that; requires_grad_(False) freezes its parameters, too."
+            )
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train
@@ -373,6 +393,7 @@ class Run:
             steps=progress.call_step + steps if steps is not None else None,
             first_step=progress.step + 1,
             device=self.worker.device,
+            floats=floats_of(self.spec.train.precision),
             exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
@@ -405,5 +426,6 @@ class Run:
             world_size=worker.num_replicas,
             seed=self.spec.run.seed,
             device=worker.device,
+            floats=floats_of(self.spec.train.precision),
             exchange=worker if worker.num_replicas > 1 else None,
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.errors import ManyhandsError
+from manyhands.runtime.hints import hint_for
 
 __all__ = ["OURS", "came_by_here", "told"]
 
@@ -22,14 +23,15 @@ STARTERS = (runpy.__file__, "<frozen runpy>")
 
 
 def told(error: BaseException) -> str:
-    """As Python prints it, what it came from included."""
+    """As Python prints it, what it came from included; and what to type instead, where that is known."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
         from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how it was started is of no use either
         if from_theirs and (_is_about_their_code(one.exc_type) or not _is_ours(one.stack[-1])):
             from_theirs = [frame for frame in from_theirs if not _is_ours(frame)]
         one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
-    return "".join(whole.format())
+    hint = hint_for(error)
+    return "".join(whole.format()) + (f"  try: {hint}\n" if hint else "")
 
 
 def came_by_here(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.randomness import seed_all
+from manyhands.data.randomness import drawn_unseeded, seed_all
 from manyhands.data.source import Source, split
 from manyhands.errors import DataError, SpecError
 from manyhands.runtime import evaluating
@@ -22,7 +22,8 @@ from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import Fit, FitSettings
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, save_model
+from manyhands.runtime.keywords import checked_keywords
+from manyhands.runtime.models import assemble, save_model, set_precision_
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
@@ -41,6 +42,10 @@ from manyhands.strategies.stretched import Stretched
 __all__ = ["History", "Trainer"]
 
 EVAL_BATCH = 256
+UNSEEDED = (
+    "The model was made before the trainer, and torch was not seeded: seed= has no part in its first weights, which "
+    "may be others in every run. Give a function that makes it, model=lambda: Net(), or call torch.manual_seed before."
+)
 
 
 class History(list[dict[str, float]]):
@@ -52,7 +57,8 @@ class Trainer:
 
     `model` is an `nn.Module`, a function that makes one or a `.keras` file; `loss(model, batch)` returns the mean over
     the batch or a (sum, weight) pair; `optimizer` is a function of the parameters or a ready torch optimizer. A
-    compiled Keras model brings its own loss, optimizer and metrics. Public calls are numbered: in a restarted script,
+    compiled Keras model brings its own loss, optimizer and metrics. `seed` sets the first weights of a model that is
+    made here, by a function; a ready one has those it has. Public calls are numbered: in a restarted script,
     those that the run has already finished return their recorded result at once.
 
     `audit=True` has one slice of every step computed by two workers, and finds the one whose gradients are wrong.
@@ -65,6 +71,7 @@ class Trainer:
     the workers and trials that come of it, it does nothing.
     """
 
+    @checked_keywords
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | str | Path,
@@ -108,14 +115,20 @@ class Trainer:
         worker = enter(strategy, arguments, tune=tune)
         if scheduler is not None and scheduler_every == "step":
             scheduler = by_step(scheduler)
+        unseeded = (
+            isinstance(model, nn.Module) and worker.resolved.origins["run.seed"] != "default" and drawn_unseeded()
+        )
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
+        set_precision_(parts.model, worker.resolved.spec.train.precision)
         if worker.is_server:
             serve(worker, parts, scheduler)
         order = order_of_this_worker()
         if order is not None:
             hooks = [*hooks, Recording(order, lambda: self._run)]
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
+        if unseeded:
+            self._run.warn_when_ready(UNSEEDED)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None
 
@@ -141,6 +154,7 @@ class Trainer:
         """Committed steps, over all calls of `fit`."""
         return self._run.ready().progress.step
 
+    @checked_keywords
     def fit(
         self,
         data: Any,
@@ -199,6 +213,7 @@ class Trainer:
         run.put_on_record(lambda: run.calls.finish(list(history)))
         return history
 
+    @checked_keywords
     def evaluate(
         self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
     ) -> dict[str, float]:
@@ -214,6 +229,7 @@ class Trainer:
         run.put_on_record(lambda: run.calls.finish(results))
         return results
 
+    @checked_keywords
     def predict(
         self, data: Any, *, batch_size: int = EVAL_BATCH, collate: Any = None, num_workers: int | None = None
     ) -> Any:

@@ -74,7 +74,8 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "sharded",
         "central_storage",
     ] = "mirrored"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """fp64: model and data, all of it. bf16, fp16: forward and backward; weights stay fp32."""
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
     accumulate: int = 1
@@ -212,6 +213,11 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[comm] reducer is {reducer}, which rounds what workers send each other; exact promises the same bits "
                 "for any number of them.",
                 fix=['reducer = "exact"', "exact = false"],
+            )
+        if self.train.precision == "fp64" and reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {reducer}, which leaves out most of what fp64 is for.",
+                fix=['reducer = "exact"', 'precision = "fp32"'],
             )
         if self.train.strategy in AVERAGING:
             self._check_averaging()

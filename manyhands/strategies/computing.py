@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import BadLoss, NonFinite
 from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.modes import keeping_modes
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.tensor_asked import users_code
 from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike
@@ -64,12 +65,13 @@ class Computing:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad(), self._calling():
-                yield
-        finally:
-            self._model.train(was_training)
+        with keeping_modes(self._users_model):
+            self._model.eval()
+            try:
+                with torch.no_grad(), self._calling():
+                    yield
+            finally:
+                self._model.train(was_training)  # a model may do more in it than set its mode
 
     @contextmanager
     def _calling(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ class Replicated(Replicas):
             spread=spread,
         )
         self.shares, self._clip_norm = shares, clip_norm
-        tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
+        tolerance = 0.0 if exact else TOLERANCE if precision.name in ("fp32", "fp64") else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._layout: Places | None = None
         self._is_in_step = False
