@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from manyhands.data.apart import ApartFeed, ApartSource, ApartStreamFeed
 from manyhands.data.exchange import RowExchange
@@ -105,6 +106,8 @@ class Step:
         batch = batches.feed.again(plan, v) if again else batches.feed.get(plan, v)
         if batches.device is not None:
             batch = to_device(batch, batches.device)
+        if batches.floats is not None:
+            batch = floats_as(batch, batches.floats)
         self.load_s += time.perf_counter() - started
         low, high = plan.bounds[v]
         key = slice_key(batches.schedule.position.seed, plan.number, v, "compute")
@@ -115,7 +118,8 @@ class Batches:
     """An iterator of steps from `position` on.
 
     `steps` counts the whole run's, those before `position` included; `first_step` is the number of the first one here.
-    Slices are divided evenly among `world_size` workers, or by `division`.
+    Slices are divided evenly among `world_size` workers, or by `division`. With `floats`, a batch's floating tensors
+    are of that type.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class Batches:
         steps: int | None = None,
         first_step: int = 1,
         device: torch.device | str | None = None,
+        floats: torch.dtype | None = None,
         exchange: RowExchange | None = None,
         division: Division | None = None,
     ) -> None:
@@ -143,7 +148,7 @@ class Batches:
         self.rank, self.division = rank, division or Division(world_size)
         self.fetched_together = isinstance(source, RowSource) and source.shared
         self.schedule = Schedule(batch_size, slices, position, first_step, epochs, steps, shuffle)
-        self.device = accelerator(device)
+        self.device, self.floats = accelerator(device), floats
         self.num_rows = (source.num_positions if isinstance(source, RowSource) else source.num_rows) or 0
         """That an epoch takes; 0 for a stream."""
         self.steps_per_epoch: int | None = None
@@ -239,6 +244,11 @@ def _check_position(source: Source, position: Position, seed: int) -> None:
 def accelerator(device: torch.device | str | None) -> torch.device | None:
     """The device that batches must be moved to, if any: they are made on the CPU."""
     return None if device is None or torch.device(device).type == "cpu" else torch.device(device)
+
+
+def floats_as(batch: Any, dtype: torch.dtype) -> Any:
+    """Every floating tensor of a batch in this type; all else as it is."""
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

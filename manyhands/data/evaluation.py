@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from manyhands.data.apart import ApartSource
-from manyhands.data.batches import Piece, accelerator, to_device
+from manyhands.data.batches import Piece, accelerator, floats_as, to_device
 from manyhands.data.exchange import RowExchange
 from manyhands.data.feeds import STEPS_AHEAD, start_fetcher
 from manyhands.data.fetch import Fetcher, Job, fetch_now
@@ -54,6 +54,7 @@ def eval_pieces(
     world_size: int,
     seed: int = 0,
     device: torch.device | str | None = None,
+    floats: torch.dtype | None = None,
     exchange: RowExchange | None = None,
 ) -> Iterator[Piece]:
     """This worker's pieces. Randomness is keyed by (seed, piece), so an evaluation repeated is the same.
@@ -73,6 +74,8 @@ def eval_pieces(
     for piece in pieces:
         if target is not None:
             piece.batch = to_device(piece.batch, target)
+        if floats is not None:
+            piece.batch = floats_as(piece.batch, floats)
         yield piece
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-__all__ = ["randomness", "seed_all", "torch_randomness"]
+__all__ = ["drawn_unseeded", "randomness", "seed_all", "torch_randomness"]
 
 # numpy's get_state and set_state take 90 microseconds together; exchanging the generator takes one. Spares are kept
 # because making one is slow too; a nested use takes another.
@@ -29,6 +29,18 @@ def seed_all(key: int) -> None:
     torch.default_generator.manual_seed(key)
     if _cuda_in_use():
         torch.cuda.manual_seed_all(key)
+
+
+def drawn_unseeded() -> bool:
+    """Whether torch's generator has given numbers that no later run gets: nobody has seeded it, and it was used.
+
+    What torch seeds itself with, where nobody does, has more bits than anybody types.
+    """
+    seed = torch.default_generator.initial_seed()
+    if seed < 2**32:
+        return False
+    fresh = torch.Generator().manual_seed(seed)
+    return not torch.equal(fresh.get_state(), torch.default_generator.get_state())
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class ForeignState:
     """Frozen parameters of which a rank has a part between steps: no forward pass changes them."""
     in_slice: Callable[[], AbstractContextManager[object]] = nullcontext
     """Open during the forward pass of a slice, inside its randomness."""
+    out_of_slice: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Open inside of that, for a forward pass that belongs to no slice: in the mode that the modules are in, and
+    generators are put back afterwards."""
 
 
 def norm_layers(model: nn.Module) -> list[NormLayer]:

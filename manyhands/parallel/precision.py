@@ -16,12 +16,12 @@ import torch
 
 __all__ = ["LossScale", "Precision", "fp16_slowdown"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _AS_IT_IS = nullcontext()
 
 
 class Precision:
-    """How forward passes run: "fp32", "bf16" or "fp16"."""
+    """How forward passes run: "fp32", "bf16" or "fp16"; with "fp64", model and data are in it already."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
@@ -29,7 +29,7 @@ class Precision:
         self.scale = LossScale() if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.name == "fp32":
+        if self.name in ("fp32", "fp64"):
             return _AS_IT_IS
         return torch.autocast(self._device.type, dtype=self.dtype)
 

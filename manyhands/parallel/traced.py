@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Inputs, params_below
+from manyhands.parallel.modes import copy_modes_
 from manyhands.parallel.tracing import Trace, bare_copy, block_operation, leaves_of, trace
 from manyhands.parallel.units import ancestors, largest_to_open, units_of
 
@@ -53,7 +54,7 @@ class Traced:
         for way in ways:
             if way.trace.fits(inputs):
                 return way
-        self._bare.train(self.model.training)
+        copy_modes_(self._bare, self.model)
         ways.append(_Way(self._trace(inputs), self.model))
         return ways[-1]
 

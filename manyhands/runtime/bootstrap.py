@@ -28,6 +28,7 @@ from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, Wa
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.after_import import import_to_stay
 from manyhands.runtime.deadlock import hang_when_told
+from manyhands.runtime.hints import hint_for
 from manyhands.runtime.late_compiler import load_compiler_late
 from manyhands.runtime.plain_scripts import watched
 from manyhands.runtime.store_requests import tell_of_stores
@@ -162,7 +163,7 @@ def _raised(error: BaseException, prints: str) -> Raised:
     bases = [kind.__name__ for kind in type(error).__mro__ if kind not in (BaseException, object)]
     return Raised(
         error=type(error).__name__,
-        message=str(error)[:MESSAGE_CHARS],
+        message="\n  try: ".join(filter(None, [str(error), hint_for(error)]))[:MESSAGE_CHARS],
         bases=bases,
         traceback=told(error, whole=load.verbose())[-TRACEBACK_CHARS:],
         exit_code=_exit_code(error),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.randomness import seed_all
 from manyhands.data.sampling import Order
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError, UsageError
@@ -22,8 +23,9 @@ from manyhands.events import Logged
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.entering import enter
 from manyhands.runtime.hooks import Hooks
+from manyhands.runtime.keywords import checked_keywords
 from manyhands.runtime.leased_loop import LeasedLoop, refuse_apart
-from manyhands.runtime.models import Parts, optimizer_maker
+from manyhands.runtime.models import Parts, optimizer_maker, set_precision_
 from manyhands.runtime.run import Run
 from manyhands.runtime.run_checks import by_step, check_counts
 from manyhands.runtime.saving import Checkpoints, Saver, check_checkpoints
@@ -38,6 +40,7 @@ from manyhands.strategies.served import Served
 __all__ = ["Hands", "join"]
 
 
+@checked_keywords
 def join(
     strategy: str | StrategyChoice | None = None,
     *,
@@ -57,8 +60,10 @@ def join(
     Args:
         strategy: As for `mh.Trainer`; no pipeline, which only the trainer can run.
         precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
-            fp32; fp16 scales the loss.
-        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run.
+            fp32; fp16 scales the loss. "fp64": weights, gradients and the data's floats are double.
+        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run. Python's, numpy's
+            and torch's global generators start from it here: make the model after this call, and its first weights are
+            the same in every run.
         slices: V, the pieces that every global batch is cut into; workers take whole slices. Fix it where results must
             not depend on the number of workers and the model has dropout or BatchNorm. Default: `accumulate` x workers.
         accumulate: Slices per worker and step, where `slices` is not given: for batches that do not fit into memory.
@@ -81,7 +86,9 @@ def join(
         "run_dir": str(run_dir) if run_dir is not None else None,
     }
     check_checkpoints(checkpoint)
-    return Hands(enter(strategy, arguments, tune=tune, kind="join"), checkpoint)
+    worker = enter(strategy, arguments, tune=tune, kind="join")
+    seed_all(worker.resolved.spec.run.seed)
+    return Hands(worker, checkpoint)
 
 
 class Hands:
@@ -120,6 +127,7 @@ class Hands:
         """The mean loss over the last step's whole batch."""
         return self._loop.loss if self._loop is not None else float("nan")
 
+    @checked_keywords
     def setup(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -133,6 +141,7 @@ class Hands:
             scheduler: A learning rate scheduler of it, stepped once per update. Default: none.
         """
         _refuse_own_loop(self._worker)
+        set_precision_(model, self._worker.resolved.spec.train.precision)
         parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
         schedule = by_step(lambda _: scheduler)
         if self._worker.is_server:
@@ -148,6 +157,7 @@ class Hands:
         """
         return self._worker.is_waiting or self._known_run.resume()
 
+    @checked_keywords
     def batches(
         self,
         data: Any,
@@ -282,6 +292,7 @@ class Hands:
             raise UsageError("save was called outside the loop over batches().")
         self._taken.saver.save_soon()
 
+    @checked_keywords
     def evaluate(
         self,
         data: Any,

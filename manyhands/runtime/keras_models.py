@@ -27,6 +27,7 @@ __all__ = [
     "call",
     "check_usable",
     "foreign_state",
+    "has_layers",
     "is_keras",
     "load",
     "load_weights",
@@ -131,13 +132,23 @@ def foreign_state(model: nn.Module) -> ForeignState:
     for layer in layers:
         _obey_mode(layer)
     seeds = _seeds(layers)
-    return ForeignState(norms=tuple(_norms(layers)), seeds=seeds, in_slice=lambda: _slice_of(seeds))
+    return ForeignState(
+        norms=tuple(_norms(layers)),
+        seeds=seeds,
+        in_slice=lambda: _slice_of(seeds),
+        out_of_slice=lambda: _outside(seeds),
+    )
 
 
 def randomness_in(model: nn.Module) -> list[str]:
     layers = _layers(model)
     found = ["dropout"] if any(_own_seeds(layer) for layer in layers) else []
     return [*found, "BatchNorm"] if _norms(layers) else found
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether it is, or has in it, something of Keras's."""
+    return bool(_layers(model))
 
 
 def _layers(model: nn.Module) -> list[Any]:
@@ -150,7 +161,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _obey_mode(layer: Any) -> None:
-    """Have a call without `training=` train inside a slice and infer where the module is in evaluation mode.
+    """Have a call without `training=` train inside a slice, and infer where the module is in evaluation mode.
 
     Elsewhere Keras's own rule holds. The call context is where Keras looks first, before defaults in a signature, and
     what hands the mode on to layers inside; a torch hook would run after both.
@@ -162,7 +173,7 @@ def _obey_mode(layer: Any) -> None:
     def context() -> Any:
         found = inherited()
         if found.entry_layer is layer and getattr(found, "training", None) is None:
-            found.training = True if _in_slice.get() else None if layer.training else False
+            found.training = layer.training and (True if _in_slice.get() else None)
         return found
 
     vars(layer)["_get_call_context"] = context
@@ -191,13 +202,26 @@ def _seeds(layers: list[Any]) -> tuple[Tensor, ...]:
 @contextmanager
 def _slice_of(seeds: tuple[Tensor, ...]) -> Iterator[None]:
     """Training mode, with every generator set from the slice's randomness and put back afterwards."""
-    before = [seed.detach().clone() for seed in seeds]
     drawn = torch.randint(MAX_SEED, (len(seeds),)).tolist()
-    token = _in_slice.set(True)
-    try:
+    with _keeping(seeds, in_slice=True):
         with torch.no_grad():
             for seed, number in zip(seeds, drawn, strict=True):
                 seed.copy_(torch.tensor([number, 0]))
+        yield
+
+
+@contextmanager
+def _outside(seeds: tuple[Tensor, ...]) -> Iterator[None]:
+    """The mode that layers are in, whatever slice is under way; what is drawn is drawn again afterwards."""
+    with _keeping(seeds, in_slice=False):
+        yield
+
+
+@contextmanager
+def _keeping(seeds: tuple[Tensor, ...], *, in_slice: bool) -> Iterator[None]:
+    before = [seed.detach().clone() for seed in seeds]
+    token = _in_slice.set(in_slice)
+    try:
         yield
     finally:
         _in_slice.reset(token)

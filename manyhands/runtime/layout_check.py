@@ -141,7 +141,7 @@ def _chosen(asked: Asked) -> list[Layout]:
 def tolerance_for(alone: Checked) -> float:
     """Half precision, whoever asked for it, rounds a thousand times more."""
     floats = [one for one in alone.weights.values() if one.is_floating_point()]
-    is_half = alone.record.precision != "fp32" or any(one.dtype.itemsize < 4 for one in floats)
+    is_half = alone.record.precision not in ("fp32", "fp64") or any(one.dtype.itemsize < 4 for one in floats)
     return HALF_TOLERANCE if is_half else TOLERANCE
 
 

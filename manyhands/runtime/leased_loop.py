@@ -22,6 +22,7 @@ from manyhands.parallel.served_messages import Values
 from manyhands.parallel.served_states import settings_of
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.fitting import FitSettings
+from manyhands.runtime.models import floats_of
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.served_fitting import REOPEN, ServedFit
 from manyhands.runtime.steps import Steps
@@ -82,7 +83,10 @@ class LeasedLoop(ServedFit):
         worker = self._worker
         worker.report(self._training.progress.step, "evaluating")
         seed, device = worker.resolved.spec.run.seed, worker.device
-        pieces = eval_pieces(source, batch_size=batch_size, rank=0, world_size=1, seed=seed, device=device)
+        floats = floats_of(worker.resolved.spec.train.precision)
+        pieces = eval_pieces(
+            source, batch_size=batch_size, rank=0, world_size=1, seed=seed, device=device, floats=floats
+        )
         with self._engine.using_loss(loss):
             return evaluating.evaluate(self._engine, Axis(0, 1), pieces, metrics)[0]
 

@@ -16,9 +16,11 @@ from manyhands.checkpoint.tensorfile import read_tensors
 from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, SpecError
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.several_optimizers import SeveralOptimizers, divide_parameters
+from manyhands.parallel.sparse import Sparse
 from manyhands.runtime import keras_models
 from manyhands.runtime.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
 from manyhands.runtime.state import load_model_state
+from manyhands.runtime.torch_losses import as_loss_function
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.torch_private import BATCH_NORMS, DROPOUTS
 
@@ -26,11 +28,13 @@ __all__ = [
     "Parts",
     "assemble",
     "check_ending",
+    "floats_of",
     "foreign_state",
     "load_weights",
     "optimizer_maker",
     "randomness_in",
     "save_model",
+    "set_precision_",
 ]
 
 
@@ -63,7 +67,31 @@ def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric
             fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"],
         )
     _check_functions(loss, optimizer, metrics)
-    return Parts(model, loss, dict(metrics or {}), optimizer_maker(optimizer), call)
+    return Parts(model, as_loss_function(loss), dict(metrics or {}), optimizer_maker(optimizer), call)
+
+
+def floats_of(precision: str) -> torch.dtype | None:
+    """The type that floating tensors of a batch are converted to, if any."""
+    return torch.float64 if precision == "fp64" else None
+
+
+def set_precision_(model: nn.Module, precision: str) -> None:
+    """Have a model's weights in what `precision` asks for; before an optimizer knows them, or with their identity."""
+    if precision != "fp64":
+        return
+    if keras_models.has_layers(model):
+        raise SpecError(
+            "A Keras model computes in the type that it was made with.",
+            where='precision="fp64"',
+            fix=['keras.config.set_floatx("float64"), before it is made, and no precision='],
+        )
+    if Sparse(model):
+        raise SpecError(
+            "Rows of mh.Embedding and mh.EmbeddingBag are fp32.",
+            where='precision="fp64"',
+            fix=['precision="fp32"', "nn.Embedding, nn.EmbeddingBag"],
+        )
+    model.double()
 
 
 def _check_functions(loss: Any, optimizer: Any, metrics: Any) -> None:

@@ -26,8 +26,9 @@ from manyhands.data.sampling import Order
 from manyhands.data.source import InputContext, Source, as_source, describe
 from manyhands.data.streams import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
-from manyhands.events import Evaluated, RunStarted
+from manyhands.events import Evaluated, RunStarted, Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
+from manyhands.parallel.modes import begin_training_
 from manyhands.parallel.precision import fp16_slowdown
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
@@ -36,7 +37,7 @@ from manyhands.runtime.engines import make_engine
 from manyhands.runtime.hooks import Hooks
 from manyhands.runtime.incoming import Incoming
 from manyhands.runtime.memory_limit import check_memory
-from manyhands.runtime.models import Parts, randomness_in
+from manyhands.runtime.models import Parts, floats_of, randomness_in
 from manyhands.runtime.notebook import in_notebook, notebook_name
 from manyhands.runtime.pacing import Pacing
 from manyhands.runtime.placement_log import log_placement
@@ -58,6 +59,7 @@ from manyhands.runtime.worker_words import machine_of
 from manyhands.spec.load import environment
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.divided import Mesh, microbatches
+from manyhands.strategies.first_look import FirstLook
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.served import has_backups
 
@@ -77,10 +79,16 @@ class Run:
         self._training: Training | None = None
         self._sample: Callable[[], Sample | None] = lambda: None
         self._predicted: WorkerPlan | None = None
+        self._has_looked = False
         self.regrouping = Regrouping(worker, self._regrouped)
         self.calls: Calls
         self._looked_at: Path | None = None
         worker.script.watch(self)
+        self._to_warn: list[str] = []
+
+    def warn_when_ready(self, text: str) -> None:
+        """Before that, nothing is written or shown."""
+        self._to_warn.append(text)
 
     def begin_call(self, name: str, *, resume: bool = True) -> Training:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
@@ -109,7 +117,10 @@ class Run:
         def sample() -> Sample:
             source = as_source(data, collate=collate, num_workers=0, shuffle=False, batched=batched)
             num_rows = max(1, (rows or USUAL_BATCH) // (self.spec.train.slices or self._default_slices()))
-            pieces = eval_pieces(source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device)
+            floats = floats_of(self.spec.train.precision)
+            pieces = eval_pieces(
+                source, batch_size=num_rows, rank=0, world_size=1, device=self.worker.device, floats=floats
+            )
             with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
                 piece = next(pieces)
             batch = cut_rows(piece.batch, 0, num_rows) if batched and piece.rows > num_rows else piece.batch
@@ -201,6 +212,8 @@ class Run:
             self._set_up_for_joining()
         while self._training is None:
             self._set_up(resume)
+        for text in self._to_warn:
+            self.worker.warn(text)
         return self._training
 
     def _set_up(self, resume: bool) -> None:
@@ -287,7 +300,7 @@ class Run:
         whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
         pacing = Pacing(spec.train, worker.num_replicas)
         engine = make_engine(worker, parts, model, pacing, joining=joining, sample=self._sample)
-        model.train()
+        self._begin_training(model)
         try:
             engine.setup(model, optimizer, joining=joining)
         except PeerLost:
@@ -316,6 +329,15 @@ class Run:
         )
         training.meter.predicted = self._predicted
         return training
+
+    def _begin_training(self, model: torch.nn.Module) -> None:
+        evaluated = begin_training_(model)
+        if evaluated:
+            self.worker.warn(
+                f"{evaluated[0] or 'A part of the model'} is in evaluation mode and stays there, though it has "
+                "parameters to train: no dropout, batch statistics as they are. model.train() before this changes "
+                "that; requires_grad_(False) freezes its parameters, too."
+            )
 
     def _choose_slices(self, before: int | None) -> int:
         train = self.spec.train
@@ -369,6 +391,20 @@ class Run:
                 origins={key: origin for key, origin in worker.resolved.origins.items() if origin != "default"},
             )
         )
+
+    def look_first(self) -> None:
+        """Have the worker that computes it look at the loss of the run's first step; once, whatever calls follow."""
+        if self._has_looked or not self.spec.train.check_loss:
+            return
+        self._has_looked = True
+        training, tell = self.ready(), self.worker.tell
+        look = FirstLook(
+            training.progress.step + 1,
+            self.parts.metrics,
+            lambda text: tell(Warned(text=text)),
+            may_couple=self.spec.train.slices is not None,
+        )
+        training.engine.look_first(look)
 
     def source(
         self,
@@ -457,6 +493,7 @@ class Run:
             steps=progress.call_step + steps if steps is not None else None,
             first_step=progress.step + 1,
             device=self.worker.device,
+            floats=floats_of(self.spec.train.precision),
             exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
@@ -497,6 +534,7 @@ class Run:
             world_size=worker.num_replicas,
             seed=self.spec.run.seed,
             device=worker.device,
+            floats=floats_of(self.spec.train.precision),
             exchange=worker if worker.num_replicas > 1 else None,
         )
 

@@ -90,7 +90,7 @@ class Script:
             self._unneeded.pop()()
 
     def collect(self) -> None:
-        """A trainer that nobody holds any more is in a ring of references, with all its memory; before another begins."""
+        """Free a trainer that is out of use, a ring of references with all its memory, before another one begins."""
         if len(self.made) > 1 and gc.isenabled():
             gc.collect()
 

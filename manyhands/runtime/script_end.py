@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from manyhands.errors import ManyhandsError, UsageError
+from manyhands.runtime.hints import hint_for
 from manyhands.runtime.tracebacks import OURS, came_by_here, told
 
 __all__ = ["ending", "watch_ending"]
@@ -57,7 +58,7 @@ class Ending:
             if error.exit_code == UsageError.exit_code:
                 error.where = _where(error.where, trace)
             print(f"{kind.__name__}: {error}", file=sys.stderr)
-        elif self._previous_hook is sys.__excepthook__ and came_by_here(error):
+        elif self._previous_hook is sys.__excepthook__ and (came_by_here(error) or hint_for(error)):
             print(told(error), end="", file=sys.stderr)
         else:
             self._previous_hook(kind, error, trace)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.errors import ManyhandsError
+from manyhands.runtime.hints import hint_for
 
 __all__ = ["OURS", "came_by_here", "told"]
 
@@ -24,14 +25,18 @@ IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_exte
 
 
 def told(error: BaseException, *, whole: bool = False) -> str:
-    """As Python prints it, what it came from included; `whole`: with every frame, ours and torch's as well."""
+    """As Python prints it, what it came from included, and what to type instead where that is known.
+
+    `whole`: with every frame, ours and torch's as well.
+    """
     shown = traceback.TracebackException.from_exception(error)
     for one in _chain(shown) if not whole else ():
         from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how it was started is of no use either
         if from_theirs and (_is_about_their_code(one.exc_type) or not _is_ours(one.stack[-1])):
             from_theirs = [frame for frame in _without_torch(from_theirs) if not _is_ours(frame)]
         one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
-    return "".join(shown.format())
+    hint = hint_for(error)
+    return "".join(shown.format()) + (f"  try: {hint}\n" if hint else "")
 
 
 def came_by_here(error: BaseException) -> bool:

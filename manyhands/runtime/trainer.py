@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.randomness import seed_all
+from manyhands.data.randomness import drawn_unseeded, seed_all
 from manyhands.data.rows import RowSource
 from manyhands.data.sampling import Order
 from manyhands.data.source import Source, gives_items, split
@@ -25,7 +25,8 @@ from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
 from manyhands.runtime.history import History
 from manyhands.runtime.hooks import EarlyStop, Hooks
-from manyhands.runtime.models import assemble, check_ending, load_weights, save_model
+from manyhands.runtime.keywords import checked_keywords
+from manyhands.runtime.models import assemble, check_ending, load_weights, save_model, set_precision_
 from manyhands.runtime.plan_show import tell_plan
 from manyhands.runtime.run import EVAL_BATCH, Run
 from manyhands.runtime.run_checks import by_step, check_counts
@@ -44,6 +45,11 @@ from manyhands.strategies.stretched import Stretched
 
 __all__ = ["History", "Trainer"]
 
+UNSEEDED = (
+    "The model was made before the trainer, and torch was not seeded: seed= has no part in its first weights, which "
+    "may be others in every run. Give a function that makes it, model=lambda: Net(), or call torch.manual_seed before."
+)
+
 
 class Trainer:
     """Trains `model` so that the result does not depend on how many workers did it.
@@ -61,8 +67,9 @@ class Trainer:
         strategy: How the work is divided: a name ("mirrored", "sharded", "pipeline", ...) or an object such as
             `mh.Mirrored(workers=2)`. Default: "mirrored".
         precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
-            fp32; fp16 scales the loss.
-        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run.
+            fp32; fp16 scales the loss. "fp64": weights, gradients and the data's floats are double.
+        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run. It sets the first
+            weights of a model that is made here, by a function; a ready one has those it has.
         metrics: Functions `metric(model, batch)` that return one value per example, by name; computed by `evaluate` and
             for validation data.
         slices: V, the pieces that every global batch is cut into; workers take whole slices. Fix it where results must
@@ -76,6 +83,8 @@ class Trainer:
         balance: Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers.
         audit: Have one slice of every step computed by two workers, to find one whose gradients are wrong. For machines
             that are under suspicion: it costs up to one slice of time per step.
+        check_loss: Before the first step compare the loss of a few rows with those of their parts, and warn, with what
+            to write, where it is no mean over examples. On by default; it costs a small forward pass.
         hooks: Objects with any of the methods that docs/guide.md lists, called on every worker in this order, or on the
             chief alone where `chief_only` is true.
         run_dir: Where checkpoints, events and logs go. Default: runs/<time>-<script>. The same one again resumes.
@@ -83,6 +92,7 @@ class Trainer:
             several workers if that is it; the maths stays the same. Under `mh run` it does nothing.
     """
 
+    @checked_keywords
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module] | str | Path,
@@ -104,6 +114,7 @@ class Trainer:
         clip_norm: float | None = None,
         balance: bool | None = None,
         audit: bool | None = None,
+        check_loss: bool | None = None,
         hooks: Sequence[Any] = (),
         run_dir: str | Path | None = None,
         tune: bool = False,
@@ -119,19 +130,26 @@ class Trainer:
             "clip_norm": clip_norm,
             "balance": balance,
             "audit": audit,
+            "check_loss": check_loss,
             "run_dir": str(run_dir) if run_dir is not None else None,
         }
         worker = enter(strategy, arguments, tune=tune)
         if scheduler is not None and scheduler_every == "step":
             scheduler = by_step(scheduler)
+        unseeded = (
+            isinstance(model, nn.Module) and worker.resolved.origins["run.seed"] != "default" and drawn_unseeded()
+        )
         seed_all(worker.resolved.spec.run.seed)  # a model made by a function starts the same in every run
         parts = assemble(model, loss, optimizer, metrics)
+        set_precision_(parts.model, worker.resolved.spec.train.precision)
         if worker.is_server:
             serve(worker, parts, scheduler)
         order = order_of_this_worker()
         if order is not None:
             hooks = [*hooks, Recording(order, lambda: self._run)]
         self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
+        if unseeded:
+            self._run.warn_when_ready(UNSEEDED)
         self._scheduler_every = scheduler_every
         self._fit: Fit | None = None
 
@@ -168,6 +186,7 @@ class Trainer:
         """Committed steps, over all calls of `fit`."""
         return self._run.ready().progress.step
 
+    @checked_keywords
     def fit(
         self,
         data: Any,
@@ -263,11 +282,13 @@ class Trainer:
             num_steps = taken.total_steps and taken.total_steps - training.progress.call_step
             if once := only_at_the_end(validations, num_steps):
                 run.worker.warn(once)
+            run.look_first()
         with run.regrouping.listening(taken.regrouped):
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))
         return history
 
+    @checked_keywords
     def evaluate(
         self,
         data: Any,
@@ -300,6 +321,7 @@ class Trainer:
         run.put_on_record(lambda: run.calls.finish(results))
         return results
 
+    @checked_keywords
     def predict(
         self,
         data: Any,

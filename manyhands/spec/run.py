@@ -101,7 +101,8 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "sharded",
         "central_storage",
     ] = "mirrored"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """fp64: model and data, all of it. bf16, fp16: forward and backward; weights stay fp32."""
     slices: int | None = None
     """V: the pieces every global batch is cut into. Default: accumulate x workers."""
     accumulate: int = 1
@@ -125,6 +126,9 @@ class TrainSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     watched for changes that no step made; 0: never."""
     audit: bool = False
     """Compute one slice of every step on two workers, and compare its gradients."""
+    check_loss: bool = True
+    """Before the first step, compare the loss of a few rows with those of their parts, and warn where it is no mean
+    over examples: its result would depend on the number of slices."""
 
     def __post_init__(self) -> None:
         _at_least("train", "straggler_factor", self.straggler_factor, 1)
@@ -241,6 +245,11 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[comm] reducer is {reducer}, which rounds what workers send each other; exact promises the same bits "
                 "for any number of them.",
                 fix=['reducer = "exact"', "exact = false"],
+            )
+        if self.train.precision == "fp64" and reducer != "exact":
+            raise SpecError(
+                f"[comm] reducer is {reducer}, which leaves out most of what fp64 is for.",
+                fix=['reducer = "exact"', 'precision = "fp32"'],
             )
         if self.train.strategy in AVERAGING:
             self._check_averaging()

@@ -35,6 +35,7 @@ from manyhands.parallel.phases import Phases
 from manyhands.parallel.rounds import Rounds, fragments_of, pairs
 from manyhands.parallel.sharing import Sharing
 from manyhands.strategies.base import Engine, LossFn, MetricFn, PieceLike, PieceResult, StepLike, StepStats
+from manyhands.strategies.first_look import FirstLook
 from manyhands.strategies.losses import as_loss
 from manyhands.strategies.own_part import OwnPart
 from manyhands.strategies.step_notes import own_times, tell_all
@@ -185,13 +186,19 @@ class Averaged:
 
     # The step, and its parts for those who write their own loop.
 
+    def look_first(self, look: FirstLook) -> None:
+        self._local.look_first(look)
+
+    def loss_of(self, step: StepLike, piece: PieceLike) -> Any:
+        return self._local.loss_of(step, piece)
+
     def train_step(self, step: StepLike, *, stop: int = 0, collect: bool = False) -> StepStats:
         assert self._loss_fn is not None
         self.begin_step(step, stop=stop, collect=collect)
         for piece in step.mine():
             self.phases.mark("load")
             with self.slice_context(piece):
-                result = self._loss_fn(self.model, piece.batch)
+                result = self.loss_of(step, piece)
             self.phases.mark("forward")
             self.backward(piece, result)
             self.phases.mark("backward")

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import BadLoss, NonFinite
+from manyhands.parallel.buffers import ForeignState
+from manyhands.parallel.modes import keeping_modes
 from manyhands.parallel.precision import Precision
 from manyhands.parallel.tensor_asked import users_code
-from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult
+from manyhands.strategies.base import LossFn, MetricFn, PieceLike, PieceResult, StepLike
+from manyhands.strategies.first_look import FirstLook
 from manyhands.strategies.losses import as_loss, first_non_finite, metric_sum
 
 __all__ = ["Computing"]
@@ -22,8 +25,9 @@ class Computing:
     """Who derives from it sets `_model`."""
 
     def __init__(self, loss_fn: LossFn | None, precision: Precision) -> None:
-        self._loss_fn, self._precision = loss_fn, precision
+        self._loss_fn, self._precision, self._foreign = loss_fn, precision, ForeignState()
         self._model: nn.Module
+        self._first_look: FirstLook | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -33,6 +37,17 @@ class Computing:
     def _users_model(self) -> nn.Module:
         """Whose names errors tell; `_model` may stand for it."""
         return self._model
+
+    def look_first(self, look: FirstLook) -> None:
+        """Look at the loss before it is first computed; not where a forward pass needs the other ranks, too."""
+        self._first_look = look
+
+    def loss_of(self, step: StepLike, piece: PieceLike) -> Any:
+        """What the user's loss function returns for a slice; in the slice's own context."""
+        assert self._loss_fn is not None
+        if self._first_look is not None and self._first_look.is_at(step, piece):
+            self._first_look.at(self._model, self._loss_fn, piece, self._foreign)
+        return self._loss_fn(self._model, piece.batch)
 
     def eval_step(self, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]) -> list[PieceResult]:
         """Loss and per-example metrics of each piece, with the model in evaluation mode."""
@@ -50,12 +65,13 @@ class Computing:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad(), self._calling():
-                yield
-        finally:
-            self._model.train(was_training)
+        with keeping_modes(self._users_model):
+            self._model.eval()
+            try:
+                with torch.no_grad(), self._calling():
+                    yield
+            finally:
+                self._model.train(was_training)  # a model may do more in it than set its mode
 
     @contextmanager
     def _calling(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from manyhands.parallel.sharded_sums import ShardedSum
 from manyhands.parallel.spread import Divided, Spread
 from manyhands.parallel.whole_in_steps import WholeInSteps
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
+from manyhands.strategies.first_look import FirstLook
 from manyhands.strategies.replicated import Replicated
 
 __all__ = ["FullySharded"]
@@ -149,6 +150,9 @@ class FullySharded(Replicated):
                 "many passes, and only mh.Trainer knows how to make one that does not count.",
                 fix=["data and batch_size that leave no short batch", f"slices={self._axis.size}", "mh.Trainer"],
             )
+
+    def look_first(self, look: FirstLook) -> None:
+        """A forward pass gathers the parameters from all ranks: none can make one alone."""
 
     def _compute(self, piece: PieceLike) -> None:
         self._spare = piece

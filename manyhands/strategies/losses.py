@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import BadLoss, TrainingFailed
 
-__all__ = ["as_loss", "first_non_finite", "metric_sum"]
+__all__ = ["as_loss", "first_non_finite", "is_per_example", "metric_sum", "refuse_metric"]
 
 
 def as_loss(result: Any, rows: int) -> tuple[Tensor, float, float]:
@@ -36,12 +36,20 @@ def _describe(result: Any) -> str:
 
 
 def metric_sum(name: str, values: Any, rows: int) -> float:
-    if not isinstance(values, Tensor) or values.shape[:1] != (rows,) or values.numel() != rows:
-        raise TrainingFailed(
-            f"Metric {name!r} returned {_describe(values)} for {rows} examples; it must return one value per example.",
-            fix=["(model(x).argmax(1) == y).float()", "reduction='none' in a loss function"],
-        )
+    if not is_per_example(values, rows):
+        refuse_metric(name, values, rows)
     return float(values.double().sum())
+
+
+def is_per_example(values: Any, rows: int) -> bool:
+    return isinstance(values, Tensor) and values.shape[:1] == (rows,) and values.numel() == rows
+
+
+def refuse_metric(name: str, values: Any, rows: int) -> NoReturn:
+    raise TrainingFailed(
+        f"Metric {name!r} returned {_describe(values)} for {rows} examples; it must return one value per example.",
+        fix=["(model(x).argmax(1) == y).float()", "reduction='none' in a loss function"],
+    )
 
 
 def first_non_finite(model: nn.Module) -> str | None:

@@ -29,6 +29,7 @@ from manyhands.parallel.spread import Divided, Division, Spread
 from manyhands.strategies.base import LossFn
 from manyhands.strategies.closures import refuse_closures
 from manyhands.strategies.computing import Computing
+from manyhands.strategies.first_look import FirstLook
 
 __all__ = ["Replicas"]
 
@@ -84,6 +85,10 @@ class Replicas(Computing):
         self._make_ready(optimizer)
         if not joining:
             self.synchronise()
+
+    def look_first(self, look: FirstLook) -> None:
+        if self.spread is None:
+            super().look_first(look)
 
     @property
     def _users_model(self) -> nn.Module:

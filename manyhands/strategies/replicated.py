@@ -89,7 +89,7 @@ class Replicated(Replicas):
             spread=spread,
         )
         self.shares, self._clip_norm = shares, clip_norm
-        tolerance = 0.0 if exact else TOLERANCE if precision.name == "fp32" else HALF_TOLERANCE
+        tolerance = 0.0 if exact else TOLERANCE if precision.name in ("fp32", "fp64") else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._layout: Places | None = None
         self._is_in_step = False
@@ -216,7 +216,7 @@ class Replicated(Replicas):
     def _forward(self, piece: PieceLike) -> Any:
         """Forward of one slice: the step's buffers, the slice's randomness, the run's precision."""
         with self.slice_context(piece):
-            return self._loss_fn(self._model, piece.batch)  # type: ignore[misc]
+            return self.loss_of(self._step, piece)
 
     def _enter_slice(self, place: int) -> None:
         if place not in self._mine:

@@ -103,7 +103,7 @@ class Served(InCourses):
         slices = self.computing(step, work, version, may_repeat=True)
         for piece in slices:
             if piece is not None:
-                slices.send(self._loss_fn(self._model, piece.batch))
+                slices.send(self.loss_of(step, piece))
 
     def computing(
         self, step: StepLike, work: Held, version: int, *, may_repeat: bool = False

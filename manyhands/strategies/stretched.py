@@ -236,7 +236,7 @@ class Stretched(Served):
         assert self._loss_fn is not None
         slices = self._slice(piece, step)
         try:
-            slices.send(self._loss_fn(self._model, next(slices).batch))
+            slices.send(self.loss_of(step, next(slices)))
         except StopIteration as ended:
             return ended.value  # type: ignore[no-any-return]
         raise AssertionError("a slice has one loss")

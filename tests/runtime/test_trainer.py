@@ -190,7 +190,7 @@ def raises(kind: str, case: str) -> str:
         "not a scalar": lambda: _fit(loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none")),
         "a number": lambda: _fit(loss=lambda m, b: 3.0),
         "no gradient": lambda: _fit(loss=lambda m, b: mean_loss(m, b).detach()),
-        "NaN": lambda: _fit(loss=lambda m, b: mean_loss(m, b) * (float("nan") if _third() else 1.0)),
+        "NaN": lambda: _fit(loss=lambda m, b: mean_loss(m, b) * (float("nan") if _third() else 1.0), check_loss=False),
         "batch below V": lambda: make_trainer(slices=8).fit(data(), epochs=1, batch_size=4),
         "no batch size": lambda: make_trainer().fit(data(), epochs=1),
         "epochs and steps": lambda: make_trainer().fit(data(), epochs=1, steps=2, batch_size=8),
@@ -274,9 +274,9 @@ def keep_what_was_good(path: str) -> list[str]:
     from manyhands.checkpoint import newest_valid
 
     with pytest.raises(NonFinite):
-        mh.Trainer(MODELS["plain"], poisoned_from_step_4, OPTIMIZERS["SGD"], slices=1, run_dir=path).fit(
-            data(), steps=8, batch_size=30, checkpoint=mh.Checkpoints(every_steps=1)
-        )
+        mh.Trainer(
+            MODELS["plain"], poisoned_from_step_4, OPTIMIZERS["SGD"], slices=1, run_dir=path, check_loss=False
+        ).fit(data(), steps=8, batch_size=30, checkpoint=mh.Checkpoints(every_steps=1))
     found = newest_valid(Path(path) / "checkpoints")
     assert found is not None
     return [str(found.step)]
