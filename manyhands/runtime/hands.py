@@ -314,6 +314,7 @@ class Hands:
             metrics: Functions `metric(model, batch)` that return one value per example, by name.
             batch_size: Rows of a global batch, 256 by default. The result is the same.
             collate: As for `batches`.
+            batched: True: each item of the data is one batch, and there is no `batch_size`.
         """
         if self._leased is not None:
             self._check_slice_done()

@@ -19,6 +19,8 @@ from manyhands.errors import BadLoss, SpecError
 
 __all__ = ["as_loss_function"]
 
+TORCH_LOSS = nn.L1Loss.__mro__[1]
+"""The class that torch's losses have in common, whose own name is private."""
 SHOWN = "loss=lambda model, batch: {name}(model(batch[0]), batch[1])"
 SAME_SHAPES = (
     nn.MSELoss,
@@ -47,7 +49,7 @@ FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
 def as_loss_function(loss: Any) -> Any:
     """`loss` itself, unless it is one of torch's own."""
     made = FUNCTIONS[loss]() if inspect.isfunction(loss) and loss in FUNCTIONS else loss
-    if not isinstance(made, nn.modules.loss._Loss):
+    if not isinstance(made, TORCH_LOSS):
         return loss
     name = type(made).__name__
     inputs = list(inspect.signature(made.forward).parameters)
@@ -69,7 +71,7 @@ def as_loss_function(loss: Any) -> Any:
 class _OfOutputs:
     """A torch loss as a function of (model, batch)."""
 
-    def __init__(self, loss: nn.modules.loss._Loss) -> None:
+    def __init__(self, loss: nn.Module) -> None:
         self._loss, self._name = loss, type(loss).__name__
         self._sum: nn.Module | None = None
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):

@@ -69,7 +69,7 @@ def test_hooks_hear_of_validations_and_checkpoints_on_every_worker_once(ranks: R
     assert first[0] == ("checkpoint", 0, True) and first[-1] == ("end", "NoneType")
 
 
-EPOCH = ["epoch", "loss", "step", "val_accuracy", "val_loss"]
+EPOCH = ["epoch", "loss", "lr", "step", "val_accuracy", "val_loss"]
 
 
 def fail() -> tuple[list[Any], list[str]]:
