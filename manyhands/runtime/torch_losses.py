@@ -19,7 +19,7 @@ from manyhands.errors import BadLoss, SpecError
 
 __all__ = ["as_loss_function"]
 
-TORCH_LOSS = nn.L1Loss.__mro__[1]
+TORCH_LOSS: type[Any] = nn.L1Loss.__mro__[1]
 """The class that torch's losses have in common, whose own name is private."""
 SHOWN = "loss=lambda model, batch: {name}(model(batch[0]), batch[1])"
 SAME_SHAPES = (

@@ -123,7 +123,7 @@ def test_a_wrong_value_is_answered_in_the_words_of_its_source():
     assert refused(environ={"MANYHANDS_SEED": "x"}).fix == ("MANYHANDS_SEED=0",)
     assert refused(flags={"slices": 0}).fix == ("--slices 1",)
     assert refused(flags={"slices": 0}).where == "--slices"
-    assert refused(arguments={"precision": "bf6"}).fix == ('precision="bf16"',)
+    assert refused(arguments={"precision": "fp1"}).fix == ('precision="fp16"',)
     assert refused(arguments={"precison": "fp16"}).fix == ("precision",)
     assert refused(flags={"train.seed": 1}).fix == ("seed",)
 
