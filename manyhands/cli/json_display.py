@@ -14,7 +14,9 @@ import msgspec
 from manyhands.control.failure import Failure
 from manyhands.control.launch_request import Display
 from manyhands.events import Event, encode
+from manyhands.runtime.backlog import Passage
 from manyhands.runtime.launch import open_display
+from manyhands.runtime.terminal import write_bytes
 from manyhands.spec.load import Resolved
 
 __all__ = ["JsonDisplay", "display_for"]
@@ -28,7 +30,7 @@ class JsonDisplay:
     """Events as they are, and Output, Said and Failure objects beside them."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
+        self._passage = Passage(lambda line: write_bytes(stream, line), "manyhands-json")
         # A character may arrive in two pieces.
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
 
@@ -48,15 +50,14 @@ class JsonDisplay:
         self._object({"event": "Failure", **msgspec.to_builtins(block)})
 
     def close(self) -> None:
-        pass  # every line is flushed
+        """For as long as the reader takes: it may have paused, and training does not wait for it."""
+        self._passage.close()
+        if lost := self._passage.dropped_bytes:
+            text = f"warning: {lost} bytes of --json are dropped: their reader paused, and the disk is full"
+            print(text, file=sys.stderr)
 
     def _object(self, value: dict[str, Any]) -> None:
         self._line(json.dumps(value))
 
     def _line(self, text: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):  # the reader went away: the run goes on without it
-            self._stream = None
+        self._passage.put(text.encode(errors="replace") + b"\n")  # if the reader went away, the run goes on without it

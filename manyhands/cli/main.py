@@ -6,17 +6,22 @@ two or three lines; a traceback means a bug of ours (exit 70). Start reading at 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import pwd
 import shlex
+import stat
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 import click
 
 from manyhands.cli.command_line import script_in
-from manyhands.errors import ManyhandsError, UsageError
+from manyhands.errors import EnvironmentProblem, ManyhandsError, UsageError
 from manyhands.spec.load import environment, nearest
 from manyhands.spec.names import check_name
 from manyhands.supported import check_system
@@ -126,9 +131,29 @@ def report(error: BaseException, stream: IO[str]) -> int:
         help_of = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "mh"
         _print(stream, "UsageError", f"{error.format_message()}\n  try: {help_of} --help")
         return 2
+    if isinstance(error, PermissionError) and error.filename is not None:
+        _print(stream, "EnvironmentProblem", str(_denied(error)))
+        return EnvironmentProblem.exit_code
     traceback.print_exception(error, file=stream)
     print(BUG, file=stream)
     return 70
+
+
+def _denied(error: PermissionError) -> EnvironmentProblem:
+    """Somebody else's file, most of the time a run of theirs: whose, and what its mode is."""
+    place = Path(os.fsdecode(error.filename)).absolute()
+    for path in (place, *place.parents):  # the nearest that may be looked at
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            with contextlib.suppress(KeyError):
+                owner = pwd.getpwuid(found.st_uid).pw_name
+                break
+            owner = f"user {found.st_uid}"
+            break
+    return EnvironmentProblem(
+        f"{place} is not for this user: {path} belongs to {owner} and has mode {stat.S_IMODE(found.st_mode):04o}.",
+        fix=[f"as {owner}: the same command", "a run of your own; runs are private to who started them"],
+    )
 
 
 def _print(stream: IO[str], name: str, text: str) -> None:

@@ -18,6 +18,7 @@ from manyhands.control.roster import parse_generation
 from manyhands.control.runs import RunDirectory, default_path
 from manyhands.errors import EnvironmentProblem
 from manyhands.events import Event, encode
+from manyhands.private_files import open_private
 
 __all__ = ["Book"]
 
@@ -126,7 +127,7 @@ class Book:
         try:
             self.directory.events.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self.directory.events / f"agent-{self.host}.jsonl"
-            self._events = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            self._events = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError:
             return
         while self._early:

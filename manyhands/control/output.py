@@ -12,6 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
+from manyhands.private_files import open_private
+
 __all__ = ["Stream", "WorkerLog"]
 
 Stream = Literal["stdout", "stderr"]
@@ -60,10 +62,10 @@ class WorkerLog:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if before is not None:
                 for suffix in _SUFFIX.values():
-                    shutil.copyfile(before / f"{self._name}.{suffix}", folder / f"{self._name}.{suffix}")
+                    _copy(before / f"{self._name}.{suffix}", folder / f"{self._name}.{suffix}")
             for stream, suffix in _SUFFIX.items():
                 path = folder / f"{self._name}.{suffix}"
-                self._fds[stream] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+                self._fds[stream] = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 if before is None and os.fstat(self._fds[stream]).st_size:
                     os.write(self._fds[stream], self.headline)
             self.path = str(folder / f"{self._name}.err")
@@ -93,3 +95,10 @@ class WorkerLog:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._tail.extend(line[:TAIL_LINE_BYTES] for line in lines[-TAIL_LINES:])
         self._partial = self._partial[:TAIL_LINE_BYTES]
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as before:
+        fd = open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(fd, "wb") as after:
+            shutil.copyfileobj(before, after)

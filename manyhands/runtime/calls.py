@@ -17,6 +17,7 @@ import msgspec
 from manyhands import exact_json
 from manyhands.errors import CheckpointCorrupt
 from manyhands.exact_json import numbers_from_text
+from manyhands.private_files import open_private
 
 __all__ = ["Calls"]
 
@@ -96,7 +97,7 @@ class Calls:
     def _write(self, path: Path, record: _Record) -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(exact_json.encode(record))
             file.flush()
             os.fsync(file.fileno())

@@ -12,6 +12,7 @@ from manyhands.parallel.schedule import Op
 from manyhands.parallel.stage import StageRunner
 from manyhands.parallel.timeline import Span, Timeline, draw, play
 from manyhands.parallel.timeline_picture import picture
+from manyhands.private_files import write_private
 from manyhands.runtime.worker import Worker
 
 __all__ = ["report_pipeline"]
@@ -32,12 +33,13 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
         return
     schedule = runner.schedule(runner.microbatches)
     theory = play(schedule)
-    (worker.run_dir / TEXT).write_text(f"{draw(schedule)}\n\nmeasured in step {step}: bubble {timeline.bubble:.1%}\n")
+    text = f"{draw(schedule)}\n\nmeasured in step {step}: bubble {timeline.bubble:.1%}\n"
+    write_private(worker.run_dir / TEXT, text.encode())
     titles = (
         (f"{schedule.name}, {schedule.microbatches} microbatches, in theory: bubble {theory.bubble:.1%}", theory),
         (f"measured in step {step}: bubble {timeline.bubble:.1%} of {1000 * timeline.makespan:.1f} ms", timeline),
     )
-    (worker.run_dir / PICTURE).write_text(picture(titles))
+    write_private(worker.run_dir / PICTURE, picture(titles).encode())
     worker.emit(
         PipelineTimed(
             time_s=time.time(),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from manyhands.parallel.shares import Share
+from manyhands.private_files import write_private
 from manyhands.runtime.worker import Worker
 
 __all__ = ["log_placement"]
@@ -23,7 +24,8 @@ def log_placement(worker: Worker, mine: Mapping[str, Share]) -> None:
     """`mine` are this worker's tensors, and which part of each it has. By all workers."""
     told = worker.axis.all_gather_bytes("placement", msgspec.msgpack.encode(_Has(str(worker.device), dict(mine))))
     if worker.is_chief:
-        (worker.run_dir / FILE).write_text(_text([msgspec.msgpack.decode(one, type=_Has) for one in told]))
+        text = _text([msgspec.msgpack.decode(one, type=_Has) for one in told])
+        write_private(worker.run_dir / FILE, text.encode())
 
 
 def _text(workers: list[_Has]) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 import msgspec
 from rich.console import Console
@@ -36,6 +36,7 @@ from manyhands.events import (
     Straggler,
     WorkerLost,
 )
+from manyhands.runtime.backlog import MAX_IN_MEMORY_BYTES, Kept, Spool
 from manyhands.runtime.progress_lines import (
     Tally,
     details_of,
@@ -45,7 +46,15 @@ from manyhands.runtime.progress_lines import (
     used_lines,
     waiting_line,
 )
-from manyhands.runtime.terminal import BottomLines, columns, is_terminal, prints_above, same_terminal, write_bytes
+from manyhands.runtime.terminal import (
+    BottomLines,
+    columns,
+    is_terminal,
+    prints_above,
+    same_file,
+    same_terminal,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     from manyhands.control.failure import Failure
@@ -65,7 +74,7 @@ MAX_EVENTS_WAITING = 10_000
 # Of steps in a row within one tick: how their time is shared out shows in a few as well as in thousands, and a thread
 # that looks at each takes the interpreter from the one that trains.
 MAX_STEPS_LOOKED_AT = 16
-MAX_OUTPUT_WAITING_BYTES = 64 * 2**20
+MAX_OUTPUT_WAITING_BYTES = MAX_IN_MEMORY_BYTES
 MAX_REMEMBERED_BYTES = 20_000
 
 
@@ -104,11 +113,19 @@ class _Output:
         self.stream, self.data = stream, data
 
 
-class _Block:
-    """A failure, as text of several lines."""
+class _Spooled(NamedTuple):
+    """The same, while they are in a file."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    stream: Literal["stdout", "stderr"]
+    kept: Kept
+
+
+class _Due(str):
+    """Lines that the end waits for, as it does for output."""
+
+
+class _Failed(_Due):
+    """A failure, as text of several lines."""
 
 
 class _Queued:
@@ -117,12 +134,16 @@ class _Queued:
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
         self._streams: dict[str, TextIO] = {"stdout": stdout, "stderr": stderr}
         self._gone: set[str] = set()
-        self._queue: deque[Event | _Output | _Block | str] = deque()
+        self._queue: deque[Event | _Output | _Spooled | str] = deque()
         self._stepped = False
         # How much output came in and went out, each changed by one thread only, so that no lock is needed.
         self._bytes_in = self._bytes_out = 0
         self._bytes_skipped = 0
         self._last_errors = b""
+        self._spool = Spool()
+        self._run = "RUN"
+        self._are_apart = not same_file(stdout, stderr)
+        self._urgent: list[threading.Thread] = []
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="manyhands-display", daemon=True)
@@ -130,6 +151,8 @@ class _Queued:
 
     def event(self, event: Event) -> None:
         """Never blocks, never raises; what a stuck terminal cannot show is not shown."""
+        if isinstance(event, RunStarted):
+            self._run = event.run
         if len(self._queue) < MAX_EVENTS_WAITING:
             self._queue.append(event)
         if isinstance(event, StepDone):
@@ -139,19 +162,28 @@ class _Queued:
         self._wake.set()
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
-        """Pass the chief's output on. Never blocks: behind 64 MB that nobody reads, more is skipped, and said so."""
+        """Pass the chief's output on. Never waits for its reader: behind 64 MB in memory, more waits in a file.
+
+        What that does not take, because the disk is full, is skipped, and said so.
+        """
+        item: _Output | _Spooled = _Output(stream, data)
         if self._bytes_in - self._bytes_out > MAX_OUTPUT_WAITING_BYTES:
-            self._bytes_skipped += len(data)
-            return
-        if self._bytes_skipped:
-            self._put(
-                f"warning: {size(self._bytes_skipped)} of output not shown, as nobody read it; it is in the run's logs"
-            )
-            self._bytes_skipped = 0
+            kept = self._spool.put(data)
+            if kept is None:
+                self._bytes_skipped += len(data)
+                return
+            item = _Spooled(stream, kept)
+        self._say_skipped()
         self._bytes_in += len(data)
-        self._put(_Output(stream, data))
+        self._put(item)
         if stream == "stderr":
             self._last_errors = (self._last_errors + data)[-MAX_REMEMBERED_BYTES:]
+
+    def _say_skipped(self) -> None:
+        if self._bytes_skipped:
+            what = f"{size(self._bytes_skipped)} of output not shown, as its reader paused and the disk is full"
+            self._due(_Due(f"warning: {what}; the whole log: mh logs {self._run} --rank 0"))
+            self._bytes_skipped = 0
 
     def say(self, line: str) -> None:
         self._put(line)
@@ -160,17 +192,33 @@ class _Queued:
         from manyhands.control.failure import render
 
         seen = self._last_errors.decode(errors="replace").splitlines()
-        self._put(_Block(render(block, seen=seen)))
+        text = render(block, seen=seen)
+        if not self._are_apart or self._bytes_out == self._bytes_in:
+            self._due(_Failed(text))
+            return
+        # Output waits for its reader, perhaps for long. What went wrong is for another reader, and goes ahead.
+        thread = threading.Thread(target=self._failed, args=(text,), name="manyhands-failure", daemon=True)
+        self._urgent.append(thread)
+        thread.start()
+
+    def _due(self, item: _Due) -> None:
+        self._bytes_in += len(item)
+        self._put(item)
 
     def close(self) -> None:
-        """Show what is left, for at most two seconds; the chief's own output for as long as its reader takes."""
+        """Show what is left, for at most two seconds; output and failures for as long as their reader takes."""
+        self._say_skipped()
         self._closing = True
         self._wake.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        for thread in (self._thread, *self._urgent):
+            thread.join(CLOSE_TIMEOUT_S)
         while self._bytes_out < self._bytes_in and self._thread.is_alive():
             self._thread.join(TICK_S)
+        self._thread.join(CLOSE_TIMEOUT_S)  # for what stood behind it
+        if not self._thread.is_alive():
+            self._spool.close()
 
-    def _put(self, item: _Output | _Block | str) -> None:
+    def _put(self, item: _Output | _Spooled | str) -> None:
         self._queue.append(item)
         self._wake.set()
 
@@ -199,16 +247,20 @@ class _Queued:
         with _nothing_escapes():
             self._tick(time.monotonic())
 
-    def _show(self, item: Event | _Output | _Block | str) -> None:
-        if isinstance(item, _Output):
+    def _show(self, item: Event | _Output | _Spooled | str) -> None:
+        if isinstance(item, _Output | _Spooled):
+            output = item if isinstance(item, _Output) else _Output(item.stream, self._spool.take(item.kept))
             try:
-                self._pass_on(item)
+                self._pass_on(output)
             finally:
-                self._bytes_out += len(item.data)
+                self._bytes_out += len(output.data) if isinstance(item, _Output) else item.kept.num_bytes
+        elif isinstance(item, _Due):
+            try:
+                (self._failed if isinstance(item, _Failed) else self._said)(item)
+            finally:
+                self._bytes_out += len(item)
         elif isinstance(item, str):
             self._said(item)
-        elif isinstance(item, _Block):
-            self._failed(item.text)
         else:
             self._shown_event(item)
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from manyhands.runtime.notebook import shows_in_cell
 
-__all__ = ["BottomLines", "columns", "is_terminal", "prints_above", "same_terminal", "write_bytes"]
+__all__ = ["BottomLines", "columns", "is_terminal", "prints_above", "same_file", "same_terminal", "write_bytes"]
 
 UNFINISHED_LINE_S = 1.0
 
@@ -139,6 +139,15 @@ def is_terminal(stream: TextIO) -> bool:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return stream.isatty()
     return False
+
+
+def same_file(stream: TextIO, other: TextIO) -> bool:
+    """Whether what is written to both comes together, as with 2>&1. What has no file counts as that: order matters."""
+    try:
+        one, two = os.fstat(stream.fileno()), os.fstat(other.fileno())
+    except (OSError, ValueError, AttributeError):
+        return True
+    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
 
 
 def same_terminal(stream: TextIO, other: TextIO) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 from manyhands.control.client import query
 from manyhands.errors import UsageError
 from manyhands.parallel.served_variables import ServedVariable, with_versions
+from manyhands.private_files import write_private
 
 __all__ = ["read_variables", "write_variables"]
 
@@ -24,7 +25,7 @@ FILE = "variables.json"
 def write_variables(run_dir: Path, variables: Sequence[ServedVariable]) -> None:
     """Readers see the listing of before, or this one."""
     temporary = run_dir / f".{FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.encode(variables))
+    write_private(temporary, msgspec.json.encode(variables))
     os.replace(temporary, run_dir / FILE)
 
 

@@ -14,7 +14,7 @@ import manyhands
 PACKAGE = Path(manyhands.__file__).parent
 ROOT = PACKAGE.parent
 LAYERS = {
-    "errors": -1, "exact_json": -1, "signals": -1, "supported": 0, "torch_private": 0,
+    "errors": -1, "exact_json": -1, "private_files": -1, "signals": -1, "supported": 0, "torch_private": 0,
     "events": 0, "spec": 0, "native": 0, "optim": 0,
     "comm": 1, "data": 1, "checkpoint": 1, "planner": 1,
     "parallel": 2, "strategies": 3, "embedding": 3, "order": 3, "rows": 3, "control": 4,
