@@ -79,6 +79,8 @@ def tune(
         allow_maths=allow_maths,
     )
     tuned = measure(asked, functools.partial(click.echo, err=True))
+    if tuned.choice.too_noisy:
+        target = None  # there is nothing to write: what is in the file stays
     if target is not None:
         write_settings(target, tuned.settings)
     config = target or config_file

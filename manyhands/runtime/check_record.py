@@ -6,7 +6,7 @@ A hook, so that the training loop knows nothing of it. After the last step that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from manyhands.runtime.state import model_state
 from manyhands.spec.check_order import CheckOrder
 from manyhands.strategies.base import StepStats
 
-__all__ = ["Checked", "Record", "Recording", "deviation", "read_record"]
+__all__ = ["Checked", "Record", "Recording", "deviation", "nudge_", "read_record", "size_of"]
+
+NUDGE = 2.0**-22
+"""Relative: two units in the last place of a weight in fp32."""
 
 
 class Record(msgspec.Struct):
@@ -45,6 +48,11 @@ class Recording:
 
     def __init__(self, order: CheckOrder, run: Callable[[], Run]) -> None:
         self._order, self._run, self._record = order, run, Record()
+
+    def begin(self, trainer: Any) -> None:
+        if self._order.nudged:
+            with trainer.editing() as model:
+                nudge_(model.parameters())
 
     def after_step(self, trainer: Any, step: int, stats: StepStats) -> None:
         self._record.losses.append(stats.loss)
@@ -90,10 +98,27 @@ def read_record(folder: Path) -> Checked | None:
     return Checked(record, below("weights/"), below("gradients/"))
 
 
-def deviation(a: Tensor, b: Tensor) -> float:
-    """The largest, relative to the largest value of `a`."""
+def nudge_(params: Iterable[Tensor]) -> None:
+    """Change weights by a few units in their last place, as other orders of the same sums do."""
+    random = torch.Generator().manual_seed(0)
+    for param in params:
+        if param.is_floating_point():
+            noise = torch.empty(param.shape, dtype=torch.float64).uniform_(-1.0, 1.0, generator=random)
+            param.data.mul_((1.0 + NUDGE * noise).to(param.device, param.dtype))
+
+
+def size_of(tensors: Iterable[Tensor]) -> float:
+    """The largest value of all of them."""
+    return max(
+        (float(one.double().abs().max()) for one in tensors if one.is_floating_point() and one.numel()), default=0
+    )
+
+
+def deviation(a: Tensor, b: Tensor, size: float | None = None) -> float:
+    """The largest, relative to `size`; else to the largest value of `a`."""
     if not a.is_floating_point() or not a.numel():
         return float(not torch.equal(a, b))
-    difference, size = (a.double() - b.double()).abs().max(), a.double().abs().max()
-    value = float(difference / size) if size > 0 else float(difference > 0)
+    difference = float((a.double() - b.double()).abs().max())
+    size = float(a.double().abs().max()) if size is None else size
+    value = difference / size if size > 0 else float(difference > 0)
     return value if math.isfinite(value) else math.inf

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyhands.control.launch_request import WorkerCommand
 from manyhands.errors import TrainingFailed, UsageError
-from manyhands.runtime.check_record import Checked, deviation, read_record
+from manyhands.runtime.check_record import Checked, deviation, read_record, size_of
 from manyhands.runtime.trial_agent import Failed, Order
 from manyhands.runtime.trials import IN_A_TRIAL
 from manyhands.spec.check_order import CheckOrder
@@ -30,6 +30,11 @@ __all__ = ["Asked", "Finding", "Layout", "Report", "check", "layouts_for", "tole
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
 WORST_SHOWN = 5
+EXPLAINED_SHOWN = 3
+MARGIN = 10.0
+"""A layout may deviate so many times as far as one process does from itself when its weights are nudged."""
+ZERO = 1e-6
+"""A gradient below this part of the model's largest is rounding, and nothing else."""
 
 
 class Layout(NamedTuple):
@@ -68,11 +73,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     norm: float | None = None
     weights: float | None = None
     worst: list[tuple[str, float]] = []
-    """Tensors that deviate by more than the tolerance, by name, the worst first."""
+    """What deviates by more than it may, by name, the worst first."""
+    explained: list[tuple[str, float, str]] = []
+    """What deviates by more than the tolerance, and does so by rounding alone; and why that is."""
 
-    def is_within(self, tolerance: float) -> bool:
-        found = (self.loss, self.gradients, self.norm, self.weights)
-        return not self.failed and all(one is None or one <= tolerance for one in found)
+    @property
+    def agrees(self) -> bool:
+        return not self.failed and not self.worst
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +90,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def deviates(self) -> bool:
-        return any(not one.failed and not one.is_within(self.tolerance) for one in self.findings)
+        return any(not one.failed and not one.agrees for one in self.findings)
+
+
+class Deviations(msgspec.Struct, frozen=True):
+    """By name: how far one run is from another, relative to what was compared."""
+
+    losses: dict[str, float]
+    gradients: dict[str, float]
+    norms: dict[str, float]
+    weights: dict[str, float]
+
+    def all(self) -> dict[str, float]:
+        gradients = {f"gradient of {name}": value for name, value in self.gradients.items()}
+        return {**self.losses, **self.norms, **gradients, **self.weights}
 
 
 def layouts_for(most_workers: int) -> list[Layout]:
@@ -114,12 +134,14 @@ def check(asked: Asked, say: Callable[[str], None]) -> Report:
     alone, why = _run(asked, ALONE)
     if alone is None:
         raise TrainingFailed(f"The script fails in one process, so there is nothing to compare with: {why}")
+    nudged, _ = _run(asked, ALONE, nudged=True)
+    rounding = deviations(alone, nudged).all() if nudged is not None else {}
     tolerance, findings = tolerance_for(alone), list[Finding]()
     for layout in layouts:
         found, why = _run(asked, layout)
-        finding = compare(layout, alone, found, tolerance) if found else _failed(layout, why)
+        finding = compare(layout, alone, found, tolerance, rounding) if found else _failed(layout, why)
         findings.append(finding)
-        say(line_of(finding, tolerance))
+        say(line_of(finding))
     return Report(steps=asked.steps, slices=asked.slices, tolerance=tolerance, findings=findings)
 
 
@@ -145,55 +167,87 @@ def tolerance_for(alone: Checked) -> float:
     return HALF_TOLERANCE if is_half else TOLERANCE
 
 
-def compare(layout: Layout, alone: Checked, found: Checked, tolerance: float) -> Finding:
-    weights = _deviations(alone.weights, found.weights)
-    gradients = _deviations(alone.gradients, found.gradients)
-    named = [*((f"gradient of {name}", one) for name, one in gradients.items()), *weights.items()]
-    worst = sorted((one for one in named if one[1] > tolerance), key=lambda one: -one[1])
-    return Finding(
-        layout=layout.name,
-        workers=layout.workers,
-        loss=_largest(_relative(alone.record.losses, found.record.losses)),
-        gradients=_largest(gradients.values()),
-        norm=_largest(_relative(alone.record.norms, found.record.norms)),
-        weights=_largest(weights.values()),
-        worst=worst[:WORST_SHOWN],
+def deviations(alone: Checked, found: Checked) -> Deviations:
+    """A gradient is measured against the largest of the model: one whose true value is 0 has no size of its own."""
+    size = size_of(alone.gradients.values())
+    return Deviations(
+        _relative("loss", alone.record.losses, found.record.losses),
+        _each(alone.gradients, found.gradients, size) if found.gradients else {},
+        _relative("norm", alone.record.norms, found.record.norms),
+        _each(alone.weights, found.weights, None) if found.weights else {},
     )
 
 
-def _deviations(alone: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
-    if not found:
-        return {}
-    return {name: deviation(one, found[name]) if name in found else float("inf") for name, one in alone.items()}
+def compare(
+    layout: Layout, alone: Checked, found: Checked, tolerance: float, rounding: Mapping[str, float] | None = None
+) -> Finding:
+    """`rounding` is how far one process is from itself with nudged weights: what a layout may be off by, too."""
+    off = deviations(alone, found)
+    rounding = rounding or {}
+    beyond = sorted(((name, one) for name, one in off.all().items() if one > tolerance), key=lambda one: -one[1])
+    worst = [(name, one) for name, one in beyond if not one <= MARGIN * rounding.get(name, 0.0)]
+    unexplained = {name for name, _ in worst}
+    return Finding(
+        layout=layout.name,
+        workers=layout.workers,
+        loss=max(off.losses.values(), default=None),
+        gradients=max(off.gradients.values(), default=None),
+        norm=max(off.norms.values(), default=None),
+        weights=max(off.weights.values(), default=None),
+        worst=worst[:WORST_SHOWN],
+        explained=[(name, one, _why(name, alone, found, tolerance)) for name, one in beyond if name not in unexplained],
+    )
 
 
-def _relative(alone: Sequence[float], found: Sequence[float]) -> list[float]:
+def _why(name: str, alone: Checked, found: Checked, tolerance: float) -> str:
+    """Why rounding moves it so far."""
+    gradient, before, after = (of.get(name) for of in (alone.gradients, alone.weights, found.weights))
+    if gradient is None or before is None or after is None or gradient.shape != before.shape:
+        return "nudged weights move it as far in one process"
+    moved = (before.double() - after.double()).abs() > tolerance * size_of([before])
+    if size_of([gradient[moved]]) > ZERO * size_of(alone.gradients.values()):
+        return "nudged weights move it as far in one process"
+    which = "its true gradient is 0" if bool(moved.all()) else f"the true gradient of {int(moved.sum())} values is 0"
+    return f"{which}, and the optimizer turns what rounding leaves of it into steps"
+
+
+def _each(alone: Mapping[str, Tensor], found: Mapping[str, Tensor], size: float | None) -> dict[str, float]:
+    return {name: deviation(one, found[name], size) if name in found else float("inf") for name, one in alone.items()}
+
+
+def _relative(name: str, alone: Sequence[float], found: Sequence[float]) -> dict[str, float]:
+    """Of the step where it is largest."""
     if len(alone) != len(found):
-        return [float("inf")]
-    return [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(alone, found, strict=True)]
-
-
-def _largest(values: Any) -> float | None:
-    return max(values, default=None)
+        return {name: float("inf")}
+    off = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(alone, found, strict=True)]
+    return {name: max(off)} if off else {}
 
 
 def _failed(layout: Layout, why: str) -> Finding:
     return Finding(layout=layout.name, workers=layout.workers, failed=why)
 
 
-def line_of(finding: Finding, tolerance: float) -> str:
+def line_of(finding: Finding) -> str:
     if finding.failed:
         return f"{finding.layout:<28} does not run: {finding.failed}"
-    verdict = "same" if finding.is_within(tolerance) else "DEVIATES"
+    verdict = "same" if finding.agrees else "DEVIATES"
     numbers = {name: getattr(finding, name) for name in ("loss", "gradients", "norm", "weights")}
     told = "  ".join(f"{name} {value:.1e}" for name, value in numbers.items() if value is not None)
-    worst = "".join(f"\n    {name}: {value:.1e}" for name, value in finding.worst)
-    return f"{finding.layout:<28} {verdict:<9} {told}{worst}"
+    return "\n".join([f"{finding.layout:<28} {verdict:<9} {told}", *_below(finding)])
 
 
-def _run(asked: Asked, layout: Layout) -> tuple[Checked | None, str]:
+def _below(finding: Finding) -> Iterator[str]:
+    for name, value in finding.worst:
+        yield f"    {name}: {value:.1e}"
+    for name, value, why in finding.explained[:EXPLAINED_SHOWN]:
+        yield f"    (rounding: {name} {value:.1e}; {why})"
+    if len(finding.explained) > EXPLAINED_SHOWN:
+        yield f"    (and {len(finding.explained) - EXPLAINED_SHOWN} more that rounding moves)"
+
+
+def _run(asked: Asked, layout: Layout, *, nudged: bool = False) -> tuple[Checked | None, str]:
     """What the script came to under this layout; or why not, in a line."""
-    order = CheckOrder(asked.steps, layout.strategy, dict(layout.settings))
+    order = CheckOrder(asked.steps, layout.strategy, dict(layout.settings), nudged)
     environ = {**environment(), TRIAL_VARIABLE: "1", CHECK_VARIABLE: msgspec.json.encode(order).decode()}
     with tempfile.TemporaryDirectory(prefix="manyhands-check-", ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"
@@ -219,7 +273,8 @@ def _trial(asked: Asked, layout: Layout, run_dir: str) -> Order:
         command=asked.command,
         run_dir=run_dir,
         parent=os.getpid(),
-        flags={**given, **forced, **IN_A_TRIAL, "run.run_dir": run_dir},
+        # As many threads everywhere: a sum over two of them rounds otherwise than over one.
+        flags={"launch.threads": 1, **given, **forced, **IN_A_TRIAL, "run.run_dir": run_dir},
         config_file=asked.config_file,
     )
 

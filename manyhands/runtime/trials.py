@@ -81,12 +81,20 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def text(self) -> str:
+        lines = [tuning.table(self.ground, self.results, self.choice), self._outcome(), *self.notes]
+        return "\n".join(lines)
+
+    def _outcome(self) -> str:
         choice, worth = self.choice, "the default, which nothing beat"
         if self.flags:
             apart = f"two runs of which were {100 * choice.noise:.0f}% apart"
             worth = f"{choice.ratio:.2f} times the rows per second of the default, {apart}"
-        chosen = f"chosen: {_worded(choice.trial)}: {worth}"
-        return "\n".join([tuning.table(self.ground, self.results, choice), chosen, *self.notes])
+        if choice.too_noisy:
+            return (
+                f"too noisy, try again: the same setting measured twice here differs by {100 * choice.noise:.0f}%, so "
+                "nothing is chosen. End what else runs on this machine, or measure longer: --seconds 30"
+            )
+        return f"chosen: {_worded(choice.trial)}: {worth}"
 
 
 def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:

@@ -36,6 +36,9 @@ __all__ = [
 
 # Less than this is not worth a setting, even where it can be told from noise.
 MARGIN = 0.03
+# Where two runs of one setting differ by more than this, factors between settings say nothing, unless one wins by so
+# many times as much.
+TOO_NOISY, CLEARLY = 0.25, 4.0
 # Counts of workers are at least this factor apart, or a large machine would be measured for an hour.
 SPACING = 1.5
 WARM_UP_STEPS = 3
@@ -109,6 +112,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Its rows per second over the default's."""
     noise: float
     """By how much two measurements of the same thing may differ here; what does not win by more is not chosen."""
+    too_noisy: bool = False
+    """They differ so much that no factor means anything: nothing is chosen."""
 
 
 def worker_counts(cores: int, most: int) -> list[int]:
@@ -175,6 +180,9 @@ def choose(ground: Ground, results: Sequence[Result]) -> Choice:
     """The fastest setting, if it beats the default by more than the noise; among equals the simplest."""
     best, _ = _climb(ground, results)
     noise, ratio = _noise(ground, results), _ratio(ground, results, best)
+    loudest = max(noise, _usual_noise(results))
+    if loudest > TOO_NOISY and ratio - 1 < CLEARLY * loudest:
+        return Choice(trial=ground.default, ratio=1.0, noise=loudest, too_noisy=True)
     if best.trial == ground.default or ratio <= 1 + max(MARGIN, noise):  # against both of its runs
         return Choice(trial=ground.default, ratio=1.0, noise=noise)
     return Choice(trial=best.trial, ratio=ratio, noise=noise)
@@ -242,6 +250,12 @@ def _defaults(ground: Ground, results: Sequence[Result]) -> list[float]:
 def _noise(ground: Ground, results: Sequence[Result]) -> float:
     rates = _defaults(ground, results)
     return (max(rates) - min(rates)) / statistics.mean(rates) if rates else 0.0
+
+
+def _usual_noise(results: Sequence[Result]) -> float:
+    """Of a trial within itself."""
+    noises = [result.measured.noise for result in results if result.measured is not None]
+    return statistics.median(noises) if noises else 0.0
 
 
 def _ratio(ground: Ground, results: Sequence[Result], result: Result) -> float:
@@ -338,15 +352,15 @@ def _row(ground: Ground, results: Sequence[Result], result: Result, choice: Choi
     trial, measured = result.trial, result.measured
     settings = (trial.memory_format, trial.allocator, trial.precision)
     remarks = ["default"] if trial == ground.default else []
-    remarks += ["chosen"] if trial == choice.trial else []
+    remarks += ["chosen"] if trial == choice.trial and not choice.too_noisy else []
     slices = str(measured.slices if measured and measured.slices else trial.slices or "")
     start = (str(trial.workers), str(trial.threads), slices, *settings)
     if measured is None:
         return (*start, "-", "-", "-", f"failed: {result.failed}")
     if not _allowed(ground, results, result):
         remarks.append(f"batches of {measured.rows} rows")
-    ratio = _ratio(ground, results, result)
-    speed = (count(measured.rows_per_s), f"{100 * measured.noise:.1f}%", f"{ratio:.2f}")
+    ratio = "?" if choice.too_noisy else f"{_ratio(ground, results, result):.2f}"
+    speed = (count(measured.rows_per_s), f"{100 * measured.noise:.1f}%", ratio)
     return (*start, *speed, ", ".join(remarks))
 
 

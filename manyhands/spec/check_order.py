@@ -16,6 +16,8 @@ class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     settings: dict[str, Any] = {}
     """What the strategy is made with."""
+    nudged: bool = False
+    """Begin with weights that differ in their last bits, to see what rounding alone comes to."""
 
 
 def order_of_this_worker() -> CheckOrder | None:

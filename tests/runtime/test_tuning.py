@@ -126,6 +126,20 @@ def test_a_winner_that_the_defaults_second_run_equals_is_not_chosen() -> None:
     assert choice.noise == pytest.approx(40 / 120)
 
 
+def test_where_the_default_differs_from_itself_by_a_quarter_nothing_is_chosen_and_no_factor_is_shown() -> None:
+    defaults = iter([100.0, 180.0])
+    results = explore(ground(), lambda trial: next(defaults) if trial == DEFAULT else 400.0)
+    choice = choose(ground(), results)
+    assert choice.too_noisy and choice.trial == DEFAULT and choice.ratio == 1.0
+    shown = table(ground(), results, choice)
+    assert "chosen" not in shown and "  ?" in shown
+
+
+def test_where_every_trial_differs_within_itself_nothing_is_chosen() -> None:
+    results = explore(ground(), lambda trial: measured(100.0 + 20.0 * trial.workers, noise=0.4))
+    assert choose(ground(), results).too_noisy
+
+
 def test_the_noise_of_the_defaults_two_runs_counts_for_every_change() -> None:
     """Two workers win by far; channels_last, by less than the default differs from itself."""
     for second, memory_format in ((100.0, "channels_last"), (130.0, "contiguous")):
