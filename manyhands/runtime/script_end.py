@@ -35,6 +35,7 @@ class Ending:
         self._run: OwnRun | None = None
         self._error: BaseException | None = None
         self._previous_hook: Callable[..., None] | None = None
+        self._last_lines: list[str] = []
         self._exit = sys.exit
 
     def watch(self) -> None:
@@ -61,9 +62,7 @@ class Ending:
             print(told(error), end="", file=sys.stderr)
         else:
             self._previous_hook(kind, error, trace)
-        if self._run is not None:
-            for line in self._run.how_to_go_on():
-                print(line, file=sys.stderr)
+        self._last_lines = self._run.how_to_go_on() if self._run is not None else []
 
     def _on_exit(self, status: Any = None) -> NoReturn:
         self._error = SystemExit(status)
@@ -73,6 +72,8 @@ class Ending:
         code = _exit_code(self._error)
         if self._run is not None:
             self._run.end(code, self._error)
+            for line in self._last_lines:  # where a reader looks first
+                print(line, file=sys.stderr)
         if code not in (0, 1, 130) and isinstance(self._error, ManyhandsError):
             # Python ends with 1 after any uncaught exception; our exit codes say more than that.
             for stream in (sys.stdout, sys.stderr):
