@@ -50,11 +50,18 @@ def _walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Comman
 
 def _section(path: str, command: click.Command) -> str:
     usage = " ".join([path, *command.collect_usage_pieces(click.Context(command))])
-    lines = [f"## {path}", "", f"`{usage}`", "", _text(command.help), ""]
+    lines = [f"## {path}", "", f"`{usage}`", "", _text(command.help), "", *_examples(command)]
     options = [option for option in command.params if isinstance(option, click.Option)]
     if options:
         lines += ["| flag | meaning |", "|---|---|", *map(_row, options), ""]
     return "\n".join(lines)
+
+
+def _examples(command: click.Command) -> list[str]:
+    examples = getattr(command, "examples", {})
+    width = max(map(len, examples), default=0)
+    lines = [f"{example.ljust(width)}   # {meaning}" for example, meaning in examples.items()]
+    return ["```sh", *lines, "```", ""] if lines else []
 
 
 def _row(option: click.Option) -> str:

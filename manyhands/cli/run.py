@@ -69,6 +69,8 @@ GROUPS = {
 class RunCommand(click.Command):
     """Help in groups, with examples; and a hint where a flag of the script's stands before it."""
 
+    examples = EXAMPLES
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
         try:

@@ -165,7 +165,7 @@ class Agent:
     def _attend_worker(self, fd: int, worker: Worker) -> None:
         assert self._crew is not None
         changed = self._crew.attend(fd, worker)
-        if worker.wants_servers and may_start_servers(self._request):
+        if worker.wants_servers and not worker.greeted and may_start_servers(self._request):
             self._exit_code = STOPPED_TO_START_AGAIN
             self._crew.kill_and_wait()
             self._at.book.leave_provisional()

@@ -300,7 +300,10 @@ class Crew:
             self.servers.kill_by(now + CRASH_GRACE_S)
 
     def ask_to_stop(self, kind: str, number: int, grace_s: float, tell: Callable[[Worker], None]) -> None:
-        """Those who speak our protocol are told; the others get the signal itself."""
+        """Those who speak our protocol are told; the others get the signal itself, once the user's code runs there.
+
+        Before that there is nothing to bring to an end, and Python would print where the signal found it.
+        """
         if self._stop_kind is not None:
             return
         self._stop_kind = kind
@@ -309,7 +312,7 @@ class Crew:
             if worker.peer is not None:
                 tell(worker)
             else:
-                worker.kill(number or signal.SIGTERM)
+                worker.kill((number or signal.SIGTERM) if worker.began else signal.SIGKILL)
 
     def _kill_by(self, when: float) -> None:
         self._kill_at = when if self._kill_at is None else min(when, self._kill_at)

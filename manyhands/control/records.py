@@ -12,6 +12,7 @@ import msgspec
 __all__ = [
     "MAX_RECORD_BYTES",
     "STACK_SIGNAL",
+    "Began",
     "Raised",
     "Record",
     "Returned",
@@ -25,6 +26,10 @@ MAX_RECORD_BYTES = 2**20
 
 # What a worker answers with the stacks of all its threads on standard error, also while one holds the interpreter.
 STACK_SIGNAL = signal.SIGRTMIN + 7
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The user's code is about to run: from here on a signal to this process is the code's business."""
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -59,7 +64,7 @@ class WantsServers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     number: int
 
 
-Record = Raised | Returned | WantsStore | WantsServers
+Record = Began | Raised | Returned | WantsStore | WantsServers
 
 
 def encode(record: Record) -> bytes:

@@ -28,6 +28,7 @@ from manyhands.control.output import Stream, WorkerLog
 from manyhands.control.records import (
     MAX_RECORD_BYTES,
     STACK_SIGNAL,
+    Began,
     Raised,
     Record,
     Returned,
@@ -57,6 +58,8 @@ class Worker:
         self.started_at = time.monotonic()
         self.greeted = False
         self.peer: bytes | None = None
+        self.began = False
+        """The user's code runs, or has run."""
         self.wants_store = False
         self.wants_servers = 0
         """So many, in a run that has none."""
@@ -233,6 +236,8 @@ class Worker:
                 self.first_step = record.first_step if self.first_step is None else self.first_step
             elif isinstance(record, Returned):
                 self.returned = record
+            elif isinstance(record, Began):
+                self.began = True
             elif isinstance(record, WantsStore):
                 self.wants_store = True
             elif isinstance(record, WantsServers):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands.control.fence import die_with_parent
-from manyhands.control.records import STACK_SIGNAL, Raised, Record, Returned, WantsStore, encode
+from manyhands.control.records import STACK_SIGNAL, Began, Raised, Record, Returned, WantsStore, encode
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.runtime.after_import import import_to_stay
 from manyhands.runtime.deadlock import hang_when_told
@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     import_to_stay("torch")
     load_compiler_late()
     tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
+    _tell(asked.lifeline, Began())
     leave(_run_to_the_end(asked))
 
 

@@ -30,6 +30,7 @@ from manyhands.events import (
     LaunchStarted,
     Logged,
     ResourcesUsed,
+    Resumed,
     RunEnded,
     RunStarted,
     StepDone,
@@ -354,6 +355,8 @@ class _Narrated(_Queued):
             self._began = self._began or now
             self._tally.total_steps = event.total_steps
             event = msgspec.structs.replace(event, run=_from_here(event.run))
+        if isinstance(event, Resumed):
+            event = msgspec.structs.replace(event, path=_from_here(event.path))
         if isinstance(event, RunEnded):
             self._end(event, now)
         else:

@@ -7,6 +7,7 @@ sums them up and words the sum.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from manyhands.events import (
@@ -259,6 +260,8 @@ def _started(event: RunStarted) -> str:
         parts.append(_many(event.total_steps, "step"))
     if event.attempt > 1:
         parts.append(f"attempt {event.attempt}")
+    if slower := re.search(r"workers talk over \w+ \(.*\)", event.machine):
+        parts.append(slower[0])  # not through shared memory, and why: it costs speed
     return clean(f"{', '.join(parts)}; everything is written to {event.run}")
 
 

@@ -36,6 +36,7 @@ class Ending:
         self._runs: list[OwnRun] = []
         self._error: BaseException | None = None
         self._previous_hook: Callable[..., None] | None = None
+        self._last_lines: list[str] = []
         self._exit = sys.exit
 
     def watch(self) -> None:
@@ -62,9 +63,7 @@ class Ending:
             print(told(error), end="", file=sys.stderr)
         else:
             self._previous_hook(kind, error, trace)
-        for run in self._runs:
-            for line in run.how_to_go_on():
-                print(line, file=sys.stderr)
+        self._last_lines = [line for run in self._runs for line in run.how_to_go_on()]
 
     def _on_exit(self, status: Any = None) -> NoReturn:
         self._error = SystemExit(status)
@@ -74,6 +73,8 @@ class Ending:
         code = _exit_code(self._error)
         for run in self._runs:
             run.end(code, self._error)
+        for line in self._last_lines:  # where a reader looks first
+            print(line, file=sys.stderr)
         if code not in (0, 1, 130) and isinstance(self._error, ManyhandsError):
             # Python ends with 1 after any uncaught exception; our exit codes say more than that.
             for stream in (sys.stdout, sys.stderr):

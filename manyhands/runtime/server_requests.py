@@ -12,6 +12,7 @@ import os
 import time
 
 from manyhands.control.records import WantsServers, encode
+from manyhands.control.session import was_opened
 from manyhands.spec.seat import Seat
 
 __all__ = ["ask_for_servers"]
@@ -20,8 +21,8 @@ ANSWER_WITHIN_S = 60.0
 
 
 def ask_for_servers(seat: Seat, servers: int, *, within_s: float = ANSWER_WITHIN_S) -> None:
-    """Returns only where this worker's launcher cannot start servers."""
-    if seat.num_hosts > 1 or seat.joining or seat.attempt > 1 or seat.lifeline_fd is None:
+    """Returns only where this worker's launcher cannot start servers, or where the run is under way already."""
+    if seat.num_hosts > 1 or seat.joining or seat.attempt > 1 or seat.lifeline_fd is None or was_opened():
         return
     with contextlib.suppress(OSError):
         os.write(seat.lifeline_fd, encode(WantsServers(number=servers)))

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from msgspec.structs import replace
+
 from manyhands.comm.segments import Segment
 from manyhands.control.launch_request import Display
 from manyhands.control.runs import RunDirectory, default_path, run_name
@@ -100,7 +102,8 @@ class Solo:
             self.recorder.emit(ended)
             self.recorder.close(timeout_s=5.0)
         if self._display is not None:
-            self._display.event(ended)
+            named = type(error).__name__ if error is not None and code else reason  # the error itself is printed above
+            self._display.event(replace(ended, reason=named))
             self._display.close()
         if self._directory is not None:
             self._directory.mark("finished" if code == 0 else "stopped" if code in (75, 130, 143) else "failed", code)

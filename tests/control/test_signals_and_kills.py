@@ -202,3 +202,11 @@ def test_a_coordinator_may_be_killed_any_number_of_times_as_long_as_each_one_wor
             os.kill(run.coordinator().pid, signal.SIGKILL)
         (run.folder / f"go-{turn}").touch()
     assert run.wait() == 0
+
+
+def test_ctrl_c_while_workers_are_still_starting_ends_with_130_and_without_a_traceback(launcher):
+    run = launcher("time.sleep(300)", workers=2)
+    until(lambda: run.events("GenerationStarted"), what="a start")
+    run.process.send_signal(signal.SIGINT)  # Python and its imports are under way, the script is not
+    assert run.wait() == 130
+    assert "Traceback" not in run.err and "KeyboardInterrupt" not in run.err, run.err

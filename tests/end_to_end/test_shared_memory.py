@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"NOT
 
 
 def test_a_run_on_one_host_opens_no_tcp_listener(tmp_path: Path) -> None:
-    job = Job(tmp_path, "run", 2, hold=8)
+    job = Job(tmp_path, "run", 2, flags=("-v",), hold=8)
     seen: set[str] = set()
     deadline = time.monotonic() + 100
     while not job.events(StepDone):

@@ -235,6 +235,12 @@ def test_what_only_some_want_to_know_needs_verbose():
     assert Shown(verbose=True).after(machine)[1] == "mirrored, V=4, fp32, 1 thread each, cpu, contiguous memory"
 
 
+def test_that_workers_share_no_memory_is_said_to_everybody_as_it_costs_speed():
+    machine = "cpu, contiguous memory, workers talk over Gloo (no C extension), weights divided"
+    (line,) = Shown().after(RunStarted(**RUN, machine=machine))
+    assert line.startswith("2 workers train together (mirrored), workers talk over Gloo (no C extension); everything")
+
+
 def test_before_anything_comes_from_workers_a_line_says_what_is_going_on():
     launched = LaunchStarted(workers=2, servers=1)
     assert Shown().after(launched) == ["starting 2 workers and 1 parameter server, importing torch …"]

@@ -47,8 +47,9 @@ def test_the_command_that_resumes_can_be_pasted(tmp_path: Path) -> None:
     failed = run(folder, "python train.py nan")
     assert failed.returncode == 1
     assert 'Traceback (most recent call last):\n  File "' in failed.stderr
-    found = re.search(r"  resume: (.*)\n", failed.stderr)
-    assert found, failed.stderr
+    found = re.search(r"  resume: (.*)\n$", failed.stderr)
+    assert found, "what to type comes last" + failed.stderr
+    assert failed.stderr.count("NonFinite: ") == 1, "and the error once"
     assert "resumed at step" in run(folder, found[1]).stderr
 
 
