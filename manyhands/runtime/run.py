@@ -40,6 +40,7 @@ from manyhands.runtime.planning import WorkerPlan
 from manyhands.runtime.regroup import Regrouping
 from manyhands.runtime.run_checks import check_balance, check_elastic, check_leasable, mode_of
 from manyhands.runtime.saving import load_newest
+from manyhands.runtime.serving import check_served_training
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
@@ -73,7 +74,7 @@ class Run:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
         training, worker = self.use(resume=resume), self.worker
         worker.script.call += 1
-        self.calls.begin(name, is_past=worker.is_waiting and worker.call < self.regrouping.run_call)
+        self.calls.begin(name, is_past=worker.is_server or (worker.is_waiting and self._is_behind))
         progress = training.progress
         if self.worker.is_elastic and not self.worker.is_waiting:
             self.worker.report(progress.step, name)
@@ -81,6 +82,11 @@ class Run:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
             progress.history = []
         return training
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the others are past this call, which a worker that comes late has come to."""
+        return self.worker.call < self.regrouping.run_call
 
     def offer(self, data: Any, collate: Any, rows: int | None, *, with_loss: bool = True) -> None:
         """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
@@ -245,6 +251,7 @@ class Run:
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
         worker.script.check_whole(worker.number, parts.model)
+        check_served_training(worker)
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -57,6 +57,8 @@ class Script:
         """How often one training after another was taken in use."""
         self.steps: dict[int, int] = {}
         """Committed steps, by training, as far as they are known here."""
+        self.opened_in = ("", 0)
+        """The generation of the last course of parameter servers, and how many it has opened."""
         self.divided: WeakSet[nn.Module] = WeakSet()
         """Modules of which no worker has all weights any more."""
         self._trainings: WeakSet[Usable] = WeakSet()
@@ -90,7 +92,7 @@ class Script:
             self._unneeded.pop()()
 
     def collect(self) -> None:
-        """A trainer that nobody holds any more is in a ring of references, with all its memory; before another begins."""
+        """A trainer that is held no more is in a ring of references, with all its memory. Before another begins."""
         if len(self.made) > 1 and gc.isenabled():
             gc.collect()
 
