@@ -18,10 +18,6 @@ from manyhands.runtime.standings import Standing, decide
 from manyhands.testing import RankFailed, RankPool
 
 
-def make_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
 def rows() -> Any:
     return data(24)
 
@@ -94,7 +90,7 @@ def trainer_and_join(order: str) -> list[float]:
         hands = mh.join("mirrored", seed=5, slices=4)
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, 4))
-        model, optimizer = hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        model, _ = hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
         found = []
         for batch in hands.batches((x, y), batch_size=8, epochs=1):
             hands.backward(mean_loss(model, batch))
@@ -126,7 +122,9 @@ def made_on_one(used: bool) -> None:
 
 @pytest.mark.parametrize("used", [True, False])
 def test_trainings_that_differ_between_workers_are_an_error_that_names_both(ranks: RankPool, used: bool) -> None:
-    with pytest.raises(RankFailed, match="Workers make different trainings: on rank 0 training .*; on rank 1 training"):
+    with pytest.raises(
+        RankFailed, match=r"on rank 0 training .*; on rank 1 training"
+    ):
         ranks(2, made_on_one, used)
 
 
