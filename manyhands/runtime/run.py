@@ -22,6 +22,7 @@ from manyhands.data.batches import Batches, Piece
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.order import slices_of
 from manyhands.data.source import InputContext, Source, as_source
+from manyhands.data.turns import Turns
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted
 from manyhands.parallel.layer_dtypes import set_dtypes_
@@ -389,7 +390,10 @@ class Run:
             raise DataError("No batch_size was given.", fix=["batch_size=256: the global batch, over all workers"])
         return int(chosen)
 
-    def batches(self, source: Source, batch_size: int, epochs: int | None, steps: int | None) -> Batches:
+    def batches(
+        self, source: Source, batch_size: int, epochs: int | None, steps: int | None, turns: int = 1
+    ) -> Batches:
+        """With `turns`, each batch comes so often, and `steps` are batches."""
         if (epochs is None) == (steps is None):
             given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
             raise DataError(given, fix=["epochs=3", "steps=1000"])
@@ -398,7 +402,7 @@ class Run:
             check_balance(source)
         if self.worker.strategy.leases:
             check_leasable(source)
-        return Batches(
+        batches = Batches(
             source,
             batch_size=batch_size,
             slices=training.slices,
@@ -407,12 +411,13 @@ class Run:
             seed=self.spec.run.seed,
             position=training.position(),
             epochs=progress.call_epoch + epochs if epochs is not None else None,
-            steps=progress.call_step + steps if steps is not None else None,
-            first_step=progress.step + 1,
+            steps=progress.call_step // turns + steps if steps is not None else None,
+            first_step=progress.step // turns + 1,
             device=self.worker.device,
             exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
+        return batches if turns == 1 else Turns(batches, turns, progress.step)  # type: ignore[return-value]
 
     def evaluate(self, source: Source, batch_size: int, *, in_fit: bool = False) -> dict[str, float]:
         training, worker = self.ready(), self.worker

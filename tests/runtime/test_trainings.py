@@ -122,9 +122,7 @@ def made_on_one(used: bool) -> None:
 
 @pytest.mark.parametrize("used", [True, False])
 def test_trainings_that_differ_between_workers_are_an_error_that_names_both(ranks: RankPool, used: bool) -> None:
-    with pytest.raises(
-        RankFailed, match=r"on rank 0 training .*; on rank 1 training"
-    ):
+    with pytest.raises(RankFailed, match=r"on rank 0 training .*; on rank 1 training"):
         ranks(2, made_on_one, used)
 
 
