@@ -148,6 +148,8 @@ class StepDone(_OfTraining, frozen=True):
     """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
     together: int | None = None
     """Under averaging with a quorum: how many workers the round had that it was in."""
+    turn: tuple[int, int] | None = None
+    """Where several optimizers take turns on each batch: whose turn it was, and how many there are."""
 
 
 class StalenessSeen(_OfTraining, frozen=True):

@@ -108,6 +108,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """The run begins with this course: what is on disk of an earlier one does not count."""
     in_place: bool = False
     """There is one copy of the states, which updates change."""
+    training: int = 1
+    """Which of the script's trainings it belongs to. A server that has not made it yet goes on with the script."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):

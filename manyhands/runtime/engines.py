@@ -61,6 +61,8 @@ def make_engine(
 
     `sample` gives some data, where there is any, for strategies that look at it before they divide the model.
     """
+    if worker.is_server:  # it goes on to a later training, and takes no steps
+        return _replicated(worker, parts, model, pacing, joining=True)
     if isinstance(worker.strategy, Mesh) and worker.strategy.level is not None:
         return _sharded_mesh(worker, worker.strategy, parts, model, pacing, sample)
     if worker.is_divided:
@@ -201,7 +203,7 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
     if choice.mode != "hybrid":
         return _served(worker, session, choice, link, parts, model, joining)
 
-    reach, train = _reach(session, link, clips=False), worker.resolved.spec.train
+    reach, train = _reach(worker, link, clips=False), worker.resolved.spec.train
 
     def rows(model: nn.Module, seed: int) -> ServedStep:
         return ServedStep(
@@ -230,13 +232,13 @@ def _served(
     joining: bool,
 ) -> Served:
     spec, seat = worker.resolved.spec, session.seat
-    return Served(
+    served = Served(
         Axis(0, 1) if joining else worker.axis,
         parts.loss,
         Precision(spec.train.precision, worker.device),
         choice,
         link,
-        _reach(session, link, clips=spec.train.clip_norm is not None),
+        _reach(worker, link, clips=spec.train.clip_norm is not None),
         seed=spec.run.seed,
         clip_norm=spec.train.clip_norm,
         num_servers=lambda: worker.session.servers_wanted,
@@ -245,12 +247,15 @@ def _served(
         foreign=foreign_state(model),
         wait_for_chief=worker.wait_for_chief,
     )
+    served.training = worker.number
+    return served
 
 
 def _link(worker: Worker) -> Link:
     session = worker.session
     assert isinstance(session, Session), "servers need an agent"
-    return Link(session.server_endpoint, f"worker {session.seat.incarnation}".encode(), session.curve)
+    name = f"worker {session.seat.incarnation}, training {worker.number}"  # two of one name would be taken for one
+    return Link(session.server_endpoint, name.encode(), session.curve)
 
 
 def _stretched(
@@ -258,13 +263,13 @@ def _stretched(
 ) -> Stretched:
     spec, session, way = worker.resolved.spec, worker.session, way_of(choice)
     assert isinstance(session, Session), "servers need an agent"
-    return Stretched(
+    stretched = Stretched(
         Axis(0, 1) if joining else worker.axis,
         parts.loss,
         Precision(spec.train.precision, worker.device),
         choice if isinstance(choice, ParameterServer) else ParameterServer(),
         link,
-        _reach(session, link, clips=False),
+        _reach(worker, link, clips=False),
         way=way,
         clip_norm=spec.train.clip_norm,
         network=lambda: worker.network,
@@ -275,13 +280,17 @@ def _stretched(
         foreign=foreign_state(model),
         wait_for_chief=worker.wait_for_chief,
     )
+    stretched.training = worker.number
+    return stretched
 
 
-def _reach(session: Session, link: Link, *, clips: bool) -> Reach:
+def _reach(worker: Worker, link: Link, *, clips: bool) -> Reach:
     """Servers of this host share memory with its workers; others are reached by their addresses."""
+    session = worker.session
+    assert isinstance(session, Session), "servers need an agent"
     if session.server_endpoint(0).startswith("tcp:"):
         return Remote(link, session.seat.incarnation, clips=clips)
-    return Local(link, session.shared_memory)
+    return Local(link, worker.shared_memory)
 
 
 def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:

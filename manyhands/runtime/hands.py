@@ -8,7 +8,7 @@ without running the loop's body. How a step is taken: `stepped_loop`; where serv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from manyhands.data.sampling import Order
 from manyhands.data.source import as_source
 from manyhands.errors import SpecError, UsageError
 from manyhands.events import Logged
+from manyhands.parallel.several_optimizers import SeveralOptimizers
 from manyhands.runtime import evaluating, means
 from manyhands.runtime.entering import enter
 from manyhands.runtime.hooks import Hooks
@@ -106,6 +107,10 @@ class Hands:
         """The loop under way, where servers lease slices."""
         self._was_left = False
         self._crossed = 0
+        self._takers: list[list[nn.Parameter]] = []
+        """The parameters of each optimizer, where several take turns."""
+        self.turn = 0
+        """Which of the optimizers has its turn."""
         self.stepped = False
         """Whether the last call of `step` updated the weights."""
 
@@ -128,21 +133,28 @@ class Hands:
         return self._loop.loss if self._loop is not None else float("nan")
 
     @checked_keywords
-    def setup(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def setup(self, model: Any, optimizer: Any, scheduler: Any = None) -> tuple[Any, Any]:
         """Hand over model, optimizer and scheduler, which come back ready; all workers get the chief's weights.
 
-        In a parameter server's process this does not return: it serves until the run ends.
+        Lists of models and optimizers, as of a GAN, have the optimizers take turns: each batch comes once for every
+        optimizer, in their order, and `turn` says whose turn it is. Only its parameters take gradients then.
+
+        In a parameter server's process this does not return, unless workers go on to another training.
 
         Args:
-            model: The `nn.Module`. Use the one that is returned.
-            optimizer: A torch optimizer of its parameters.
+            model: The `nn.Module`, or a list of them. Use what is returned.
+            optimizer: A torch optimizer of its parameters, or a list of optimizers that take turns.
             scheduler: A learning rate scheduler of it, stepped once per update. Default: none.
         """
         _refuse_own_loop(self._worker)
-        set_precision_(model, self._worker.resolved.spec.train.precision)
-        parts = Parts(model, _no_loss, {}, optimizer_maker(optimizer), lambda m, batch: m(batch))
+        if isinstance(optimizer, list | tuple):
+            self._takers = takers_of(self._worker, optimizer, scheduler)
+            whole: nn.Module = nn.ModuleList(model) if isinstance(model, list | tuple) else model
+            joint: Any = SeveralOptimizers({str(place): one for place, one in enumerate(optimizer)})
+        else:
+            whole, joint = model, optimizer
+        set_precision_(whole, self._worker.resolved.spec.train.precision)
+        parts = Parts(whole, _no_loss, {}, optimizer_maker(joint), lambda m, batch: m(batch))
         schedule = by_step(lambda _: scheduler)
         if self._worker.is_server:
             serve(self._worker, parts, schedule)
@@ -196,7 +208,9 @@ class Hands:
         if joined and not run.regrouping.wait_for_admission():
             return
         saver = Saver(self._worker, training, self._checkpoint or run.spec.checkpoint)
-        self._taken = taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
+        turns = len(self._takers) or 1
+        make = lambda: run.batches(source, size, epochs, steps, turns)  # noqa: E731
+        self._taken = taken = Steps(training, make, saver, run.regrouping)
         if not joined:
             run.announce("batches", taken.total_steps, source)
         with run.regrouping.listening(taken.regrouped):
@@ -213,6 +227,7 @@ class Hands:
                 raise
             finally:
                 taken.end()
+                self._give_turn(None)
                 if isinstance(self._loop, SteppedLoop):
                     self._loop.leave_slice()
                 self._leased = None
@@ -230,6 +245,7 @@ class Hands:
             raise UsageError("backward was called twice for one slice, or outside the loop over batches().")
         assert self._loop is not None
         self._loop.backward(loss if weight is None else (loss, weight))
+        self._give_turn(None)
         self._backward_done = True
 
     def step(self) -> None:
@@ -382,6 +398,9 @@ class Hands:
     def _slices(self, training: Training, taken: Steps) -> Iterator[Any]:
         for piece in self._new_loop(training, taken):
             self._piece, self._backward_done = piece, False
+            if self._takers and isinstance(self._loop, SteppedLoop):
+                self.turn = (self._loop.number - 1) % len(self._takers)
+                self._give_turn(self.turn)
             yield piece.batch
             self._check_slice_done()
 
@@ -393,6 +412,12 @@ class Hands:
         if not isinstance(self._loop, SteppedLoop):
             self._loop = SteppedLoop(training, regrouping, self._known_run.spec.comm.timeout_s)
         return self._loop.slices(taken)
+
+    def _give_turn(self, turn: int | None) -> None:
+        """Have only that optimizer's parameters take gradients; None: those of all."""
+        for place, params in enumerate(self._takers):
+            for param in params:
+                param.requires_grad_(turn in (None, place))
 
     def _check_slice_done(self) -> None:
         if self._piece is not None:
@@ -431,6 +456,27 @@ def _refuse_own_loop(worker: Any) -> None:
             where="mh.join",
             fix=["mh.Trainer", "mh.LocalSGD(every=H), where workers average together"],
         )
+
+
+def takers_of(worker: Any, optimizers: Sequence[Any], scheduler: Any) -> list[list[nn.Parameter]]:
+    """The trained parameters of each of several optimizers that take turns, and refusals where they cannot."""
+    if worker.strategy.name not in ("single", "mirrored", "multi_worker"):
+        raise SpecError(
+            f'strategy="{worker.strategy.name}" has one optimizer; several that take turns need whole replicas.',
+            where="hands.setup",
+            fix=['strategy="mirrored"', 'strategy="multi_worker"'],
+        )
+    if scheduler is not None:
+        raise SpecError(
+            "A scheduler is stepped after every update, but each of several optimizers makes only some of them.",
+            where="hands.setup",
+            fix=["no scheduler=, and scheduler.step() in the loop, after hands.step(), in its optimizer's turn"],
+        )
+    found = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+    every = [id(param) for params in found for param in params]
+    if len(set(every)) != len(every):
+        raise SpecError("A parameter has two optimizers.", where="hands.setup", fix=["each in one of them"])
+    return [[param for param in params if param.requires_grad] for params in found]
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:

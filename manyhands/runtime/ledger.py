@@ -148,9 +148,20 @@ def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger
 
 
 def _by_batch(lineage: Sequence[StepDone]) -> list[StepDone]:
-    """As if each had been the step whose rows it took. Only asynchronous updates are others than their rows say."""
+    """As if each had been the step whose rows it took. Asynchronous updates are others than their rows say; and where
+    optimizers take turns, several updates take the same rows."""
+    if any(commit.turn is not None for commit in lineage):
+        return _by_turns(lineage)
     batches = [commit if commit.batch is None else replace(commit, step=commit.batch) for commit in lineage]
     return sorted(batches, key=lambda batch: batch.step)
+
+
+def _by_turns(lineage: Sequence[StepDone]) -> list[StepDone]:
+    by_number: dict[int, StepDone] = {}
+    for commit in lineage:
+        number = (commit.step - 1) // (commit.turn[1] if commit.turn else 1) + 1
+        by_number.setdefault(number, replace(commit, step=number))
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def _check_end(batches: Sequence[StepDone], events: Sequence[Event], ledger: Ledger) -> None:

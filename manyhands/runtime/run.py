@@ -25,6 +25,7 @@ from manyhands.data.ready_batches import cut_rows
 from manyhands.data.sampling import Order
 from manyhands.data.source import InputContext, Source, as_source, describe
 from manyhands.data.streams import StreamSource
+from manyhands.data.turns import Turns
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted, Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
@@ -52,6 +53,7 @@ from manyhands.runtime.run_checks import (
     same_order,
 )
 from manyhands.runtime.saving import load_newest
+from manyhands.runtime.serving import check_served_training
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
@@ -94,7 +96,7 @@ class Run:
         """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
         training, worker = self.use(resume=resume), self.worker
         worker.script.call += 1
-        self.calls.begin(name, is_past=worker.is_waiting and worker.call < self.regrouping.run_call)
+        self.calls.begin(name, is_past=worker.is_server or (worker.is_waiting and self._is_behind))
         progress = training.progress
         if self.worker.is_elastic and not self.worker.is_waiting:
             self.worker.report(progress.step, name)
@@ -103,6 +105,11 @@ class Run:
             progress.history, progress.ended, progress.best = [], False, None
             progress.row_loss, progress.row_rows = 0.0, 0
         return training
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the others are past this call, which a worker that comes late has come to."""
+        return self.worker.call < self.regrouping.run_call
 
     def offer(
         self, data: Any, collate: Any, rows: int | None, *, batched: bool | None = None, with_loss: bool = True
@@ -280,6 +287,7 @@ class Run:
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
         worker.script.check_whole(worker.number, parts.model)
+        check_served_training(worker)
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -470,18 +478,21 @@ class Run:
             return _size_of_ready_batches(asked)
         return asked or EVAL_BATCH
 
-    def batches(self, source: Source, batch_size: int, epochs: int | None, steps: int | None) -> Batches:
+    def batches(
+        self, source: Source, batch_size: int, epochs: int | None, steps: int | None, turns: int = 1
+    ) -> Batches:
+        """With `turns`, each batch comes so often, and `steps` are batches."""
         if (epochs is None) == (steps is None):
             given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
             raise DataError(given, fix=["epochs=3", "steps=1000"])
         training, progress = self.ready(), self.ready().progress
-        check_length(progress, epochs, steps)
+        check_length(progress, epochs, None if steps is None else steps * turns)
         progress.order = same_order(progress, source, batch_size)
         if self.spec.train.balance:
             check_balance(source)
         if self.worker.strategy.leases:
             check_leasable(source)
-        return Batches(
+        batches = Batches(
             source,
             batch_size=batch_size,
             slices=training.slices,
@@ -490,13 +501,14 @@ class Run:
             seed=self.spec.run.seed,
             position=training.position(),
             epochs=progress.call_epoch + epochs if epochs is not None else None,
-            steps=progress.call_step + steps if steps is not None else None,
-            first_step=progress.step + 1,
+            steps=progress.call_step // turns + steps if steps is not None else None,
+            first_step=progress.step // turns + 1,
             device=self.worker.device,
             floats=floats_of(self.spec.train.precision),
             exchange=self.worker if self.worker.num_replicas > 1 else None,
             division=training.pacing.division,
         )
+        return batches if turns == 1 else Turns(batches, turns, progress.step)  # type: ignore[return-value]
 
     def evaluate(self, source: Source, batch_size: int) -> dict[str, float]:
         results, rows = self.regrouping.agreed(lambda: self._evaluate(source, batch_size))

@@ -57,6 +57,8 @@ class Script:
         """How often one training after another was taken in use."""
         self.steps: dict[int, int] = {}
         """Committed steps, by training, as far as they are known here."""
+        self.opened_in = ("", 0)
+        """The generation of the last course of parameter servers, and how many it has opened."""
         self.divided: WeakSet[nn.Module] = WeakSet()
         """Modules of which no worker has all weights any more."""
         self._trainings: WeakSet[Usable] = WeakSet()

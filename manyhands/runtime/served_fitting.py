@@ -143,10 +143,11 @@ class ServedFit(Fit):
             )
 
     def _number(self) -> Number:
-        """The same on every worker of the generation: each has opened as many courses in it, in all calls."""
-        generation, (before, opened) = self._worker.group.generation, self._engine.opened_in
+        """The same on every worker of the generation: each has opened as many courses in it, in all trainings."""
+        script, generation = self._worker.script, self._worker.group.generation
+        before, opened = script.opened_in
         opened = opened + 1 if generation == before else 1
-        self._engine.opened_in = generation, opened
+        script.opened_in = generation, opened
         return *parse_generation(generation), opened
 
     def _take_course(self) -> int:

@@ -1,33 +1,37 @@
 """What a parameter server's process does where a worker would begin to train: it serves until the run ends.
 
 Servers run the script from the top, as workers do, up to `Trainer(...)`; `serve` is called there with what the script
-made, and never returns. It owns the socket and the clock; what a message means is `parallel/served_server.py`'s,
-or `parallel/row_server.py`'s where servers have nothing but rows.
+made. It returns if workers open a course of a later training, so that the script goes on to that one; calls before it
+are over, and return what is on record. A server serves all trainings that its script has come to. This file owns the
+socket and the clock; what a message means is `parallel/served_server.py`'s, or `parallel/row_server.py`'s where servers
+have nothing but rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import zmq
 
+from manyhands.comm.segments import Segment
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.control.spare import READY
-from manyhands.errors import ServerStateLost
+from manyhands.errors import ServerStateLost, SpecError
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.log_places import Backups, FromBackup
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.served_log import ServedLog, log_of, saved_step
 from manyhands.parallel.served_memory import Attendance, StateTorn
-from manyhands.parallel.served_messages import FromServer, FromWorker, Number
+from manyhands.parallel.served_messages import FromServer, FromWorker, Number, Open
 from manyhands.parallel.served_server import PartServer
 from manyhands.parallel.served_variables import ServedVariable
 from manyhands.runtime.models import Parts, foreign_state
@@ -37,14 +41,19 @@ from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.served import has_backups
 from manyhands.strategies.stretched import way_of
 
-__all__ = ["serve"]
+__all__ = ["check_served_training", "serve"]
 
 TICK_S = 0.2
 # So that updates do not wait for all the frames of gradients that are under way.
 TAKE_AT_ONCE = 50
 
 
-def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> NoReturn:
+_Maker = Callable[[int], "PartServer | RowServer"]
+_makers: dict[int, _Maker] = {}
+"""By training: what makes a server of it, of this process's number."""
+
+
+def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> None:
     """Join the run, and end the process with 0 when the run has no more use for it."""
     session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
     assert isinstance(session, Session) and choice.on_servers
@@ -59,24 +68,60 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             backup=has_backups(choice),
         )
     )
-    make_server = _prepare(worker, session, parts, scheduler)
+    check_served_training(worker)
+    _makers[worker.number] = _prepare(worker, session, parts, scheduler)
     try:
         if not session.seat.is_spare or _is_appointed(session):
-            _Serving(session, make_server(session.seat.server), worker.warn).run()
+            reached = _Reached(session.shared_memory)
+            if reached.training > worker.number or not _Serving(worker, session, reached).run():
+                return
     except StateTorn as torn:
-        raise _state_lost(torn, session) from torn
+        raise _state_lost(torn, worker) from torn
     worker.close()
     raise SystemExit(0)
 
 
-def _state_lost(torn: StateTorn, session: Session) -> ServerStateLost:
+class _Reached:
+    """How far the workers have come among the trainings, for a server that is started anew on this host."""
+
+    def __init__(self, memory: Callable[[str, int], Segment]) -> None:
+        self._word = memory("training of servers", mmap.PAGESIZE).words()
+
+    @property
+    def training(self) -> int:
+        return int(self._word[0])
+
+    @training.setter
+    def training(self, number: int) -> None:
+        self._word[0] = number
+
+
+def _state_lost(torn: StateTorn, worker: Worker) -> ServerStateLost:
     """All workers and servers begin again; nobody but those who begin with a checkpoint has anything to go on with."""
-    saved = saved_step(session.run_dir) or 0
+    saved = saved_step(worker.home) or 0
     return ServerStateLost(
         f"Server {torn.server} was lost in the middle of update {torn.version + 1}, and with it what came after the "
         f"checkpoint of step {saved}: {torn.version - saved} updates, whose batches are computed again.",
         fix=['durability="upstream", to keep two copies of the states'],
     )
+
+
+def check_served_training(worker: Worker) -> None:
+    """What servers can keep for one training of a script alone."""
+    choice = worker.strategy
+    if worker.number == 1 or not isinstance(choice, ParameterServer):
+        return
+    for setting, is_given, fix in (
+        ('durability="replica"', choice.durability == "replica", 'durability="wal"'),
+        ('mode="hybrid"', choice.mode == "hybrid", 'mode="sync"'),
+    ):
+        if is_given:
+            raise SpecError(
+                f"{worker.script.describe(worker.number)} asks for {setting}, which only the first training of a "
+                "script can have.",
+                where="mh.ParameterServer",
+                fix=[fix, "a script of its own"],
+            )
 
 
 def _is_appointed(session: Session) -> bool:
@@ -92,7 +137,7 @@ def _prepare(
     spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
     assert isinstance(strategy, ParameterServer | LocalSGD)
     if not strategy.leases:
-        return lambda number: RowServer(number, model, session.shared_memory, seed=spec.run.seed)
+        return lambda number: RowServer(number, model, worker.shared_memory, seed=spec.run.seed)
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     way = way_of(strategy) if strategy.takes_local_steps else None
@@ -104,7 +149,7 @@ def _prepare(
         model,
         optimizer,
         schedule,
-        session.shared_memory,
+        worker.shared_memory,
         clip_norm=None if strategy.takes_local_steps else spec.train.clip_norm,
         place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
         foreign=foreign_state(model),
@@ -117,7 +162,7 @@ def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD,
     if worker.in_trial or not isinstance(strategy, ParameterServer) or not strategy.keeps_log:
         return None
     if strategy.durability == "wal":
-        return log_of(session.run_dir, number)
+        return log_of(worker.home, number)
     context: zmq.Context[Any] = zmq.Context()
 
     def connect(address: str) -> Port[FromBackup]:
@@ -132,8 +177,10 @@ def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD,
 class _Serving:
     """The loop around a server."""
 
-    def __init__(self, session: Session, server: PartServer | RowServer, tell: Callable[[str], None]) -> None:
-        self._session, self._server, self._tell, seat = session, server, tell, session.seat
+    def __init__(self, worker: Worker, session: Session, reached: _Reached) -> None:
+        self._worker, self._session, self._tell, seat = worker, session, worker.warn, session.seat
+        self._training, self._reached, self._wanted = worker.number, reached, worker.number
+        self._server = _makers[self._training](seat.server)
         self._context: zmq.Context[Any] = zmq.Context()
         self._ports: list[Port[FromWorker]] = []
         if not _is_elsewhere(at := session.server_endpoint(seat.server)):
@@ -149,11 +196,15 @@ class _Serving:
         self._told_at, self._told_step, self._went_on = 0.0, -1, False
         self._listed_course: Number | tuple[()] | None = ()
         self._listed: list[ServedVariable] | None = None
-        self._number, self._attendance = seat.server, Attendance(session.shared_memory)
+        self._number = seat.server
 
-    def run(self) -> None:
-        self._attendance.mark(self._number, up=True)
-        while self._session.stop_requested is None and not self._is_released():
+    def run(self) -> bool:
+        """False: workers have gone on to a training that this server's script has not come to."""
+        attendance = Attendance(self._worker.shared_memory)
+        attendance.mark(self._number, up=True)
+        while self._session.stop_requested is None and not self._is_released() and self._wanted in _makers:
+            if self._wanted != self._training:
+                self._change()
             ready = dict(self._poller.poll(0 if self._server.has_work else round(TICK_S * 1000)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -162,14 +213,17 @@ class _Serving:
             self._mind_the_door()
             for number, port in enumerate(self._ports):
                 for sender, message in port.receive(TAKE_AT_ONCE):
-                    self._send(self._server.take(bytes([number]) + sender, message))
+                    if self._is_of_this_training(message):
+                        self._send(self._server.take(bytes([number]) + sender, message))
             self._send(self._server.work())
             self._tell_first_update()
             self._tell_variables()
             self._tell_standing()
         if isinstance(self._server, PartServer):
             self._server.close()
-        self._attendance.mark(self._number, up=False)
+        goes_on = self._wanted not in _makers
+        if not goes_on:
+            attendance.mark(self._number, up=False)
         self._session.on_change = None
         if broken := self._server.refused["broken"] + sum(port.garbage for port in self._ports):
             self._tell(f"Server {self._number} was sent {broken} broken messages, and has ignored them.")
@@ -177,6 +231,21 @@ class _Serving:
             self._door.close()
         self._context.destroy(linger=0)
         os.close(self._wake)
+        return not goes_on
+
+    def _is_of_this_training(self, message: FromWorker) -> bool:
+        """A course of another one has this server go on with that, and is opened again there: nobody has answered."""
+        if isinstance(message, Open):
+            self._wanted = message.training
+            if self._wanted not in _makers:
+                self._reached.training = self._wanted
+        return self._wanted == self._training
+
+    def _change(self) -> None:
+        if isinstance(self._server, PartServer):
+            self._server.close()
+        self._training = self._wanted
+        self._server = _makers[self._training](self._number)
 
     def _listen(self) -> DoorKeeper | None:
         """Where workers of other hosts come, if there are any; whoever has no key does not get in."""

@@ -81,6 +81,11 @@ class SteppedLoop:
         self._training.in_step.begin_step(step, stop=stop, collect=self._training.garbage.wanted)
         self._todo, self._computed = list(step.indices), list(step.indices)
 
+    @property
+    def number(self) -> int:
+        """Of the step under way."""
+        return self._step.number
+
     def leave_slice(self) -> None:
         if self._context is not None:
             context, self._context = self._context, None

@@ -160,6 +160,7 @@ class Training:
                 staleness=stats.staleness,
                 batch=stats.batch,
                 together=stats.together,
+                turn=getattr(step, "turn", None),
             )
         )
         self.meter.add(stats)

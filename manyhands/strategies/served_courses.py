@@ -84,8 +84,8 @@ class InCourses(Computing):
         self._is_gathered = False
         self._version = 0
         """Of the weights that this worker looks at, and of states in memory when all have met."""
-        self.opened_in = ("", 0)
-        """The generation of the last course, and how many it has opened."""
+        self.training = 1
+        """Its number among those of the script."""
         self._reads_in_place = False
         """In async, the weights that a slice is computed with are not this worker's own."""
         self.phases = Phases()
@@ -139,6 +139,7 @@ class InCourses(Computing):
         self._leave_memory()
         self._gather()
         self._are_states_new = True
+        self._link.reach(0)
         return lambda: None
 
     def take_up(self) -> None: ...
@@ -275,6 +276,7 @@ class InCourses(Computing):
             brings=self._reach.brings(states=self._are_states_new),
             fresh=self._is_fresh,
             in_place=self._choice.durability == "snapshot",
+            training=self.training,
         )
         served = self._enter_memory(opened)
         with torch.no_grad():
