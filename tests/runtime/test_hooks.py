@@ -52,7 +52,7 @@ def keep_diaries(strategy: str = "mirrored") -> tuple[list[Any], list[Any]]:
     return everyone.lines, chief.lines
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["mirrored", pytest.param("local_sgd", marks=pytest.mark.long)])
 def test_hooks_hear_of_validations_and_checkpoints_on_every_worker_once(ranks: RankPool, strategy: str) -> None:
     (first, first_chief), (second, second_chief) = ranks(2, keep_diaries, strategy)
     assert first == second == first_chief

@@ -42,7 +42,7 @@ def train(kind: str, recompute: str | None) -> tuple[dict[str, np.ndarray], int]
     return weights_of(trainer), sum(kept.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mirrored", pytest.param("local_sgd", marks=pytest.mark.long)])
 def test_replicas_that_compute_activations_again_have_the_same_bits_and_keep_less(ranks: RankPool, kind: str) -> None:
     plain, again = ranks(2, train, kind, None), ranks(2, train, kind, "blocks")
     for (weights, kept), (same, less) in zip(plain, again, strict=True):
