@@ -67,6 +67,13 @@ ALLOCATOR = {
 }
 """glibc then keeps what a step frees for the next one, instead of giving it back and faulting it in again."""
 
+WAITING_THREADS = {"GOMP_SPINCOUNT": "3000"}
+"""How often a thread of torch's looks again before it sleeps, where it waits for the other threads of an operation.
+By default it looks 300,000 times: on a machine that is busy with something else, that takes the processor from the very
+thread that it waits for. Measured in docs/tuning.md."""
+WAITING_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""Whoever has set one of these has decided."""
+
 START_TIMEOUT_S = 600.0
 BEGIN_WITH_FEWER_S = 10.0
 """Tasks of a cluster are started by hand or by an engine, a few seconds apart."""
@@ -125,9 +132,9 @@ def _place(
 def worker_environment(resolved: Resolved, environ: Mapping[str, str]) -> dict[str, str]:
     """What workers inherit from this process, and what the settings add."""
     inherited = {name: text for name, text in environ.items() if name != KEY_FILE_VARIABLE}
-    added = {}
+    added = {} if any(name in environ for name in WAITING_CHOICES) else dict(WAITING_THREADS)
     if resolved.spec.launch.allocator == "keep":
-        added = {name: value for name, value in ALLOCATOR.items() if name not in environ}
+        added |= {name: value for name, value in ALLOCATOR.items() if name not in environ}
     if resolved.config_file:
         added[CONFIG_VARIABLE] = os.path.abspath(resolved.config_file)
     return inherited | added

@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.cli.main import cli, report
 from manyhands.errors import ManyhandsError
-from manyhands.runtime.launch import ALLOCATOR
+from manyhands.runtime.launch import ALLOCATOR, WAITING_CHOICES, WAITING_THREADS
 from manyhands.spec.load import CONFIG_VARIABLE
 
 ENGINES = ("SLURM_", "OMPI_", "PMI", "FLUX_")
@@ -117,6 +117,15 @@ def test_workers_find_the_config_file_and_the_allocator_settings(plan, tmp_path)
     assert ALLOCATOR.items() <= shown["environment"].items()
     assert "MALLOC_TRIM_THRESHOLD_" not in plan("--allocator", "system", "train.py")["environment"]
     assert "MALLOC_TRIM_THRESHOLD_" not in plan("train.py", MALLOC_TRIM_THRESHOLD_="7")["environment"]
+
+
+def test_threads_that_wait_for_each_other_sleep_soon_unless_the_user_has_decided(plan, monkeypatch):
+    for name in WAITING_CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    assert WAITING_THREADS.items() <= plan("train.py")["environment"].items()
+    assert not WAITING_THREADS.keys() & plan("train.py", OMP_WAIT_POLICY="ACTIVE")["environment"].keys()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert "GOMP_SPINCOUNT" not in plan("train.py", GOMP_SPINCOUNT="7")["environment"]
 
 
 def test_torchruns_usual_commands_are_understood(plan):

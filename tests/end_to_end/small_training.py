@@ -36,6 +36,19 @@ class Held:
             time.sleep(0.01)
 
 
+class Rows(torch.utils.data.Dataset[Any]):
+    """Data that has to be fetched row by row, so that loader processes have something to do."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, ...]:
+        return tuple(column[row] for column in self._columns)
+
+
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -48,6 +61,7 @@ def main() -> None:
     parser.add_argument("--hold", type=int, default=0)
     parser.add_argument("--while-there", type=Path, default=Path())
     parser.add_argument("--every-steps", type=int, default=5)
+    parser.add_argument("--loaders", type=int, default=0)
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(3)
     data = torch.randn(96, 10, generator=generator), torch.randint(0, 3, (96,), generator=generator)
@@ -63,7 +77,8 @@ def main() -> None:
         hooks=[Slow(options.pause), Held(options.hold, options.while_there)],
     )
     checkpoint = mh.Checkpoints(every_steps=options.every_steps)
-    trainer.fit(data, steps=options.steps, batch_size=24, checkpoint=checkpoint)
+    source = Rows(*data) if options.loaders else data
+    trainer.fit(source, steps=options.steps, batch_size=24, checkpoint=checkpoint, num_workers=options.loaders)
     tell_weights(trainer)
 
 

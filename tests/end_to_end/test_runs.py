@@ -117,6 +117,21 @@ def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tm
     assert re.findall(r"used by rank (\d): \d\.\d\d cores", err) == ["0", "1", "2"]
 
 
+@pytest.mark.long
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_and_its_loaders_ends_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+    job = Job(tmp_path, "run", 2, "--loaders", "1", "--steps", "40", hold=8)
+    job.wait_for_step(7)
+    everyone = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
+    assert len(everyone) >= 7, "launcher, guard, coordinator, two workers with a loader each"
+    for process in everyone:
+        process.send_signal(number)
+    code, _, err = job.end()
+    assert code == 75, err
+    assert newest_valid(job.run_dir / "checkpoints") is not None
+
+
 def test_a_directory_in_use_or_finished_ends_with_2_and_overwrite_starts_over(tmp_path: Path, undisturbed: str) -> None:
     job = Job(tmp_path, "busy", 1, hold=2)
     job.wait_for_step(1)
