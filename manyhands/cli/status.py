@@ -195,7 +195,8 @@ def _step(overview: Overview) -> str:
     if overview.step is None:
         return ""
     total = f"/{overview.total_steps}" if overview.total_steps else ""
-    return f"{overview.step}{total}, epoch {overview.epoch}, {duration(overview.last_step_age_s or 0)} ago"
+    training = f" of training {overview.training}" if overview.training > 1 else ""
+    return f"{overview.step}{total}{training}, epoch {overview.epoch}, {duration(overview.last_step_age_s or 0)} ago"
 
 
 def _speed(overview: Overview) -> str:
