@@ -195,7 +195,9 @@ def _step(overview: Overview) -> str:
     if overview.step is None:
         return ""
     total = f"/{overview.total_steps}" if overview.total_steps else ""
-    return f"{overview.step}{total}, epoch {(overview.epoch or 0) + 1}, {duration(overview.last_step_age_s or 0)} ago"
+    training = f" of training {overview.training}" if overview.training > 1 else ""
+    epoch, ago = (overview.epoch or 0) + 1, duration(overview.last_step_age_s or 0)
+    return f"{overview.step}{total}{training}, epoch {epoch}, {ago} ago"
 
 
 def _speed(overview: Overview) -> str:

@@ -62,6 +62,8 @@ class Overview(msgspec.Struct, kw_only=True):
     slices: int | None = None
     precision: str | None = None
     restarts: int = 0
+    training: int = 1
+    """Which of the script's trainings the step is of."""
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None
@@ -155,6 +157,7 @@ def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
                 overview.restarts = max(overview.restarts, event.attempt - 1)
             case StepDone():
                 overview.step, overview.epoch, overview.loss = event.step, event.epoch, event.loss
+                overview.training = event.training
                 overview.samples_per_s, overview.eta_s = event.samples_per_s, event.eta_s
                 overview.total_steps = event.total_steps or overview.total_steps
                 overview.last_step_age_s = now_s - event.time_s

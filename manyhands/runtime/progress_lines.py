@@ -167,7 +167,12 @@ def _span(values: Sequence[float], worded: Callable[[float], str]) -> str:
 
 
 def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
-    """One line for people, or None for an event that has none."""
+    """One line for people, or None for an event that has none. Those of later trainings say of which they are."""
+    line, training = _line_of(event, elapsed_s=elapsed_s), getattr(event, "training", 1)
+    return f"training {training}: {line}" if line is not None and training > 1 else line
+
+
+def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
     match event:
         case LaunchStarted():
             return f"starting {_processes(event)}, importing torch …"

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -30,6 +31,8 @@ __all__ = ["FOLDER", "Script", "home_of"]
 FOLDER = "trainings"
 # At the end of a script, when the coordinator may be gone already.
 LAST_WORD_S = 1.0
+# Of a script, where a training was made; beyond that, they say nothing that the others do not.
+MOST_LINES = 6
 
 
 class Usable(Protocol):
@@ -146,6 +149,8 @@ class Script:
 
     def _end_of(self, rank: int) -> str | None:
         group = self.session.group
+        if not isinstance(self.session, Session):
+            return None
         with contextlib.suppress(ManyhandsError):
             if rank != group.rank and self.session.check([_end_key(group.generation, rank)]):
                 return str(self.session.get(_end_key(group.generation, rank), LAST_WORD_S).decode())
@@ -175,8 +180,13 @@ def _end_key(generation: str, rank: int) -> str:
 
 
 def _place_in_script() -> str:
-    """The line that is running, of the innermost code that is not ours."""
-    frame = sys._getframe(1)
+    """The lines of the user's code that are running, the innermost first: a function may be called from anywhere."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"in {os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}" if frame is not None else ""
+        frame = frame.f_back
+    found: list[str] = []
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS) and len(found) < MOST_LINES:
+        if not frame.f_code.co_filename.startswith("<"):  # Python's own, which runs the script
+            found.append(f"{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}")
+        frame = frame.f_back
+    return f"in {', from '.join(found)}" if found else ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from workloads import OPTIMIZERS, data, mean_loss
+from workloads import CLASSES, OPTIMIZERS, data, mean_loss
 
 import manyhands as mh
 from manyhands.events import StepDone
@@ -29,8 +29,8 @@ def make(seed: int, strategy: str, model: Any = None) -> mh.Trainer:
         "parameters": mh.Sharded("parameters"),
         "averaged": mh.LocalSGD(every=2),
     }
-    net = model or (lambda: nn.Sequential(nn.Linear(rows()[0].shape[1], 16), nn.Tanh(), nn.Linear(16, 4)))
-    return mh.Trainer(net, mean_loss, OPTIMIZERS["adamw"], choices[strategy], seed=seed, slices=4)
+    net = model or (lambda: nn.Sequential(nn.Linear(rows()[0].shape[1], 16), nn.Tanh(), nn.Linear(16, CLASSES)))
+    return mh.Trainer(net, mean_loss, OPTIMIZERS["AdamW"], choices[strategy], seed=seed, slices=4)
 
 
 def losses(history: Any) -> list[float]:
@@ -68,7 +68,7 @@ def one_model_in_two(run_dir: str) -> tuple[list[float], list[float], list[float
 def copied_model() -> list[float]:
     first = make(1, "mirrored")
     first.fit(rows(), epochs=1, batch_size=8)
-    net = nn.Sequential(nn.Linear(rows()[0].shape[1], 16), nn.Tanh(), nn.Linear(16, 4))
+    net = nn.Sequential(nn.Linear(rows()[0].shape[1], 16), nn.Tanh(), nn.Linear(16, CLASSES))
     net.load_state_dict(first.model.state_dict())
     return losses(make(2, "mirrored", net).fit(rows(), epochs=1, batch_size=8))
 
@@ -89,7 +89,7 @@ def trainer_and_join(order: str) -> list[float]:
     def by_hand() -> list[float]:
         hands = mh.join("mirrored", seed=5, slices=4)
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, 4))
+        model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, CLASSES))
         model, _ = hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
         found = []
         for batch in hands.batches((x, y), batch_size=8, epochs=1):
