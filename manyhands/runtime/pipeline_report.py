@@ -34,12 +34,12 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
     schedule = runner.schedule(runner.microbatches)
     theory = play(schedule)
     text = f"{draw(schedule)}\n\nmeasured in step {step}: bubble {timeline.bubble:.1%}\n"
-    write_private(worker.run_dir / TEXT, text.encode())
+    write_private(worker.home / TEXT, text.encode())
     titles = (
         (f"{schedule.name}, {schedule.microbatches} microbatches, in theory: bubble {theory.bubble:.1%}", theory),
         (f"measured in step {step}: bubble {timeline.bubble:.1%} of {1000 * timeline.makespan:.1f} ms", timeline),
     )
-    write_private(worker.run_dir / PICTURE, picture(titles).encode())
+    write_private(worker.home / PICTURE, picture(titles).encode())
     worker.emit(
         PipelineTimed(
             time_s=time.time(),
@@ -48,7 +48,7 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
             microbatches=schedule.microbatches,
             theory=theory.bubble,
             measured=timeline.bubble,
-            path=str(worker.run_dir / PICTURE),
+            path=str(worker.home / PICTURE),
         )
     )
 

@@ -25,7 +25,7 @@ def log_placement(worker: Worker, mine: Mapping[str, Share]) -> None:
     told = worker.axis.all_gather_bytes("placement", msgspec.msgpack.encode(_Has(str(worker.device), dict(mine))))
     if worker.is_chief:
         text = _text([msgspec.msgpack.decode(one, type=_Has) for one in told])
-        write_private(worker.run_dir / FILE, text.encode())
+        write_private(worker.home / FILE, text.encode())
 
 
 def _text(workers: list[_Has]) -> str:

@@ -52,7 +52,7 @@ from manyhands.runtime.run_checks import (
     mode_of,
     same_order,
 )
-from manyhands.runtime.saving import load_newest
+from manyhands.runtime.saving import Saver, load_newest
 from manyhands.runtime.serving import check_served_training
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
@@ -68,6 +68,8 @@ from manyhands.strategies.served import has_backups
 __all__ = ["Run"]
 
 EVAL_BATCH = 256
+WITH_FIRST_CHECKPOINT = ("fit", "batches")
+"""Calls that commit a checkpoint before their first step."""
 USUAL_BATCH = 32
 """Rows to look at where the data itself says how large a batch is."""
 
@@ -104,7 +106,26 @@ class Run:
             progress.call, progress.call_step, progress.call_epoch = self.calls.number, progress.step, progress.epoch
             progress.history, progress.ended, progress.best = [], False, None
             progress.row_loss, progress.row_rows = 0.0, 0
+            if self.calls.number == 1 and worker.number > 1 and name not in WITH_FIRST_CHECKPOINT:
+                self._save_first()
         return training
+
+    def _save_first(self) -> None:
+        """Keep what a further training of the script begins with: perhaps a copy of an earlier one's weights, which are
+        later ones in a resumed run.
+        """
+        if self.worker.is_waiting or self.worker.is_server:
+            return
+        saver = Saver(self.worker, self.ready(), self.spec.checkpoint)
+
+        def work() -> None:
+            saver.save_now(required=True)
+            self.worker.wait_for_chief("first checkpoint")
+
+        try:
+            self.regrouping.agreed(work)
+        finally:
+            saver.close()
 
     @property
     def _is_behind(self) -> bool:

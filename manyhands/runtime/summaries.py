@@ -32,13 +32,13 @@ IMPORT_TIMEOUT_S = 60.0
 
 
 class TensorBoardHook:
-    """Loss, learning rate, samples/s, gradient norm, seconds per phase, and each epoch's results.
+    """Loss, learning rate, samples/s, gradient norm, seconds per phase, and the results of validations and epochs.
 
-    Results of an epoch stand at the step that ended it. A resumed run goes on where its checkpoint was: what an earlier
+    Results stand at the step before them. A resumed run goes on where its checkpoint was: what an earlier
     attempt wrote beyond that is replaced, not drawn twice.
 
     Args:
-        log_dir: Where to write. Default: `summaries` in the run directory.
+        log_dir: Where to write. Default: `summaries` in the trainer's `home`, the run directory for the first one.
         every: Steps between two points.
     """
 
@@ -65,7 +65,7 @@ class TensorBoardHook:
 
     def begin(self, trainer: Any) -> None:
         if self._writer is None:  # the first fit of the run; later ones write on
-            log_dir = Path(self._log_dir) if self._log_dir is not None else Path(trainer.run_dir) / "summaries"
+            log_dir = Path(self._log_dir) if self._log_dir is not None else Path(trainer.home) / "summaries"
             self._writer = _Writer(log_dir, first_step=self._last_step + 1)
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
@@ -76,6 +76,9 @@ class TensorBoardHook:
             values = {f"train/{name}": getattr(stats, name, None) for name in _TRAIN_VALUES}
             values |= {f"seconds/{phase}": seconds for phase, seconds in stats.seconds.items()}
             self._put(values, step)
+
+    def after_validation(self, trainer: Any, results: Mapping[str, Any]) -> None:
+        self._put({f"validation/{name}": value for name, value in results.items()}, self._last_step)
 
     def after_epoch(self, trainer: Any, epoch: int, results: Mapping[str, Any]) -> None:
         self._put({f"epoch/{name}": value for name, value in results.items()} | {"epoch/epoch": epoch}, self._last_step)

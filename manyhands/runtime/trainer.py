@@ -182,6 +182,13 @@ class Trainer:
         return self._run.worker.run_dir
 
     @property
+    def home(self) -> Path:
+        """Where this trainer's checkpoints, records and summaries are: the run directory; for the N-th Trainer or join
+        of a script, its folder `trainings/N`."""
+        self._run.ready()
+        return self._run.worker.home
+
+    @property
     def step(self) -> int:
         """Committed steps, over all calls of `fit`."""
         return self._run.ready().progress.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import nn
 from workloads import CLASSES, OPTIMIZERS, data, mean_loss
 
 import manyhands as mh
+from manyhands.errors import Preempted
 from manyhands.events import StepDone
 from manyhands.runtime.ledger import audit
 from manyhands.runtime.script import home_of
 from manyhands.runtime.standings import Standing, decide
 from manyhands.testing import RankFailed, RankPool
+from tests.stopping import StopAt
 
 
 def rows() -> Any:
@@ -71,6 +74,32 @@ def copied_model() -> list[float]:
     net = nn.Sequential(nn.Linear(rows()[0].shape[1], 16), nn.Tanh(), nn.Linear(16, CLASSES))
     net.load_state_dict(first.model.state_dict())
     return losses(make(2, "mirrored", net).fit(rows(), epochs=1, batch_size=8))
+
+
+def evaluate_a_copy(run_dir: str, stop_at: int | None) -> list[float]:
+    """The first training goes on after a copy of it was looked at, and is stopped then."""
+    inputs = rows()[0].shape[1]
+    first = mh.Trainer(
+        lambda: nn.Linear(inputs, CLASSES),
+        mean_loss,
+        OPTIMIZERS["SGD"],
+        slices=2,
+        run_dir=run_dir,
+        hooks=[StopAt(stop_at)],
+    )
+    first.fit(rows(), epochs=1, batch_size=8)
+    copy = nn.Linear(inputs, CLASSES)
+    copy.load_state_dict(first.model.state_dict())
+    found = mh.Trainer(copy, mean_loss, OPTIMIZERS["SGD"], slices=2).evaluate(rows())
+    with contextlib.suppress(Preempted):
+        first.fit(rows(), epochs=2, batch_size=8)
+    return list(found.values())
+
+
+def test_a_copy_that_was_only_evaluated_is_the_same_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
+    before = ranks(2, evaluate_a_copy, str(tmp_path), 7, run_dir=tmp_path)
+    after = ranks(2, evaluate_a_copy, str(tmp_path), None, run_dir=tmp_path)
+    assert after == before
 
 
 def test_a_model_goes_from_one_training_to_the_next(ranks: RankPool, tmp_path: Path) -> None:
