@@ -67,6 +67,8 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where everything the run writes goes; without it, runs/<time>-<script>."""
     overwrite: bool = False
     """Start over in the directory of a finished run."""
+    group_readable: bool = False
+    """Let the directory's group read the run: directories 0750, files 0640, whatever the umask. Else 0700 and 0600."""
     seed: int = 0
     """All randomness and the data order are functions of it."""
     max_restarts: int = 3
