@@ -18,10 +18,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from manyhands.errors import CheckpointSaveFailed
+from manyhands.private_files import is_for_group, open_private
 
 __all__ = ["Files", "Stream"]
 
 LOCK_TIMEOUT_S = 30.0
+PRIVATE = 0o600
 _LOCK_POLL_S = 0.01
 
 
@@ -34,10 +36,15 @@ class Files:
     def make_directory(self, path: Path) -> None:
         self.before("mkdir", path)
         os.mkdir(path, 0o700)
+        if is_for_group(path.parent):
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o050)
 
-    def create(self, path: Path, mode: int = 0o600) -> int:
+    def create(self, path: Path, mode: int = PRIVATE) -> int:
         self.before("create", path)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if mode == PRIVATE:
+            return open_private(path, flags)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
     def write(self, fd: int, data: memoryview, path: Path) -> None:
         self.before("write", path)
@@ -77,7 +84,7 @@ class Files:
             self.remove_file(path / name)
         self.remove_directory(path)
 
-    def write_file(self, path: Path, chunks: Iterable[memoryview], mode: int = 0o600) -> Stream:
+    def write_file(self, path: Path, chunks: Iterable[memoryview], mode: int = PRIVATE) -> Stream:
         """Create `path`, write and sync; size and SHA-256 are taken on the way, so the data is touched once."""
         stream = Stream(0, hashlib.sha256())
         fd = self.create(path, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from manyhands.errors import SpecError
+from manyhands.spec.run import best_result
 
 __all__ = ["Best", "expendable", "parse_best"]
 
@@ -26,22 +26,10 @@ class Best(NamedTuple):
         return min(ranked)[1] if ranked else None
 
 
-_SMALLEST, _LARGEST = ("loss", "error", "perplexity"), ("accuracy",)
-
-
 def parse_best(text: str | None) -> Best | None:
     """ "loss", "val_loss" -> smallest; "accuracy" -> largest; any other result as "min:NAME" or "max:NAME"."""
-    if text is None:
-        return None
-    direction, colon, name = text.partition(":")
-    if colon and name and direction in ("min", "max"):
-        return Best(name, largest=direction == "max")
-    if not colon and text.endswith(_SMALLEST + _LARGEST):
-        return Best(text, largest=text.endswith(_LARGEST))
-    raise SpecError(
-        f'[checkpoint] keep_best is "{text}", which does not say whether small or large is good.',
-        fix=[f'keep_best = "min:{name or text}"', f'keep_best = "max:{name or text}"'],
-    )
+    found = best_result(text)
+    return Best(*found) if found is not None else None
 
 
 def expendable(

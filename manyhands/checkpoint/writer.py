@@ -34,6 +34,7 @@ from manyhands.checkpoint.layout import encode_state, plan_shards
 from manyhands.checkpoint.retention import parse_best
 from manyhands.checkpoint.tensorfile import file_order
 from manyhands.errors import CheckpointSaveFailed
+from manyhands.private_files import make_directory
 
 __all__ = ["CheckpointWriter", "SaveResult", "Snapshot", "take_snapshot_tensors"]
 
@@ -129,7 +130,7 @@ class CheckpointWriter:
             raise CheckpointSaveFailed(f"No checkpoint can be written to {root}: {error.strerror}.") from error
 
     def _open_root(self) -> None:
-        self._root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self._root.parent)
         if not self._root.is_dir():
             self._files.make_directory(self._root)
             self._files.sync_directory(self._root.parent)

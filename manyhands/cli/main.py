@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pwd
 import shlex
-import stat
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ import click
 
 from manyhands.cli.command_line import script_in
 from manyhands.errors import EnvironmentProblem, ManyhandsError, UsageError
+from manyhands.private_files import owner_and_mode
 from manyhands.spec.load import environment, nearest
 from manyhands.spec.names import check_name
 from manyhands.supported import check_system
@@ -144,15 +143,15 @@ def _denied(error: PermissionError) -> EnvironmentProblem:
     place = Path(os.fsdecode(error.filename)).absolute()
     for path in (place, *place.parents):  # the nearest that may be looked at
         with contextlib.suppress(OSError):
-            found = path.stat()
-            with contextlib.suppress(KeyError):
-                owner = pwd.getpwuid(found.st_uid).pw_name
-                break
-            owner = f"user {found.st_uid}"
+            owner, mode = owner_and_mode(path)
             break
     return EnvironmentProblem(
-        f"{place} is not for this user: {path} belongs to {owner} and has mode {stat.S_IMODE(found.st_mode):04o}.",
-        fix=[f"as {owner}: the same command", "a run of your own; runs are private to who started them"],
+        f"{place} is not for this user: {path} belongs to {owner} and has mode {mode}.",
+        fix=[
+            f"as {owner}: the same command",
+            f"as {owner}: mh run --group-readable ..., for a run that the directory's group may read",
+            "a run of your own; runs are private to who started them",
+        ],
     )
 
 

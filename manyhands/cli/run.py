@@ -52,7 +52,10 @@ EXAMPLES = {
 }
 GROUPS = {
     "Workers": ("workers", "strategy", "elastic", "servers", "threads"),
-    "Runs": ("run_dir", "overwrite", "seed", "config_file", "module", "recipe", "max_restarts", "grace_s"),
+    "Runs": (
+        *("run_dir", "overwrite", "group_readable", "seed", "config_file", "module", "recipe", "max_restarts"),
+        "grace_s",
+    ),
     "What is shown": ("verbose", "ui", "as_json", "dry_run"),
     "Checkpoints": ("every_steps", "every_s", "keep_last", "keep_best"),
     "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane"),

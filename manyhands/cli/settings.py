@@ -30,6 +30,7 @@ SHORT = {"workers": "-n", "verbose": "-v"}
 HELP = {
     "run_dir": "Where the run writes everything. Default: runs/<time>-<script>.",
     "overwrite": "Start over in the directory of a finished run.",
+    "group_readable": "Let the directory's group read what the run writes: mh status, logs and ckpt, also for others.",
     "seed": "All randomness and the data order follow from it.",
     "max_restarts": "How often a lost worker may restart the run from its last checkpoint.",
     "grace_s": "Seconds that workers get to commit a checkpoint after SIGTERM.",

@@ -18,7 +18,7 @@ from manyhands.control.roster import parse_generation
 from manyhands.control.runs import RunDirectory, default_path
 from manyhands.errors import EnvironmentProblem
 from manyhands.events import Event, encode
-from manyhands.private_files import open_private
+from manyhands.private_files import make_directory, open_private
 
 __all__ = ["Book"]
 
@@ -26,13 +26,13 @@ EARLY_EVENTS = 1000
 
 
 class Book:
-    def __init__(self, run: str, command: list[str], endpoint: str) -> None:
+    def __init__(self, run: str, command: list[str], endpoint: str, *, group_readable: bool = False) -> None:
         self.run = run
         self.directory: RunDirectory | None = None
         self.log_base = 0
         self.dropped = 0
         self.host = 0
-        self._command, self._endpoint = command, endpoint
+        self._command, self._endpoint, self._group_readable = command, endpoint, group_readable
         self._provisional = False
         self._discard: Path | None = None
         self._events: int | None = None
@@ -58,7 +58,14 @@ class Book:
                 return False
         before = self.directory
         place = path if path is not None else default_path(self.run)
-        directory = RunDirectory.adopt(place, overwrite, run=self.run, command=self._command, endpoint=self._endpoint)
+        directory = RunDirectory.adopt(
+            place,
+            overwrite,
+            group_readable=self._group_readable,
+            run=self.run,
+            command=self._command,
+            endpoint=self._endpoint,
+        )
         self._check_clock(directory, generation)
         self.directory, self._provisional = directory, path is None
         self.log_base = directory.last_attempt()
@@ -125,7 +132,7 @@ class Book:
         assert self.directory is not None
         self._close_events()
         try:
-            self.directory.events.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self.directory.events)
             path = self.directory.events / f"agent-{self.host}.jsonl"
             self._events = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from manyhands.comm.transport import Port, open_port
 from manyhands.control.messages import Refusal
 from manyhands.control.questions import Ask, Status
 from manyhands.control.runs import read_run
-from manyhands.errors import UsageError
+from manyhands.errors import EnvironmentProblem, UsageError
+from manyhands.private_files import owner_and_mode
 
 __all__ = ["query", "request_scale", "request_stop"]
 
@@ -39,7 +41,7 @@ def request_scale(run_dir: str | Path, workers: int | None = None, servers: int 
 
 def _ask(run_dir: str | Path, question: Ask) -> Status:
     record = read_run(run_dir)
-    if record.endpoint is None or not Path(record.endpoint.removeprefix("ipc://")).exists():
+    if record.endpoint is None or not _is_there(record.endpoint, Path(run_dir), question):
         raise UsageError(f"{run_dir} is not running here: its record says {record.status}, on {record.host}.")
     context: zmq.Context[Any] = zmq.Context()
     port: Port[Status | Refusal] = open_port(context, zmq.DEALER, record.endpoint, Status | Refusal)
@@ -54,3 +56,18 @@ def _ask(run_dir: str | Path, question: Ask) -> Status:
     finally:
         port.close()
         context.term()
+
+
+def _is_there(endpoint: str, run_dir: Path, question: Ask) -> bool:
+    """Whether the agent's socket is. It is in a directory of its owner's alone, also where the run is for a group."""
+    try:
+        os.stat(endpoint.removeprefix("ipc://"))
+    except PermissionError:
+        owner, mode = owner_and_mode(run_dir)
+        raise EnvironmentProblem(
+            f"{run_dir} belongs to {owner} and has mode {mode}: others may at most read it, not {question.what} it.",
+            fix=[f"as {owner}: mh {question.what} {run_dir}"],
+        ) from None
+    except OSError:
+        return False
+    return True

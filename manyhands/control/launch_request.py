@@ -48,6 +48,7 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """OMP_NUM_THREADS of each worker. None: as inherited, else cores / workers."""
     run_dir: str | None = None
     overwrite: bool = False
+    group_readable: bool = False
     elastic: tuple[int, int] | None = None
     """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
     servers: int = 0

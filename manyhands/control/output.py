@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
-from manyhands.private_files import open_private
+from manyhands.private_files import make_directory, open_private
 
 __all__ = ["Stream", "WorkerLog"]
 
@@ -59,7 +59,7 @@ class WorkerLog:
         self.close()
         self._failed = False
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(folder)
             if before is not None:
                 for suffix in _SUFFIX.values():
                     _copy(before / f"{self._name}.{suffix}", folder / f"{self._name}.{suffix}")

@@ -60,7 +60,12 @@ class Premises:
         self.directory = private_directory()
         self.guard = Guard(self.directory)
         opened.callback(self.guard.close)
-        self.book = Book(_run_name(request, self.addresses), _command(request), f"ipc://{self.directory}/control")
+        self.book = Book(
+            _run_name(request, self.addresses),
+            _command(request),
+            f"ipc://{self.directory}/control",
+            group_readable=request.group_readable,
+        )
         opened.callback(lambda: self.book.close(self.exit_code))
         self.context: zmq.Context[Any] = zmq.Context()
         opened.callback(self.context.destroy, linger=500)

@@ -1,16 +1,19 @@
 """The run directory: its paths, its lock, and `run.json`, the record of what became of the run.
 
 One process owns it at a time: the agent of the launching host, or a lone worker. The lock is an flock, so it is free
-the moment its holder is gone, however it went. Directories are 0700, files 0600.
+the moment its holder is gone, however it went. Directories are 0700, files 0600; in a run for its group 0750 and 0640,
+which is what the mode of `run.json` says (see `private_files`). The lock stays its owner's alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Literal
@@ -18,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from manyhands.errors import EnvironmentProblem, RunDirectoryInUse, RunFinished, UsageError
+from manyhands.private_files import GROUP_FILE, is_for_group
 from manyhands.spec.names import check_name, readable
 
 __all__ = ["RunDirectory", "RunRecord", "default_path", "read_run", "run_name"]
@@ -70,8 +74,16 @@ def read_run(path: str | Path) -> RunRecord:
 class RunDirectory:
     """Use `adopt` to own a directory, `visit` to write logs into one that another host owns."""
 
-    def __init__(self, path: Path, record: RunRecord, lock_fd: int | None, last_generation: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        record: RunRecord,
+        lock_fd: int | None,
+        last_generation: str | None,
+        group_readable: bool = False,
+    ) -> None:
         self.path, self.record = path, record
+        self._mode = GROUP_FILE if group_readable else 0o600
         self.last_generation = last_generation
         """Of the launch before this one in the same directory."""
         self._lock_fd = lock_fd
@@ -82,6 +94,7 @@ class RunDirectory:
         path: str | Path,
         overwrite: bool,
         *,
+        group_readable: bool = False,
         run: str | None = None,
         command: list[str] | None = None,
         endpoint: str | None = None,
@@ -89,12 +102,13 @@ class RunDirectory:
         """Lock the directory, making it if needed; an unfinished run in it is there to be resumed.
 
         Raises `UsageError` for a name that is no text, `RunDirectoryInUse` naming the holder, `RunFinished` unless
-        `overwrite`, `EnvironmentProblem` when the file system refuses.
+        `overwrite`, `EnvironmentProblem` when the file system refuses. With `group_readable` what an earlier
+        start wrote becomes readable for the group, and without it private again.
         """
         place = Path(path).absolute()
         check_name(str(place), "The run directory")
         try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(place, group_readable)
             lock_fd = _lock(place)
         except OSError as error:
             what = f"The run directory {place} cannot be used: {error.strerror}."
@@ -114,15 +128,18 @@ class RunDirectory:
             pid=os.getpid(),
             endpoint=endpoint,
         )
-        directory = cls(place, record, lock_fd, before.generation if before else None)
+        directory = cls(place, record, lock_fd, before.generation if before else None, group_readable)
         record.generation = directory.last_generation
+        was_for_group = is_for_group(place)
         directory._write()
+        if before is not None and was_for_group != group_readable:
+            _let_group_read(place, group_readable)
         return directory
 
     @classmethod
     def visit(cls, path: str | Path, run: str) -> RunDirectory:
         place = Path(path)
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(place, False)
         return cls(place, RunRecord(run=run), None, None)
 
     @property
@@ -164,10 +181,41 @@ class RunDirectory:
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, self._mode)
                 file.write(msgspec.json.format(msgspec.json.encode(self.record)) + b"\n")
             os.replace(temporary, self.path / "run.json")
         except OSError:
             temporary.unlink(missing_ok=True)
+
+
+def _make(place: Path, group_readable: bool) -> None:
+    """Those above it that are missing, too: a group that may not pass through them can read nothing below."""
+    missing = [one for one in (place, *place.parents) if not one.exists()]
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if group_readable:
+        for one in {place, *missing}:
+            os.chmod(one, stat.S_IMODE(one.stat().st_mode) | 0o050)
+
+
+def _let_group_read(place: Path, group_readable: bool) -> None:
+    """What an earlier start wrote, too. Of the user's own files in there none is touched, nor what a link leads to."""
+    for name in OWNED:
+        _change_mode(place / name, group_readable)
+        for folder, folders, files in os.walk(place / name):
+            for each in (*folders, *files):
+                _change_mode(Path(folder) / each, group_readable)
+
+
+def _change_mode(path: Path, group_readable: bool) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            bits = 0o050 if stat.S_ISDIR(found.st_mode) else 0o040
+            if found.st_uid == os.geteuid():
+                os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~0o077 | (bits if group_readable else 0))
+        finally:
+            os.close(fd)
 
 
 def _lock(place: Path) -> int:

@@ -19,6 +19,7 @@ import msgspec
 
 from manyhands.comm.transport import Port
 from manyhands.parallel.update_log import Bytes
+from manyhands.private_files import open_private
 
 __all__ = [
     "AtBackup",
@@ -288,4 +289,4 @@ class Backups:
 
 
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -35,6 +35,7 @@ from manyhands.parallel.update_log import (
     surviving,
     whole,
 )
+from manyhands.private_files import make_directory
 
 __all__ = ["LogReader", "Past", "ServedLog", "log_of", "saved_step"]
 
@@ -96,8 +97,8 @@ class ServedLog:
         self._moved: int | None = None
         """Segments after this step are in another place, at `_at`, than those before."""
         with self._no_error_passes():
-            for one in (directory.parent, directory):
-                one.mkdir(mode=0o700, exist_ok=True)
+            os.stat(directory.parent.parent)  # a run directory that this host does not see is not made here
+            make_directory(directory)
             if backups is None:
                 for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
                     _sync(path)

@@ -17,7 +17,7 @@ import msgspec
 from manyhands import exact_json
 from manyhands.errors import CheckpointCorrupt
 from manyhands.exact_json import numbers_from_text
-from manyhands.private_files import open_private
+from manyhands.private_files import make_directory, open_private
 
 __all__ = ["Calls"]
 
@@ -95,7 +95,7 @@ class Calls:
             self._warn(f"The result of call {number} ({name}) is not on record: {error.strerror}.")
 
     def _write(self, path: Path, record: _Record) -> None:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self._directory)
         temporary = path.with_suffix(".tmp")
         with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(exact_json.encode(record))

@@ -20,7 +20,14 @@ from manyhands.runtime.script_end import watch_ending
 from manyhands.runtime.server import Server
 from manyhands.runtime.server_requests import ask_for_servers
 from manyhands.runtime.solo import Solo
-from manyhands.runtime.strategy_names import Planned, StrategyChoice, as_strategy, check_strategy, in_place_of
+from manyhands.runtime.strategy_names import (
+    Planned,
+    StrategyChoice,
+    as_strategy,
+    check_promises,
+    check_strategy,
+    in_place_of,
+)
 from manyhands.runtime.worker import Worker, _seated
 from manyhands.spec import load
 from manyhands.spec.check_order import order_of_this_worker
@@ -74,6 +81,7 @@ def enter(
     checked = order_of_this_worker()
     if checked is not None:
         chosen = in_place_of(chosen, checked.strategy, **checked.settings)
+    check_promises(chosen, resolved.spec)
     if seat is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):

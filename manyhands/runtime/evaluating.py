@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from manyhands.comm.axis import Axis
 from manyhands.errors import CheckpointCorrupt, DataError, TrainingFailed
 from manyhands.parallel.trees import tree_flatten
-from manyhands.private_files import write_private
+from manyhands.private_files import make_directory, write_private
 from manyhands.runtime.structures import describe, rebuild
 from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
 from manyhands.torch_private import pytree
@@ -138,7 +138,7 @@ def to_file(path: Path, outputs: Any) -> Any:
     """Keep predictions for a restarted script; what is returned belongs into the call's record."""
     leaves, structure = tree_flatten(outputs)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves)}
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_directory(path.parent)
     write_private(path, encode_tensors(tensors))
     return _told_structure(structure)
 

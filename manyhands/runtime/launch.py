@@ -159,6 +159,7 @@ def make_request(
         threads=launch.threads or (1 if resolved.spec.train.exact else None),
         run_dir=run_dir,
         overwrite=run.overwrite,
+        group_readable=run.group_readable,
         elastic=launch.elastic or ((1, _all_workers(placement)) if servers else None),
         servers=servers,
         server_tasks=placement.server_tasks > 0,

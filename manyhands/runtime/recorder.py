@@ -22,7 +22,7 @@ import msgspec
 
 from manyhands import events
 from manyhands.events import Event, Warned
-from manyhands.private_files import open_private
+from manyhands.private_files import make_directory, open_private
 
 __all__ = ["Recorder", "follow", "parse_line", "read_events"]
 
@@ -154,7 +154,7 @@ class _AppendFile:
         return True
 
     def _open(self) -> int:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(fd).st_size
         if size and not self._in_line and os.pread(fd, 1, size - 1) != b"\n":

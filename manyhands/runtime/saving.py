@@ -28,7 +28,7 @@ from manyhands.runtime.recorder import read_events
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
-from manyhands.spec.run import CheckpointSection
+from manyhands.spec.run import CheckpointSection, best_result
 from manyhands.strategies.settings import at_least
 
 __all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest", "refuse_to_start_over"]
@@ -61,6 +61,7 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
         if self.every_s is not None and self.every_s < 0:
             what = f"every_s is {self.every_s:g}, but must not be below 0."
             raise SpecError(what, where="mh.Checkpoints", fix=["every_s=600", "every_s=None"])
+        best_result(self.keep_best)
 
 
 def check_checkpoints(given: object) -> None:

@@ -65,7 +65,9 @@ class Solo:
 
     def join(self, facts: RunFacts) -> None:
         path = Path(facts.run_dir) if facts.run_dir else default_path(run_name(facts.script))
-        self._directory = RunDirectory.adopt(path, facts.overwrite, command=sys.argv)
+        self._directory = RunDirectory.adopt(
+            path, facts.overwrite, group_readable=self._resolved.spec.run.group_readable, command=sys.argv
+        )
         self._display = open_display(self._resolved, environment(), solo=True)
         ending.tell(self)
         if threading.current_thread() is threading.main_thread():

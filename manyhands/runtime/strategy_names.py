@@ -24,7 +24,15 @@ from manyhands.strategies.choices import (
 from manyhands.strategies.divided import DIVIDED, Mesh, Pipeline, Tensor, grid_of, replica_of
 from manyhands.strategies.settings import Settings
 
-__all__ = ["Planned", "StrategyChoice", "as_strategy", "check_grid", "check_strategy", "in_place_of"]
+__all__ = [
+    "Planned",
+    "StrategyChoice",
+    "as_strategy",
+    "check_grid",
+    "check_promises",
+    "check_strategy",
+    "in_place_of",
+]
 
 StrategyChoice = (
     Single | Mirrored | MultiWorker | ParameterServer | LocalSGD | Tensor | Pipeline | Mesh | Sharded | CentralStorage
@@ -113,6 +121,53 @@ def check_grid(strategy: Tensor | Pipeline | Mesh, seat: Seat) -> None:
             where="elastic",
             fix=[f"--elastic {replica.size}:{strategy.workers}"],
         )
+
+
+def check_promises(strategy: StrategyChoice, spec: RunSpec) -> None:
+    """What the strategy's mode cannot keep, or would ignore. What its name rules out stands in `spec.run`.
+
+    With hybrid servers workers are replicas, and have all that replicas have. With those that lease out slices or
+    batches nothing travels from worker to worker; only where all workers wait for each other are results the same.
+    """
+    if not strategy.leases:
+        return
+    if spec.train.exact and not _waits_for_all(strategy):
+        how = _mode_in_words(strategy)
+        raise SpecError(
+            f"exact promises the same bits for any number of workers, but with {how} the result depends on which "
+            "worker is how fast.",
+            where=f"mh.{type(strategy).__name__}",
+            fix=['mode="sync", of mh.ParameterServer', 'strategy="mirrored"', "exact=False"],
+        )
+    for name, asked, usual, why in (
+        ("reducer", spec.comm.reducer, "exact", "gradients go to servers as they are"),
+        ("audit", spec.train.audit, False, "no second worker computes a slice to compare it"),
+        ("balance", spec.train.balance, False, "a worker takes its next slice or batch when it is done with one"),
+    ):
+        if asked != usual:
+            raise SpecError(
+                f"{name} is {asked!r}, but with {_mode_in_words(strategy)} {why}.",
+                where=f"mh.{type(strategy).__name__}",
+                fix=[f"{name}={usual!r}", _without_leases(strategy), 'strategy="mirrored"'],
+            )
+
+
+def _waits_for_all(strategy: StrategyChoice) -> bool:
+    if not isinstance(strategy, ParameterServer):
+        return False
+    return strategy.mode == "sync" or (strategy.mode == "ssp" and strategy.staleness == 0)
+
+
+def _without_leases(strategy: StrategyChoice) -> str:
+    return 'mode="hybrid"' if isinstance(strategy, ParameterServer) else "neither asynchronous= nor quorum="
+
+
+def _mode_in_words(strategy: StrategyChoice) -> str:
+    if isinstance(strategy, ParameterServer):
+        ahead = f", staleness={strategy.staleness}" if strategy.mode == "ssp" else ""
+        return f'mode="{strategy.mode}"{ahead}'
+    assert isinstance(strategy, LocalSGD)
+    return "asynchronous=True" if strategy.asynchronous else f"quorum={strategy.quorum}"
 
 
 def check_strategy(strategy: StrategyChoice, seat: Seat, spec: RunSpec) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from manyhands.errors import EnvironmentProblem, SpecError
+from manyhands.private_files import in_a_run, make_directory, open_private
 
 __all__ = ["TensorBoardHook"]
 
@@ -29,6 +30,7 @@ RETRY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 # How long the import of tensorboard may take; on a busy machine that is many times what a disk takes.
 IMPORT_TIMEOUT_S = 60.0
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class TensorBoardHook:
@@ -213,10 +215,11 @@ class _EventFile:
     def __init__(self, log_dir: Path, purge_step: int | None) -> None:
         Event, SessionLog, RecordWriter, self._scalar = _tensorboard()  # noqa: N806
         self._event = Event
-        log_dir.mkdir(parents=True, exist_ok=True)
+        ours = in_a_run(log_dir)  # elsewhere the user's umask decides
+        make_directory(log_dir) if ours else log_dir.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a directory in the order of their names.
         name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
-        self._raw = (log_dir / name).open("xb")
+        self._raw = os.fdopen(open_private(log_dir / name, NEW), "wb") if ours else (log_dir / name).open("xb")
         self._records = RecordWriter(self._raw)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:  # readers forget what an earlier attempt wrote at this step or later

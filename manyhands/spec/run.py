@@ -21,6 +21,7 @@ __all__ = [
     "RunSection",
     "RunSpec",
     "TrainSection",
+    "best_result",
     "strategy_name",
 ]
 
@@ -34,6 +35,8 @@ STORING = ("sharded", "central_storage")
 
 
 DEFAULT_SERVERS = 2
+SMALL_IS_GOOD, LARGE_IS_GOOD = ("loss", "error", "perplexity"), ("accuracy",)
+"""How the names of such results end; others say it with "min:" or "max:"."""
 
 SAME_STRATEGY = {
     "ddp": "mirrored",
@@ -67,6 +70,8 @@ class RunSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where everything the run writes goes; without it, runs/<time>-<script>."""
     overwrite: bool = False
     """Start over in the directory of a finished run."""
+    group_readable: bool = False
+    """Let the directory's group read the run: directories 0750, files 0640, whatever the umask. Else 0700 and 0600."""
     seed: int = 0
     """All randomness and the data order are functions of it."""
     max_restarts: int = 3
@@ -207,6 +212,21 @@ class CommSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         _at_least("comm", "bucket_bytes", self.bucket_bytes, 1024)
 
 
+def best_result(keep_best: str | None) -> tuple[str, bool] | None:
+    """The result that `keep_best` names, and whether large is good; `SpecError` where it does not say that."""
+    if keep_best is None:
+        return None
+    direction, colon, name = keep_best.partition(":")
+    if colon and name.strip() and direction in ("min", "max"):
+        return name, direction == "max"
+    if not colon and keep_best.endswith(SMALL_IS_GOOD + LARGE_IS_GOOD):
+        return keep_best, keep_best.endswith(LARGE_IS_GOOD)
+    known = (name if colon else keep_best).strip()
+    what = "does not say whether small or large is good" if known else "names no result"
+    fix = [f'keep_best = "min:{known}"', f'keep_best = "max:{known}"'] if known else ['"loss"', '"max:accuracy"']
+    raise SpecError(f'[checkpoint] keep_best is "{keep_best}", which {what}.', fix=fix)
+
+
 class CheckpointSection(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every_steps: int | None = None
     every_s: float | None = 600.0
@@ -218,6 +238,7 @@ class CheckpointSection(_Section, frozen=True, kw_only=True, forbid_unknown_fiel
         _at_least("checkpoint", "every_steps", self.every_steps, 1)
         _at_least("checkpoint", "every_s", self.every_s, 0)
         _at_least("checkpoint", "keep_last", self.keep_last, 1)
+        best_result(self.keep_best)
 
 
 class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -196,7 +196,7 @@ def test_keep_best_knows_its_direction(text, best):
     assert parse_best(text) == best
 
 
-@pytest.mark.parametrize("text", ["f1", "most:f1", "min:", ""])
+@pytest.mark.parametrize("text", ["f1", "most:f1", "min:", "max: ", ":", ""])
 def test_keep_best_without_a_direction_is_refused(text):
     with pytest.raises(SpecError, match="keep_best"):
         parse_best(text)
