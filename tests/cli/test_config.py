@@ -70,7 +70,7 @@ def test_the_schema_knows_every_section_and_refuses_other_keys(mh):
     [
         (["rnu"], "Did you mean run?"),
         (["config", "show", "--presision", "bf16"], "Did you mean '--precision'?"),
-        (["config", "show", "--precision", "fp64"], "'fp64' is not one of 'fp32', 'bf16', 'fp16'"),
+        (["config", "show", "--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16', 'fp64'"),
         (["config", "show", "--slices", "0"], "try: --slices 1"),
         (["config", "show", "--config", "none.toml"], "Cannot read the config file none.toml"),
     ],

@@ -171,7 +171,9 @@ def test_a_server_that_dies_quickly_again_and_again_ends_the_run_with_its_last_w
     block, text = run.run.failure()["block"], run.run.failure()["text"]
     assert (block["first"]["role"], block["first"]["rank"]) == ("server", 0)
     assert re.search(r"first failure +server 0 on .* \(pid \d+\)  at ", text), text
-    assert re.search(r"^ +ValueError: no such table$", text, re.M) and text.count("no such table") == 1, text
+    assert re.search(r"^ +ValueError: no such table$", text, re.M) and text.count("ValueError: no such table") == 1, (
+        text
+    )
     assert re.search(r'File ".*train.py", line \d+, in <module>', text), "the server's own traceback"
     assert block["first"]["log"].endswith("attempt-1/server-0.err")
 

@@ -73,7 +73,7 @@ def test_ready_batches_resume_within_an_epoch_on_other_workers():
 def test_ready_batches_that_changed_since_the_run_stopped_are_refused():
     ledger = Ledger(lambda: lambda: iter([torch.arange(5)] * 4), batched=True)
     ledger.run(1, 2)
-    with pytest.raises(DataError, match="had used 10 rows of epoch 0, but a batch of the stream now ends at row 12"):
+    with pytest.raises(DataError, match="had used 10 rows of epoch 1, but a batch of the stream now ends at row 12"):
         list(batches_of(lambda: iter([torch.arange(6)] * 4), batched=True, position=ledger.position, first_step=3))
 
 

@@ -51,11 +51,11 @@ def ended(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_mistake_in_a_script_is_told_with_its_own_lines_only(tmp_path):
     (tmp_path / "served").touch()
-    done = ended(tmp_path, "-m", "manyhands.cli.main", "run", "-n", "1")
+    done = ended(tmp_path, "-m", "manyhands.cli.main", "run", "-n", "1", "--servers", "1", "--precision", "fp16")
     assert done.returncode == 2
     told = done.stderr[done.stderr.index("traceback") :]
-    assert "train.py" in told and "trainer = mh.Trainer(" in told and "try: mh run --servers 1 -n 1" in told
-    assert "worker.py" not in told
+    assert "train.py" in told and "trainer.fit(" in told and 'try: precision="bf16"' in told
+    assert "manyhands/" not in told
 
 
 @pytest.mark.slow

@@ -180,7 +180,8 @@ def twice(store: str) -> str:
     from torch.utils.checkpoint import checkpoint
 
     params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))]
-    rank, _, gradients = on_two_hosts(store, params)
+    rank, plane, gradients = on_two_hosts(store, params)
+    plane.meet("opened")  # the memory ends with its maker
     gradients.begin(4, [range(r, r + 1) for r in range(4)], "step 0")
     gradients.before_backward(rank)
     x = torch.ones(8, requires_grad=True)
