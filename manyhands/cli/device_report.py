@@ -7,6 +7,7 @@ is no card. Start reading at `examine_devices`.
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -63,6 +64,10 @@ class Compared(msgspec.Struct, kw_only=True):
     peak_bytes: int = 0
     failed: str = ""
     is_alike: bool = True
+    slices: int = 0
+    """Forward and backward passes in a step."""
+    threads: int = 0
+    """Of each worker."""
 
     @property
     def verdict(self) -> str:
@@ -77,7 +82,7 @@ class DeviceReport(msgspec.Struct, kw_only=True):
     machine: Machine
     compared: list[Compared]
     speed: list[Compared]
-    """The same network by `mh.Mirrored` and by DDP."""
+    """The same network by `mh.Mirrored` and by DDP, with as many passes, rows and threads."""
     not_run: list[str] = []
     seconds: float = 0.0
 
@@ -214,11 +219,21 @@ class _Runs:
 
     def time(self, layout: Layout, device: str) -> Compared:
         size = {"steps": 30} if device == "cpu" else {"steps": 200, "width": 8192, "batch_size": 1024}
-        outcome, _, why = self._run(layout, **size)
-        speed, peak = (outcome.rows_per_s, outcome.peak_bytes) if outcome is not None else (0.0, 0)
-        return Compared(layout=layout.name, workers=layout.workers, rows_per_s=speed, peak_bytes=peak, failed=why)
+        threads = max(1, len(os.sched_getaffinity(0)) // layout.workers)
+        # DDP does one pass for each worker: more slices would be more, smaller passes.
+        outcome, _, why = self._run(layout, "--threads", str(threads), slices=layout.workers, **size)
+        if outcome is None:
+            return Compared(layout=layout.name, workers=layout.workers, failed=why)
+        return Compared(
+            layout=layout.name,
+            workers=layout.workers,
+            rows_per_s=outcome.rows_per_s,
+            peak_bytes=outcome.peak_bytes,
+            slices=outcome.slices,
+            threads=outcome.threads,
+        )
 
-    def _run(self, layout: Layout, **size: Any) -> tuple[Outcome | None, dict[str, Any] | None, str]:
+    def _run(self, layout: Layout, *flags: str, **size: Any) -> tuple[Outcome | None, dict[str, Any] | None, str]:
         """What the chief wrote, and why not where it did not."""
         from safetensors.torch import load_file
 
@@ -229,7 +244,7 @@ class _Runs:
         )
         servers = ["--servers", str(layout.servers)] if layout.servers else []
         command = [
-            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(layout.workers), *servers),
+            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(layout.workers), *servers, *flags),
             *("--run-dir", str(folder / "run"), "--ui", "none", "--max-restarts", "0"),
             *("-m", "manyhands.recipes.device_check", msgspec.json.encode(order).decode()),
         ]
@@ -271,9 +286,12 @@ def text_of(report: DeviceReport) -> str:
         "|---|---|---|---|---|---|",
         *(_row(one) for one in report.compared),
         "",
-        "| speed | workers | rows/s | device memory |",
-        "|---|---|---|---|",
-        *(f"| {one.layout} | {one.workers} | {_speed(one)} | {_memory(one)} |" for one in report.speed),
+        "| speed | workers | passes a step | threads each | rows/s | device memory |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {one.layout} | {one.workers} | {one.slices} | {one.threads} | {_speed(one)} | {_memory(one)} |"
+            for one in report.speed
+        ),
         "",
         *(f"- {one.layout}: {one.failed}" for one in [*report.compared, *report.speed] if one.failed),
         *([f"- not run, for lack of time: {', '.join(report.not_run)}"] if report.not_run else []),

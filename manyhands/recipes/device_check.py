@@ -34,6 +34,7 @@ class DeviceOrder(msgspec.Struct, kw_only=True):
     steps: int = 20
     width: int = 128
     batch_size: int = 64
+    slices: int = 4
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -45,6 +46,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     """After the first few steps."""
     peak_bytes: int = 0
     """Of the chief's device memory; 0 on the CPU."""
+    slices: int = 0
+    """Forward and backward passes in a step, of all workers together."""
+    threads: int = 0
+    """Of the chief."""
 
 
 def make_model(width: int) -> nn.Module:
@@ -98,13 +103,13 @@ def by_manyhands(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
         loss=loss,
         optimizer=make_optimizer,
         strategy=getattr(mh, order.strategy)(devices=order.devices, **order.settings),
-        slices=4,
+        slices=order.slices,
         hooks=[clock],
     )
     trainer.fit(pictures, steps=order.steps, batch_size=order.batch_size)
     trainer.save(Path(order.folder) / "model.safetensors")
     if trainer.is_chief:
-        write(order, device, clock)
+        write(order, device, clock, order.slices)
 
 
 def by_ddp(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
@@ -128,13 +133,20 @@ def by_ddp(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
         optimizer.step()
         clock.add(float(value.detach()))
     if dist.get_rank() == 0:
-        write(order, device.type, clock)
+        write(order, device.type, clock, dist.get_world_size())
     dist.destroy_process_group()
 
 
-def write(order: DeviceOrder, device: str, clock: Clock) -> None:
+def write(order: DeviceOrder, device: str, clock: Clock, slices: int) -> None:
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
-    found = Outcome(device=device, losses=clock.losses, rows_per_s=clock.rows_per_s, peak_bytes=peak)
+    found = Outcome(
+        device=device,
+        losses=clock.losses,
+        rows_per_s=clock.rows_per_s,
+        peak_bytes=peak,
+        slices=slices,
+        threads=torch.get_num_threads(),
+    )
     (Path(order.folder) / "outcome.json").write_bytes(msgspec.json.encode(found))
 
 

@@ -94,14 +94,18 @@ class Overview(msgspec.Struct, kw_only=True):
 
 
 def find_run(named: str | None, root: Path = Path("runs")) -> Path:
-    """A run directory by its path or its name under `root`; without a name, the run started last."""
+    """A run directory by its path or its name under `root`; without a name, the run started last.
+
+    `PermissionError` for one that this user may not read, also where its directory is open to all.
+    """
     if named is None:
         runs = all_runs(root)
         if not runs:
             raise UsageError(f"There is no run in {root}/.", fix=["mh run script.py", "name a run directory"])
         return runs[0]
     for path in (Path(named), root / named):
-        if (path / "run.json").is_file():
+        if (record := path / "run.json").is_file():
+            record.open("rb").close()
             return path
     known = [path.name for path in all_runs(root)]
     near = difflib.get_close_matches(named, known, n=3, cutoff=0.4) or known[:1]

@@ -90,4 +90,6 @@ def test_on_the_cpu_every_strategy_ends_where_one_process_ends(tmp_path: Path) -
     assert all(one["rows_per_s"] > 0 for one in found["compared"])
     assert [one["layout"] for one in found["speed"]] == ["mh.Mirrored", "DistributedDataParallel"]
     assert all(one["rows_per_s"] > 0 for one in found["speed"])
+    ours, theirs = ((one["slices"], one["threads"]) for one in found["speed"])
+    assert ours == theirs and ours[0] == 2, "the same passes and threads, or the speeds cannot be compared"
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"

@@ -65,15 +65,19 @@ main(sys.argv[1:])
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT SHOWN HERE: becoming another user needs root")
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "ckpt ls"])
-def test_another_users_run_is_named_with_its_owner_and_mode(command: str) -> None:
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_another_users_run_is_named_with_its_owner_and_mode(command: str, mode: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         run = Path(folder) / "theirs"
         (run / "checkpoints").mkdir(parents=True)
         (run / "run.json").write_text('{"run": "theirs", "created": "2026-11-18T00:00:00+0000"}')
-        run.chmod(0o700)
+        (run / "run.json").chmod(0o600)
+        (run / "checkpoints").chmod(0o700)
+        run.chmod(mode)
         words = [sys.executable, "-c", AS_NOBODY, *command.split(), str(run)]
         done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=100)
     assert done.returncode == 3, done.stderr
-    assert "belongs to root and has mode 0700" in done.stderr
+    closed = "0700" if mode == 0o700 or "ckpt" in command else "0600"
+    assert f"belongs to root and has mode {closed}" in done.stderr
     assert "bug" not in done.stderr

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import manyhands as mh
 from manyhands.errors import SpecError
+from manyhands.runtime.run_checks import check_elastic
 from manyhands.runtime.strategy_names import STRATEGIES, check_promises
 from manyhands.spec.load import resolve
 
@@ -22,7 +24,7 @@ KEPT: dict[str, tuple[Any, set[str]]] = {
     "servers, ssp": (mh.ParameterServer(mode="ssp", staleness=2), set()),
     "servers, async": (mh.ParameterServer(), set()),
     "servers, Downpour": (mh.ParameterServer(push_every=4), set()),
-    "servers, hybrid": (mh.ParameterServer(mode="hybrid"), {"exact", "bf16", "int8", "audit", "balance"}),
+    "servers, hybrid": (mh.ParameterServer(mode="hybrid"), {"exact", "bf16", "audit", "balance"}),
     "local_sgd": (mh.LocalSGD(), {"bf16"}),
     "diloco": (mh.LocalSGD(outer="nesterov"), {"bf16"}),
     "local_sgd, asynchronous": (mh.LocalSGD(outer="elastic", asynchronous=True), set()),
@@ -43,8 +45,11 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def enter(choice: Any, asked: dict[str, Any]) -> None:
-    """What `mh.Trainer(...)` and `mh.join(...)` begin with."""
-    check_promises(choice, resolve(arguments={"strategy": choice.name, **asked}, environ={}).spec)
+    """What `mh.Trainer(...)` and `mh.join(...)` begin with; runs with servers are elastic."""
+    spec = resolve(arguments={"strategy": choice.name, **asked}, environ={}).spec
+    check_promises(choice, spec)
+    if choice.on_servers:
+        check_elastic(torch.optim.SGD([torch.zeros(1)]), spec.comm.reducer)
 
 
 @pytest.mark.parametrize("what", ASKED)
