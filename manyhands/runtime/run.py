@@ -31,6 +31,7 @@ from manyhands.events import Evaluated, RunStarted, Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.modes import begin_training_
 from manyhands.parallel.precision import fp16_slowdown
+from manyhands.private_files import make_directory
 from manyhands.runtime import evaluating, process
 from manyhands.runtime.calls import Calls
 from manyhands.runtime.dividing import Sample
@@ -235,6 +236,8 @@ class Run:
             )
         )
         self.regrouping.find_place()
+        if worker.is_chief:
+            make_directory(worker.home)
         self.calls = Calls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
