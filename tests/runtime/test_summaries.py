@@ -31,7 +31,7 @@ def stats(loss=0.5, **changes):
 
 @pytest.fixture
 def trainer(tmp_path):
-    return types.SimpleNamespace(run_dir=tmp_path)
+    return types.SimpleNamespace(home=tmp_path)
 
 
 def scalars(log_dir):
