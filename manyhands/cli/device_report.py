@@ -125,7 +125,7 @@ def this_machine(device: str) -> Machine:
     found = Machine(
         manyhands=__version__,
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         cuda=torch.version.cuda or "none",
         nccl="none",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",

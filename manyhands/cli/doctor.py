@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Literal
 
 import click
-import msgspec
 
+from manyhands import exact_json
 from manyhands.errors import UsageError
 from manyhands.runtime.checkup import Finding, examine
 from manyhands.spec.load import environment
@@ -49,7 +48,7 @@ def doctor(
             click.echo(_lines(finding))
     failed = [finding.check for finding in findings if finding.verdict == "fail"]
     if as_json:
-        click.echo(json.dumps({"ok": not failed, "findings": msgspec.to_builtins(findings)}, indent=2))
+        click.echo(exact_json.encode({"ok": not failed, "findings": findings}, indent=2))
     elif failed:
         click.echo(f"This machine cannot train yet: {', '.join(failed)}.")
     if failed:
@@ -62,7 +61,7 @@ def _try_devices(device: str, only: tuple[str, ...], as_json: bool) -> int:
 
     with ended_by_signals():
         report = examine_devices(device, only, functools.partial(click.echo, err=True))
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2) if as_json else text_of(report))
+    click.echo(exact_json.encode(report, indent=2) if as_json else text_of(report))
     return 0 if report.is_fine else 1
 
 

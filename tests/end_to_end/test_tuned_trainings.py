@@ -94,7 +94,7 @@ def test_a_script_tunes_itself_and_goes_on_with_the_choice(tmp_path: Path) -> No
     chosen = re.search(r"^chosen: 1 worker x 1 thread, contiguous, (keep|system), fp32", done.stderr, re.M)
     assert chosen
     kept = {"keep": "freed memory kept", "system": "system allocator"}[chosen[1]]
-    assert f"\nmirrored, V=1, fp32, 1 thread each, cpu, contiguous memory, {kept}\n" in done.stderr
+    assert f"\nmirrored, V=1, fp32, 1 thread each, cpu, contiguous memory, {kept}" in done.stderr
     assert left_in(tmp_path) == {"mine", "before.safetensors", "after.safetensors", "went-on"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 2, "a trial saved something"
     assert len(list(tmp_path.glob("*.went-on"))) == 1, "a trial went on after its training"
