@@ -12,7 +12,7 @@ RUN pip wheel --no-cache-dir --no-deps -w /wheels /source
 FROM python:3.11-slim
 # The index of torch's CPU builds, as PyTorch's own page of install commands names it; without it pip takes CUDA's.
 ARG CPU_INDEX=""
-RUN pip install --no-cache-dir torch==2.13.0 ${CPU_INDEX:+--index-url "$CPU_INDEX"}
+RUN pip install --no-cache-dir torch==2.13.0 ${CPU_INDEX:+-i "$CPU_INDEX"}
 COPY --from=wheel /wheels /wheels
 COPY constraints.txt /wheels/
 RUN pip install --no-cache-dir -c /wheels/constraints.txt "$(ls /wheels/*.whl)[demo]"
