@@ -24,7 +24,7 @@ from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepLike
 from manyhands.strategies.loss_kinds import LEAST_ROWS, Kind, Measured, Value, agrees, cuts, verdict, words
 from manyhands.strategies.losses import as_loss, is_per_example, refuse_metric
 
-__all__ = ["FirstLook", "cut_rows", "measure", "undisturbed"]
+__all__ = ["FirstLook", "measure", "rows_between", "undisturbed"]
 
 MOST_ROWS = 16
 """So few are enough to see what kind of loss it is."""
@@ -54,7 +54,7 @@ class FirstLook:
         self._step = -1
         rows = min(piece.rows, MOST_ROWS)
         try:
-            few = cut_rows(piece.batch, piece.rows, 0, rows)
+            few = rows_between(piece.batch, piece.rows, 0, rows)
         except _Uncut:
             return
         with undisturbed(model, foreign):
@@ -96,7 +96,7 @@ def measure(loss: Callable[[Any], Any], batch: Any, rows: int, tolerance: float)
     low, high = cuts(rows)
 
     def of(start: int, stop: int) -> Value:
-        value, times, weight = as_loss(loss(cut_rows(batch, rows, start, stop)), stop - start)
+        value, times, weight = as_loss(loss(rows_between(batch, rows, start, stop)), stop - start)
         return Value(value.item() * times, weight)
 
     whole = loss(batch)
@@ -149,11 +149,11 @@ class _Uncut(Exception):
     """A batch that nobody but its maker can cut."""
 
 
-def cut_rows(batch: Any, rows: int, low: int, high: int) -> Any:
+def rows_between(batch: Any, rows: int, low: int, high: int) -> Any:
     """Rows `low` to `high` of a batch that has so many; an exception where it cannot be seen which these are."""
 
     def cut(one: Any) -> Any:
-        return cut_rows(one, rows, low, high)
+        return rows_between(one, rows, low, high)
 
     if isinstance(batch, Tensor | np.ndarray):
         if batch.shape[:1] != (rows,):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.buffers import ForeignState
 from manyhands.parallel.precision import Precision
-from manyhands.strategies.first_look import FirstLook, cut_rows
+from manyhands.strategies.first_look import FirstLook, rows_between
 from manyhands.strategies.loss_kinds import Measured, Value, cuts, verdict
 
 ROWS, TOKENS, CLASSES, IGNORED = 12, 7, 5, -100
@@ -249,7 +249,7 @@ def test_a_metric_that_fits_or_cannot_be_asked_yet_is_left_alone() -> None:
 
 def test_rows_are_cut_out_of_whatever_a_collate_function_makes() -> None:
     x = torch.arange(8).view(4, 2)
-    cut = cut_rows({"x": x, "more": (x, [x.numpy()]), "names": ["a", "b", "c", "d"], "none": None}, 4, 1, 3)
+    cut = rows_between({"x": x, "more": (x, [x.numpy()]), "names": ["a", "b", "c", "d"], "none": None}, 4, 1, 3)
     assert cut["x"].tolist() == cut["more"][1][0].tolist() == [[2, 3], [4, 5]]
     assert cut["names"] == ["b", "c"] and cut["none"] is None
 
