@@ -44,6 +44,7 @@ SECONDS = 3.0
 WAIT_S = 120.0
 # What a trial's processes get to be gone after a kill, before the kill is repeated for its launcher.
 GONE_AFTER_S = 15.0
+AGAIN_AFTER_S = 0.1
 IN_A_TRIAL = {"run.max_restarts": 0, "launch.ui": "none"}
 LINES_KEPT = 12
 WORDS_KEPT = 100
@@ -300,12 +301,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with process:
         assert process.stdout is not None
         process.stdout.close()  # or a launcher that has much to tell would wait for us to read it
-        for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends a run at once
-            if process.poll() is None:
-                process.send_signal(number)
-        try:
-            process.wait(GONE_AFTER_S)
-        except subprocess.TimeoutExpired:
+        give_up_at = time.monotonic() + GONE_AFTER_S
+        while process.poll() is None and time.monotonic() < give_up_at:
+            # The second Ctrl-C ends a run at once, without a checkpoint; but two in a row may arrive as one.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(AGAIN_AFTER_S)
+        if process.poll() is None:
             process.kill()  # its guard ends what it leaves
 
 
