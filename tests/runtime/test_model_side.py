@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -215,9 +215,12 @@ def test_what_cannot_be_fp64_is_refused_by_name() -> None:
 
 
 def test_a_misspelt_keyword_is_answered_with_the_one_that_was_meant() -> None:
-    fit: Any = mh.Trainer.fit
+    make, fit = cast("tuple[Any, Any]", (mh.Trainer, mh.Trainer.fit))
     with pytest.raises(SpecError, match=r"Trainer\.fit has no argument 'batchsize'\. Did you mean batch_size\?"):
         fit(None, data(), batchsize=3)
+    for keyword in ("epochs", "checkpoints", "batch_size"):
+        with pytest.raises(SpecError, match=rf"Did you mean {keyword[:10]} of Trainer\.fit\?"):
+            make(None, None, None, **{keyword: 3})
     with pytest.raises(SpecError, match=r"join has no argument 'slicse'\. Did you mean slices\?"):
         mh.join(slicse=2)  # type: ignore[call-arg]
 
