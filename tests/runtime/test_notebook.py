@@ -98,5 +98,9 @@ def test_a_trainer_says_what_it_trains_before_and_after_it_has_begun(
     monkeypatch.chdir(tmp_path)
     trainer = mh.Trainer(MODELS["plain"], mean_loss, OPTIMIZERS["SGD"])
     assert repr(trainer) == "<mh.Trainer: Sequential of 276 parameters, mirrored, fp32>"
+    assert trainer._repr_html_() == (
+        "<table><tr><th>model</th><td>Sequential of 276 parameters</td></tr>"
+        "<tr><th>strategy</th><td>mirrored</td></tr><tr><th>precision</th><td>fp32</td></tr></table>"
+    )
     assert not list(tmp_path.iterdir()), "showing it has begun a run"
     assert torch.is_grad_enabled()
