@@ -312,7 +312,7 @@ class Trainer:
             if once := only_at_the_end(validations, num_steps):
                 run.worker.warn(once)
             run.look_first()
-        with run.regrouping.listening(taken.regrouped):
+        with run.regrouping.listening(taken.regrouped), run.worker.interruptible():
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))
         return history
