@@ -126,7 +126,9 @@ class ServerWentOn(_Event, frozen=True):
 
 class StepDone(_OfTraining, frozen=True):
     step: int
+    """Counted from 1, over all calls of `fit`."""
     epoch: int
+    """Counted from 0: what is printed as epoch 1 is epoch 0. So it is in every event."""
     loss: float
     rows: int
     samples_per_s: float
@@ -139,7 +141,8 @@ class StepDone(_OfTraining, frozen=True):
     took_s: float = 0.0
     """Wall clock from the step before, without what came between epochs; `samples_per_s` is smoothed, this is not."""
     start: tuple[int, int] | None = None
-    """Where its rows begin in the run's data: the epoch, counted over all calls of `fit`, and the row in its order."""
+    """Where its rows begin in the run's data: the epoch, counted over all calls of `fit`, and the row in its order;
+    both from 0."""
     generation: str = ""
     """The one that committed it."""
     staleness: int | None = None
@@ -170,6 +173,7 @@ class RoundsClosed(_OfTraining, frozen=True):
 
 class EpochDone(_OfTraining, frozen=True):
     epoch: int
+    """From 0: after the one that is printed as "epoch 1 done" it is 0."""
     step: int
     results: dict[str, float]
 
@@ -178,6 +182,7 @@ class Validated(_OfTraining, frozen=True):
     """`fit` has validated inside an epoch, or has ended there: a row of its history."""
 
     epoch: int
+    """From 0."""
     step: int
     results: dict[str, float]
 
@@ -271,6 +276,7 @@ class CheckpointFailed(_OfTraining, frozen=True):
 class Resumed(_OfTraining, frozen=True):
     step: int
     epoch: int
+    """From 0."""
     path: str
     skipped: list[str] = []
     """Newer checkpoints that did not verify, with the reason."""

@@ -31,6 +31,17 @@ class FTRL(Optimizer):
     0.1, and z at 0. `l2_shrinkage` s adds 2 s w to the gradient in z, not to that in n. Sparse gradients touch their
     rows only: what the others have, shrinkage included, waits until they are touched.
     A rate of 0, which some schedules begin or end with, changes nothing.
+
+    Args:
+        params: The parameters, or groups of them as torch takes them.
+        lr: The learning rate.
+        l1: How strongly weights are held at exactly 0.
+        l2: How strongly they are drawn towards 0.
+        beta: See above. Default: the convention's.
+        lr_power: How the rate falls with n: -0.5 is as in Adagrad, 0 not at all.
+        l2_shrinkage: See above; 0 switches it off.
+        initial_accumulator: What n starts with. Default: the convention's.
+        convention: "paper" or "tensorflow".
     """
 
     def __init__(

@@ -15,6 +15,9 @@ def step(model: nn.Module) -> None:
     """Apply the gradients that backward has left to the model's rows; several backwards add up.
 
     For a plain loop, beside `optimizer.step()`. A trainer and `hands.step()` do it themselves.
+
+    Args:
+        model: Any module with `mh.Embedding` or `mh.EmbeddingBag` in it.
     """
     sparse = Sparse(model)
     if not sparse:

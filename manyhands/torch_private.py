@@ -132,6 +132,12 @@ NAMES = (
     PrivateName("_forward_hooks", "modules with hooks stay whole", ALL, of=nn.Identity),
     PrivateName("_forward_pre_hooks", "modules with hooks stay whole", ALL, of=nn.Identity),
     PrivateName("_backward_hooks", "modules and tensors with hooks stay as they are", ALL, of=nn.Identity),
+    PrivateName(
+        "_compiled_call_impl",
+        "running layers uncompiled that are divided over workers",
+        instead="those compiled by their method compile() stay so",
+        of=nn.Identity,
+    ),
     PrivateName("_version", "whether a buffer or weight was changed in place", ALL, of=lambda: torch.zeros(1)),
     PrivateName("_is_view", "outputs that share memory with others", DIVIDING_LAYERS, of=lambda: torch.zeros(1)),
     PrivateName("_schema", "whether an operation changes its argument", DIVIDING_LAYERS, of=_in_place),

@@ -6,6 +6,7 @@ beside it (tests/docs/test_api_reference.py) refuses a parameter that is in no e
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -29,11 +30,15 @@ GROUPS = {
         *("Single", "Mirrored", "MultiWorker", "Sharded", "CentralStorage", "Tensor", "Pipeline", "Mesh"),
         *("ParameterServer", "LocalSGD"),
     ],
-    "Data and embeddings": ["InputContext", "Embedding", "EmbeddingBag"],
+    "Data and embeddings": [
+        *("InputContext", "order.Weighted", "order.ByLength", "Embedding", "EmbeddingBag", "rows.RowOptimizer"),
+        *("rows.SGD", "rows.Adagrad", "rows.RowwiseAdagrad", "rows.Adam", "rows.FTRL", "rows.step"),
+    ],
+    "Optimizers that torch does not have": ["optim.FTRL"],
     "Clusters": ["ClusterSpec", "Server", "Cluster", "Coordinator", "RemoteValue", "Worker", "step"],
 }
-MADE_BY_US = ("Hands", "RemoteValue", "History")
-WITH_METHODS = ("Trainer", "Hands")
+MADE_BY_US = ("Hands", "RemoteValue", "History", "rows.RowOptimizer")
+WITH_METHODS = ("Trainer", "Hands", "ClusterSpec", "Server", "Cluster", "Coordinator", "RemoteValue", "Worker")
 
 
 class Explained(NamedTuple):
@@ -52,10 +57,15 @@ def explained(docstring: str | None) -> Explained:
     return Explained(text.strip(), args)
 
 
+def public_name(name: str) -> Any:
+    """Of mh, or of one of its modules."""
+    return functools.reduce(getattr, name.split("."), mh)
+
+
 def public_calls() -> Iterator[tuple[str, Callable[..., Any], str | None]]:
     """Everything a user calls: its name, what has its signature, and its docstring."""
     for name in (name for group in GROUPS.values() for name in group):
-        public = getattr(mh, name)
+        public = public_name(name)
         if name not in MADE_BY_US:
             yield f"mh.{name}", public, public.__doc__
         if name in WITH_METHODS:
@@ -75,8 +85,8 @@ def reference() -> str:
         lines += [f"## {group}", ""]
         for name in names:
             whole = f"mh.{name}"
-            lines += _entry(whole, *calls[whole]) if whole in calls else _bare(whole, getattr(mh, name))
-            lines += _properties(getattr(mh, name)) if name in WITH_METHODS else []
+            lines += _entry(whole, *calls[whole]) if whole in calls else _bare(whole, public_name(name))
+            lines += _properties(public_name(name)) if name in WITH_METHODS else []
             for method in [one for one in calls if one.startswith(f"{whole}.")]:
                 lines += _entry(method, *calls[method])
     return "\n".join(lines)

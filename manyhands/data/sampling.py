@@ -50,8 +50,12 @@ class Weighted:
 
     An epoch takes `num_samples` rows; default: as many as there are weights. With `replacement` each position is a draw
     of its own, so some rows come several times in an epoch and some not at all. Without, a row comes once at most: each
-    draw is in proportion to the weights of the rows that are left. Weights need not sum to 1; a row of weight 0 is
-    never drawn.
+    draw is in proportion to the weights of the rows that are left.
+
+    Args:
+        weights: One number for each row, 0 or more. They need not sum to 1; a row of weight 0 is never drawn.
+        num_samples: Rows of an epoch. Default: as many as there are weights.
+        replacement: Whether a row may come several times in an epoch.
     """
 
     def __init__(self, weights: Any, num_samples: int | None = None, replacement: bool = True) -> None:
@@ -125,6 +129,10 @@ class ByLength:
     An epoch takes every row once. Of the shuffled order, each `window` batches' rows are sorted by length and cut into
     batches, which are shuffled among themselves. A larger window pads less; a smaller one is closer to a plain shuffle.
     The rows of a batch are in the order of their lengths, so that slices, which are padded by themselves, gain, too.
+
+    Args:
+        lengths: One number for each row.
+        window: In batches.
     """
 
     def __init__(self, lengths: Any, window: int = 50) -> None:

@@ -27,7 +27,7 @@ MOST = 2**31 - 2
 
 
 class RowOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a gradient changes a row. `lr` is the learning rate; schedules of the dense optimizer do not change it."""
+    """How a gradient changes a row: what those below are. Schedules of the dense optimizer do not change its rate."""
 
     lr: float
 
@@ -55,7 +55,11 @@ class RowOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SGD(RowOptimizer, frozen=True):
-    """w -= lr * g."""
+    """w -= lr * g.
+
+    Args:
+        lr: The learning rate.
+    """
 
     lr: float = 0.01
 
@@ -63,11 +67,16 @@ class SGD(RowOptimizer, frozen=True):
 
 
 class Adagrad(RowOptimizer, frozen=True):
-    """n += g * g; w -= lr * g / (sqrt(n) + eps): a rate for every weight, as in torch."""
+    """n += g * g; w -= lr * g / (sqrt(n) + eps): a rate for every weight, as in torch.
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator: What n starts with.
+        eps: Keeps the divisor from 0.
+    """
 
     lr: float = 0.05
     initial_accumulator: float = 0.0
-    """What n starts with."""
     eps: float = 1e-10
 
     number = 1
@@ -80,13 +89,25 @@ class Adagrad(RowOptimizer, frozen=True):
 
 
 class RowwiseAdagrad(Adagrad, frozen=True):
-    """The same with one n for the whole row, to which the mean of g * g is added: little more memory than SGD."""
+    """Adagrad with one n for the whole row, to which the mean of g * g is added: little more memory than SGD.
+
+    Args:
+        lr: The learning rate.
+        initial_accumulator: What n starts with.
+        eps: Keeps the divisor from 0.
+    """
 
     number = 2
 
 
 class Adam(RowOptimizer, frozen=True):
-    """Adam on the rows that have a gradient, each with its own count of steps ("lazy"): others are left alone."""
+    """Adam on the rows that have a gradient, each with its own count of steps ("lazy"): others are left alone.
+
+    Args:
+        lr: The learning rate.
+        betas: How slowly the means of gradients and of their squares change.
+        eps: Keeps the divisor from 0.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -104,7 +125,18 @@ class Adam(RowOptimizer, frozen=True):
 
 
 class FTRL(RowOptimizer, frozen=True):
-    """FTRL-Proximal, as `mh.optim.FTRL` has it for dense weights: the same settings, conventions and formulas."""
+    """FTRL-Proximal, as `mh.optim.FTRL` has it for dense weights: the same settings, conventions and formulas.
+
+    Args:
+        lr: The learning rate.
+        l1: How strongly weights are held at exactly 0.
+        l2: How strongly they are drawn towards 0.
+        beta: See `mh.optim.FTRL`. Default: the convention's.
+        lr_power: How the rate falls with n: -0.5 is as in Adagrad, 0 not at all.
+        l2_shrinkage: See `mh.optim.FTRL`; 0 switches it off.
+        initial_accumulator: What n starts with. Default: the convention's.
+        convention: "paper" or "tensorflow".
+    """
 
     lr: float = 1e-3
     l1: float = 0.0

@@ -40,23 +40,29 @@ class Traced:
         if not first.calls:
             raise SpecError(f"{type(model).__name__} calls no module of its own, so there is nothing to cut between.")
         self.names = [call.name for call in first.calls]
-        self._ways: dict[bool, list[_Way]] = {True: [], False: []}
-        self._ways[model.training].append(_Way(first, model))
-        self.first = self._ways[model.training][0]
+        blocks = {id(inner) for unit in self._units for inner in model.get_submodule(unit).modules()}
+        self._between = [module for module in model.modules() if id(module) not in blocks]
+        self._ways: dict[tuple[bool, ...], list[_Way]] = {}
+        self.first = _Way(first, model)
+        self._ways[self._modes()] = [self.first]
 
     def parts(self, starts: Sequence[int]) -> list[TracedPart]:
         begins = [self.names[start] for start in starts]
         return [TracedPart(self, begins, number) for number in range(len(begins))]
 
     def way(self, inputs: Inputs) -> _Way:
-        """The graph for such inputs in the model's present mode; traced when they first come."""
-        ways = self._ways[self.model.training]
+        """The graph for such inputs in the modes that modules are in; traced when they first come."""
+        ways = self._ways.setdefault(self._modes(), [])
         for way in ways:
             if way.trace.fits(inputs):
                 return way
         copy_modes_(self._bare, self.model)
         ways.append(_Way(self._trace(inputs), self.model))
         return ways[-1]
+
+    def _modes(self) -> tuple[bool, ...]:
+        """Of modules outside of blocks, which the graph depends on; blocks run in the mode that they are in."""
+        return tuple(module.training for module in self._between)
 
     def _trace(self, inputs: Inputs) -> Trace:
         return trace(self._bare, self._units, inputs)

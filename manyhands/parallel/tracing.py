@@ -253,6 +253,8 @@ class _whole:  # noqa: N801 - reads as what it does
 
     def __init__(self, model: nn.Module, units: Sequence[str], calls: list[Call]) -> None:
         self._modules = {name: model.get_submodule(name) for name in units}
+        # A compiled module's forward is no method of its class but its own, and has to be there for the next trace.
+        self._own = {name: module.__dict__["forward"] for name, module in self._modules.items() if _has_own(module)}
         self._calls = calls
 
     def __enter__(self) -> None:
@@ -266,8 +268,10 @@ class _whole:  # noqa: N801 - reads as what it does
     def __exit__(self, *_: object) -> None:
         self._calls += _calls
         _calls[:] = []
-        for module in self._modules.values():
+        for name, module in self._modules.items():
             del module.forward
+            if name in self._own:
+                module.forward = self._own[name]
 
     def _noting(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -282,6 +286,10 @@ class _whole:  # noqa: N801 - reads as what it does
             return call.unflatten(block_operation()(len(_calls) - 1, tensors, sizes))
 
         return noted
+
+
+def _has_own(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
 
 
 @contextmanager

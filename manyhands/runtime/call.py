@@ -64,7 +64,7 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) ->
         display = _Remembering(open_display(resolved, environ))
         code = launch_command(request, placement, display)
         if code != 0:
-            raise _error(code, fn, display.block)
+            raise _error(code, fn, display)
         return json.loads(result_file.read_text()) if result_file.exists() else None
 
 
@@ -119,8 +119,10 @@ class _Remembering:
     def __init__(self, inner: Display) -> None:
         self._inner = inner
         self.block: Failure | None = None
+        self.run = ""
 
     def event(self, event: Event) -> None:
+        self.run = getattr(event, "run", "") or self.run
         self._inner.event(event)
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
@@ -136,11 +138,14 @@ class _Remembering:
         self._inner.close()
 
 
-def _error(code: int, fn: Callable[..., Any], block: Failure | None) -> BaseException:
+def _error(code: int, fn: Callable[..., Any], shown: _Remembering) -> BaseException:
     from manyhands.control.failure import render
 
-    what = f"{fn.__qualname__} failed with exit code {code}." + (f"\n{render(block)}" if block else "")
+    what = f"{fn.__qualname__} failed with exit code {code}." + (f"\n{render(shown.block)}" if shown.block else "")
     if code in (130, 143):
         return KeyboardInterrupt()
-    kinds = {3: EnvironmentProblem, 4: GaveUp, 75: Preempted}
+    if code == 75:
+        fix = [f"the same call with run_dir={shown.run!r} goes on from there"] if shown.run else []
+        return Preempted(f"{fn.__qualname__} was stopped by a signal, with a committed checkpoint.", fix=fix)
+    kinds = {3: EnvironmentProblem, 4: GaveUp}
     return kinds.get(code, TrainingFailed)(what)

@@ -113,7 +113,11 @@ class Cluster:
         return self
 
     def start_server(self, count: int = 1) -> list[int]:
-        """Add servers, and wait until they are ready; their numbers. Variables that are created later go there."""
+        """Add servers, and wait until they are ready; returns their numbers. Later variables are created there.
+
+        Args:
+            count: How many.
+        """
         _check_count("count", count, 1)
         numbers = self.hub.add_servers(count)
         self._await_all(self.hub)
@@ -128,7 +132,11 @@ class Cluster:
             )
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the cluster is shut down, by whomever; whether it is. Raises what it broke down of."""
+        """Wait until the cluster is shut down; returns whether it is. Raises what it broke down of.
+
+        Args:
+            timeout_s: Return after so many seconds, even if it is not. Default: wait for as long as it takes.
+        """
         hub = self.hub
         with hub.changed:
             ended = hub.changed.wait_for(lambda: hub.closed, timeout_s)
@@ -150,7 +158,7 @@ class Cluster:
 
     @property
     def hub(self) -> Hub:
-        """The cluster's thread; only once it is started."""
+        # The thread behind it, for our own modules; there is one once the cluster is started.
         if self._hub is None:
             raise UsageError("The cluster is not started.", fix=["cluster.start()", "with mh.Cluster(...) as cluster:"])
         return self._hub
@@ -158,16 +166,36 @@ class Cluster:
     # ---- for subclasses --------------------------------------------------------------------------------------
 
     def on_worker_started(self, number: int, process: str) -> None:
-        """A worker is ready: its number, and its process. Also one that takes the place of another."""
+        """A worker is ready; also one that replaces another.
+
+        Args:
+            number: The worker's, from 0.
+            process: "pid 4121", with " on HOST" where it joined from elsewhere.
+        """
 
     def on_worker_lost(self, number: int, why: str) -> None:
-        """A worker is gone; its call is given to another."""
+        """A worker is gone; its call is given to another.
+
+        Args:
+            number: The worker's.
+            why: What is known of its end, as text.
+        """
 
     def on_server_started(self, number: int, process: str) -> None:
-        """A server is ready, with all the variables that it had."""
+        """A server is ready, with all the variables that it had.
+
+        Args:
+            number: The server's, from 0.
+            process: "pid 4121".
+        """
 
     def on_server_lost(self, number: int, why: str) -> None:
-        """A server is gone; another takes its place, and its variables."""
+        """A server is gone; another replaces it, with its variables.
+
+        Args:
+            number: The server's.
+            why: What is known of its end, as text.
+        """
 
     def _news(self, what: str, role: Literal["worker", "server"], number: int, detail: str) -> None:
         hook = getattr(self, f"on_{role}_{what}")
@@ -182,6 +210,7 @@ class Cluster:
 
     @property
     def server_pids(self) -> dict[int, int]:
+        """Of servers that are ready, by number."""
         return self.hub.pids("server")
 
     @property
@@ -195,19 +224,37 @@ class Cluster:
             return sorted(self.hub.desk.ledger.catalogue.values(), key=lambda info: info.name)
 
     def read(self, name: str) -> Tensor:
-        """A variable as all calls that are done have made it: a copy."""
+        """A variable as all calls that are done have made it: a copy.
+
+        Args:
+            name: The variable's.
+        """
         return self.hub.read(name)
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Set a variable; one that is not there is created, on the server with the fewest bytes."""
+        """Set a variable; one that is not there is created, on the server with the fewest bytes.
+
+        Args:
+            name: The variable's.
+            value: Its new value. A variable that is there keeps its shape and type.
+        """
         self.hub.change(name, "assign", sendable(name, value))
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a variable."""
+        """Add to a variable.
+
+        Args:
+            name: The variable's.
+            value: What to add, of its shape and type.
+        """
         self.hub.change(name, "add", sendable(name, value))
 
     def write_join_file(self, path: str | Path) -> None:
-        """What a worker of another host needs to join, for `mh.Worker(path)`; it holds the cluster's key."""
+        """Write what a worker of another host needs to join, for `mh.Worker(path)`.
+
+        Args:
+            path: The file. It holds the cluster's key, so only its owner may read it.
+        """
         address = self.hub.tcp_address.removeprefix("tcp://")
         if not address:
             raise UsageError("This cluster does not listen.", fix=['mh.Cluster(..., listen="10.0.0.1")'])

@@ -50,7 +50,11 @@ class Worker:
         self._serve()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of what `start` began; whether it has ended. Raises what it ended with."""
+        """Wait for the end of what `start` began; returns whether it has ended. Raises what it ended with.
+
+        Args:
+            timeout_s: Return after so many seconds, even if it has not. Default: wait for as long as it takes.
+        """
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

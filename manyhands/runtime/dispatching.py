@@ -33,7 +33,11 @@ class RemoteValue:
         return self._outcome.ended
 
     def fetch(self, timeout_s: float | None = None) -> Any:
-        """The result, once it is there. Raises `StepFailed` if the call failed, `CallCancelled` if it never ran."""
+        """The result, once it is there. Raises `StepFailed` if the call failed, `CallCancelled` if it never ran.
+
+        Args:
+            timeout_s: Raise `PeerTimeout` after so many seconds. Default: wait for as long as it takes.
+        """
         hub, outcome = self._hub, self._outcome
         with hub.changed:
             if not hub.changed.wait_for(lambda: outcome.ended, timeout_s):
@@ -82,9 +86,16 @@ class Coordinator:
     def schedule(
         self, step: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Have a worker run a step, given by its name or as the function itself. Returns at once.
+        """Have a worker run a step. Returns at once.
 
-        Waits only while 256 * 1024 calls wait already, or after a failure until nothing is under way any more.
+        Waits only while the cluster's `most_waiting` calls wait already, or after a failure until nothing is under way
+        any more.
+
+        Args:
+            step: The name that it is registered by, or the function itself.
+            args: What the step is called with, after its context: tensors, numbers, text, and lists, tuples and dicts
+                of these; per-worker datasets and iterators.
+            kwargs: The same by name.
         """
         name = _name(step)
         for value in itertools.chain(args, (kwargs or {}).values()):
@@ -109,7 +120,12 @@ class Coordinator:
             return self._hub.desk.queue.idle
 
     def fetch(self, values: Any) -> Any:
-        """The same structure of lists, tuples and dicts, with the result in the place of every `RemoteValue`."""
+        """Wait for results.
+
+        Args:
+            values: A `RemoteValue`, or lists, tuples and dicts with some in them; returned with their results in their
+                places.
+        """
         if isinstance(values, RemoteValue):
             return values.fetch()
         if isinstance(values, list | tuple):
@@ -122,7 +138,10 @@ class Coordinator:
     def create_per_worker_dataset(self, fn: str | Callable[..., Any]) -> PerWorkerDataset:
         """A dataset that every worker makes for itself, with a registered function, when it first needs it.
 
-        A worker that takes the place of another makes its own anew.
+        A worker that replaces another makes its own anew.
+
+        Args:
+            fn: The function, or the name that it is registered by (`@mh.step`); what it returns is iterated over.
         """
         return PerWorkerDataset("dataset", next(_numbers), _name(fn))
 

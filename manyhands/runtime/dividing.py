@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
+from manyhands.parallel.compiled import as_written, uncompile_
 from manyhands.parallel.cutting import Blocks, Inputs, Part, shared_between
 from manyhands.parallel.pipelined import blocks_of, check_enough, cut, measure
 from manyhands.parallel.recompute import recompute
@@ -68,6 +69,7 @@ def _divide(
     """`costs` are those of the model's blocks as others know them; None: they are measured, by all workers."""
     grid, choice = worker.grid, worker.strategy
     assert isinstance(choice, DIVIDED)
+    model = _run_as_written(worker, model)
     parts: list[Part] = []
     if grid.pipeline > 1:
         parts, costs = _cut(worker, model, sample(), costs)
@@ -86,6 +88,22 @@ def _divide(
     counts = worker.spot.tensor == 0
     counted = frozenset(id(param) for name, param in model.named_parameters() if counts or name in shares)
     return Divided(local=model, stand_in=model, shares=shares, counted=counted)
+
+
+def _run_as_written(worker: Worker, model: nn.Module) -> nn.Module:
+    inner = as_written(model)
+    if worker.grid.tensor > 1:
+        if uncompile_(inner) or inner is not model:
+            worker.warn(
+                "torch.compile has no effect here: layers that are divided over workers exchange tensors while they "
+                "compute, and run as they are written."
+            )
+    elif inner is not model:
+        worker.warn(
+            "torch.compile of the whole model has no effect in a pipeline, which runs its blocks one by one. "
+            "Compile blocks instead: model.layer = torch.compile(model.layer)."
+        )
+    return inner
 
 
 # ---- stages ------------------------------------------------------------------------------------------------------

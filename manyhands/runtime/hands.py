@@ -121,10 +121,12 @@ class Hands:
 
     @property
     def run_dir(self) -> Path:
+        """Where the run keeps its checkpoints, events and logs."""
         return Path(self._worker.run_dir)
 
     @property
     def steps_done(self) -> int:
+        """Committed steps, over all loops."""
         return self._training.progress.step
 
     @property

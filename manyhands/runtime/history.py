@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["History"]
+__all__ = ["History", "html_table"]
 
 # Of a long one the first rows and the last are shown.
 FIRST, LAST = 3, 12
@@ -14,6 +14,9 @@ FIRST, LAST = 3, 12
 class History(list[dict[str, float]]):
     """A list with one dict for each epoch or validation: epoch, step, loss (the mean training loss since the row
     before), lr (of the last step), val_... for what validation found, and with `train_metrics` those by their names.
+
+    `epoch` counts from 0, as everything in Python does here; what is printed counts from 1: "epoch 1 done" is the row
+    with epoch 0.
     """
 
     def __repr__(self) -> str:
@@ -25,8 +28,13 @@ class History(list[dict[str, float]]):
         if not self:
             return "<p>History: no rows</p>"
         head, *rows = _table(self)
-        parts = [_html_row(head, "th"), *(_html_row(row, "td") for row in rows)]
-        return f"<table>{''.join(parts)}</table>"
+        return html_table([[("th", cell) for cell in head], *([("td", cell) for cell in row] for row in rows)])
+
+
+def html_table(rows: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """Of cells, each with its tag, "th" or "td"; what is in them is text, whatever it looks like."""
+    shown = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for tag, cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
 
 
 def _table(rows: Sequence[Mapping[str, float]]) -> list[list[str]]:
@@ -48,7 +56,3 @@ def _cell(name: str, value: float | None) -> str:
 def _aligned(table: list[list[str]]) -> list[list[str]]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
-
-
-def _html_row(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

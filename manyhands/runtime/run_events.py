@@ -19,6 +19,7 @@ def read_events(run: str | Path) -> Iterator[Event]:
     Each is an object of one of the classes in `manyhands.events`, such as `StepDone`. Of a live run it yields what has
     been written so far, which lags by up to half a second. A line that is being written, or was torn by a crash, is
     skipped, and so are kinds of events that a later version wrote. Times of several hosts are by their own clocks.
+    Epochs count from 0 in events, and from 1 in what a run prints.
 
     Args:
         run: The run directory, such as "runs/20261118-train". `UsageError` where it holds no run.

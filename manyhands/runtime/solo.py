@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +23,7 @@ from manyhands.comm.segments import Segment
 from manyhands.control.launch_request import Display
 from manyhands.control.runs import RunDirectory, default_path, run_name
 from manyhands.control.session import RunFacts, WorkerPosition
+from manyhands.errors import Preempted
 from manyhands.events import Event, RunEnded
 from manyhands.runtime.launch import how_to_resume, open_display
 from manyhands.runtime.notebook import in_notebook
@@ -50,6 +53,7 @@ class Solo:
         self._step = 0
         self._checkpoint: str | None = None
         self._signalled_at: float | None = None
+        self._interrupted = False
 
     def takes(self, other: Resolved) -> bool:
         """Whether a training with these settings is one more of this run: it asks for no other directory."""
@@ -72,9 +76,39 @@ class Solo:
         ending.tell(self)
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                # A notebook's kernel goes on when a cell is interrupted; a second one would end it here.
+                # A notebook's kernel goes on when a cell is interrupted: `interruptible`.
                 if number != signal.SIGINT or not in_notebook():
                     signal.signal(number, self._on_signal)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """In a notebook, around steps: an interrupt ends them after the one under way or the next, which is committed.
+
+        It comes out as `KeyboardInterrupt`, and the kernel goes on: weights are those of a whole step, and what trains
+        next begins there. A second interrupt does not wait for the step. Elsewhere this does nothing.
+        """
+        if not in_notebook() or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._interrupted = False
+        try:
+            yield
+        except Preempted as stopped:
+            if self._interrupted:
+                raise KeyboardInterrupt(str(stopped)) from None
+            raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if self._interrupted:
+                self.stop_requested = None
+        if self._interrupted:  # in the last step
+            raise KeyboardInterrupt
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted, self.stop_requested = True, self.stop_requested or "preempt"
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
         raise AssertionError("a worker alone shares nothing")

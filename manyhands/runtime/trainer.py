@@ -23,7 +23,7 @@ from manyhands.runtime import evaluating
 from manyhands.runtime.check_record import Recording
 from manyhands.runtime.entering import enter
 from manyhands.runtime.fitting import TRAINED, Fit, FitSettings
-from manyhands.runtime.history import History
+from manyhands.runtime.history import History, html_table
 from manyhands.runtime.hooks import EarlyStop, Hooks
 from manyhands.runtime.keywords import checked_keywords
 from manyhands.runtime.models import assemble, check_ending, load_weights, save_model, set_precision_
@@ -154,30 +154,52 @@ class Trainer:
         self._fit: Fit | None = None
 
     def __repr__(self) -> str:
+        shown = self._described()
+        if "run_dir" in shown:
+            workers, step = shown["workers"], shown["step"]
+            shown |= {
+                "workers": "1 worker" if workers == "1" else f"{workers} workers",
+                "step": f"step {step}",
+                "run_dir": f"in {shown['run_dir']}",
+            }
+        return f"<mh.Trainer: {', '.join(shown.values())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table([[("th", name), ("td", value)] for name, value in self._described().items()])
+
+    def _described(self) -> dict[str, str]:
         """Of a trainer that has not begun yet, too: it joins no run for this."""
         run, model = self._run, self._run.parts.model
         size = sum(one.numel() for one in model.parameters())
-        parts = [f"{type(model).__name__} of {size:,} parameters", run.worker.strategy.name, run.spec.train.precision]
+        shown = {
+            "model": f"{type(model).__name__} of {size:,} parameters",
+            "strategy": run.worker.strategy.name,
+            "precision": run.spec.train.precision,
+        }
         if run.is_ready:
-            parts.append(f"{run.worker.world_size} workers" if run.worker.world_size > 1 else "1 worker")
-            parts += [f"step {run.ready().progress.step}", f"in {run.worker.run_dir}"]
-        return f"<mh.Trainer: {', '.join(parts)}>"
+            shown |= {"workers": str(run.worker.world_size), "step": str(run.ready().progress.step)}
+            shown["run_dir"] = str(run.worker.run_dir)
+        return shown
 
     @property
     def model(self) -> nn.Module:
+        """The model. Change its weights inside `with trainer.editing():` only."""
         self._run.look_back()
         return self._run.parts.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; `param_groups[0]["lr"]` is the learning rate."""
         return self._run.ready().optimizer
 
     @property
     def is_chief(self) -> bool:
+        """Whether this worker is the one that writes and prints for all: true on one worker of a run."""
         return bool(self._run.worker.is_chief)
 
     @property
     def run_dir(self) -> Path:
+        """Where the run keeps its checkpoints, events and logs."""
         self._run.ready()
         return self._run.worker.run_dir
 
@@ -290,7 +312,7 @@ class Trainer:
             if once := only_at_the_end(validations, num_steps):
                 run.worker.warn(once)
             run.look_first()
-        with run.regrouping.listening(taken.regrouped):
+        with run.regrouping.listening(taken.regrouped), run.worker.interruptible():
             history = History(self._fit.run())
         run.put_on_record(lambda: run.calls.finish(list(history)))
         return history

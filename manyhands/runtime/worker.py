@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -387,6 +387,10 @@ class Worker(InGrid):
     def stop_requested(self) -> str | None:
         """The wish that this run stop. In a trial, a kill follows: the script must not wake up in between."""
         return None if self.in_trial else self.session.stop_requested
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Around steps, where this worker is in a notebook's kernel: see `Solo.interruptible`."""
+        return self.session.interruptible() if isinstance(self.session, Solo) else nullcontext()
 
     def emit(self, event: Event) -> None:
         """Record a fact and show it; the chief's facts are the run's. Never blocks, never raises."""

@@ -74,15 +74,32 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
+        """Their names."""
         return list(self._jobs)
 
     def num_tasks(self, job: str) -> int:
+        """How many tasks a job has.
+
+        Args:
+            job: Its name.
+        """
         return len(self._of(job))
 
     def task_indices(self, job: str) -> list[int]:
+        """The numbers of a job's tasks, in their order.
+
+        Args:
+            job: Its name.
+        """
         return sorted(self._of(job))
 
     def task_address(self, job: str, index: int) -> str:
+        """Where one task listens, as "host:port".
+
+        Args:
+            job: The job's name.
+            index: The task's number.
+        """
         tasks = self._of(job)
         if index not in tasks:
             have = ", ".join(map(str, sorted(tasks)))
@@ -90,7 +107,11 @@ class ClusterSpec:
         return tasks[index]
 
     def job_tasks(self, job: str) -> list[str | None]:
-        """Addresses by index; None where a sparse job does not say."""
+        """Addresses by index; None where a sparse job does not say.
+
+        Args:
+            job: The job's name.
+        """
         tasks = self._of(job)
         return [tasks.get(index) for index in range(max(tasks) + 1)]
 

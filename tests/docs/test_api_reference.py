@@ -44,6 +44,17 @@ def test_the_reference_has_every_public_name_but_modules_and_the_root_of_errors(
     named = {name for group in GROUPS.values() for name in group}
     public = {name for name in mh.__all__ if not inspect.ismodule(getattr(mh, name))}
     assert public - named == {"ManyhandsError"}
+    for module in (mh.optim, mh.order, mh.rows):
+        own = module.__name__.rpartition(".")[2]
+        assert {f"{own}.{name}" for name in module.__all__} <= named
+
+
+def test_every_class_with_calls_of_its_own_has_them_in_the_reference() -> None:
+    page = reference()
+    for call in ("Cluster.start_server", "Coordinator.schedule", "RemoteValue.fetch", "Worker.join", "Server.join"):
+        assert f"### mh.{call}\n" in page
+    assert "- `.worker_pids`: " in page and "- `.model`: " in page
+    assert "### mh.rows.Adagrad\n" in page and "### mh.order.ByLength\n" in page
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:

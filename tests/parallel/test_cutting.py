@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from manyhands.errors import SpecError
 from manyhands.parallel.cutting import Chain, Inputs, balance, shared_between, starts_at
@@ -119,6 +120,51 @@ def test_a_model_with_a_list_of_layers_is_cut_between_them() -> None:
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert len(measure(blocks, inputs, times=1)) == 5
     assert all(param.grad is None for param in model.parameters())
+
+
+class Halves(nn.Module):
+    """Dropout of its own that goes by the mode of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(3, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upper(functional.dropout(self.lower(x), 0.5, self.training))
+
+
+class OnHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Halves(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x)))
+
+
+@pytest.mark.slow
+def test_what_lies_between_blocks_goes_by_the_mode_that_its_module_is_in_by_now() -> None:
+    model, given = OnHalves(), Inputs((torch.randn(4, 3),), {})
+    parts = cut(blocks_of(model, given, 2, ["body.upper"]), 2, at=["body.upper"])
+    for is_training in (True, False, True):
+        model.body.training = is_training  # the model as a whole is in training mode
+        torch.manual_seed(0)
+        expected = model(*given.args)
+        torch.manual_seed(0)
+        torch.testing.assert_close(parts[1](given, parts[0](given, None)), expected)
+
+
+@pytest.mark.long  # torch's compiler takes seconds to be imported
+def test_a_compiled_block_is_traced_as_often_as_need_be() -> None:
+    model, given = OnHalves(), Inputs((torch.randn(4, 3),), {})
+    model.head = torch.compile(model.head, backend="eager")  # type: ignore[assignment]
+    parts = cut(blocks_of(model, given, 2), 2, at=["head"])
+    for mode in (False, True):
+        model.train(mode)
+        torch.manual_seed(0)
+        expected = model(*given.args)
+        torch.manual_seed(0)
+        torch.testing.assert_close(parts[1](given, parts[0](given, None)), expected)
 
 
 class Choosing(nn.Module):

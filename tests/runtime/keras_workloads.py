@@ -318,3 +318,28 @@ def moving_averages(slices: int) -> dict[str, list[np.ndarray]]:
                 model(x[rows], training=True)
         found[name] = [np.asarray(keras.ops.convert_to_numpy(v)) for v in (norm.moving_mean, norm.moving_variance)]
     return found
+
+
+def frozen_norm(kind: str) -> dict[str, list[np.ndarray]]:
+    """A body whose statistics stay, by what Keras has for that: trained by us in two slices, and by a loop by hand."""
+    keras = import_keras()
+    x, y = data(30)
+    found = {}
+    for name in ("ours", "by hand"):
+        keras.utils.set_random_seed(2)
+        body = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
+        body.trainable = False
+        inputs = keras.Input((FEATURES,))
+        seen = body(inputs, training=False) if kind == "training=False" else body(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(CLASSES)(seen))
+        trained = lambda params: torch.optim.SGD(params, lr=0.5)  # noqa: E731
+        if name == "ours":
+            mh.Trainer(model, mean_loss, trained, slices=2, seed=0).fit((x, y), steps=3, batch_size=30)
+        else:
+            optimizer = trained([variable.value for variable in model.trainable_variables])
+            for _ in range(3):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x, training=True), y).backward()
+                optimizer.step()
+        found[name] = [np.asarray(value) for value in model.get_weights()]
+    return found

@@ -20,6 +20,7 @@ from manyhands.checkpoint.names import plain_name
 from manyhands.checkpoint.reader import newest_valid
 from manyhands.checkpoint.tensorfile import read_tensors
 from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointSaveFailed, Preempted, SpecError
+from manyhands.events import Warned
 from manyhands.parallel.layer_dtypes import set_dtypes_
 from manyhands.parallel.several_optimizers import divide_parameters
 from manyhands.runtime.models import check_ending, load_weights, read_weights, save_model
@@ -131,6 +132,67 @@ def test_a_run_goes_on_compiled_or_not(ranks: RankPool, tmp_path: Path, kinds: t
         assert after[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert sorted(read_tensors(tmp_path / "run" / "m.safetensors")) == NAMES
     assert not (tmp_path / "run" / "m.onnx").exists()
+
+
+# Where a strategy divides the model.
+
+
+class Residual(nn.Module):
+    """Not a chain of layers, so that a pipeline has to trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.relu(self.up(x))
+        return self.head(seen + torch.relu(self.down(seen)))
+
+
+def residual(kind: str) -> nn.Module:
+    model = Residual()
+    if kind == "in part":
+        model.down = torch.compile(model.down, backend="eager")  # type: ignore[assignment]
+    if kind == "in place":
+        model.down.compile(backend="eager")
+    return torch.compile(model, backend="eager") if kind == "compiled" else model  # type: ignore[return-value]
+
+
+STRATEGIES = {
+    "tensor": mh.Tensor(2, rules={"head": "whole"}),
+    "pipeline": mh.Pipeline(2, cuts=["down"]),
+}
+
+
+def train_divided(kind: str, strategy: str, folder: str) -> list[str]:
+    trainer = mh.Trainer(
+        lambda: residual(kind), mean_loss, OPTIMIZERS["AdamW"], STRATEGIES[strategy], slices=2, seed=1, run_dir=folder
+    )
+    trainer.fit(data(), steps=3, batch_size=30, validation=data(20))
+    trainer.save(Path(folder) / "m.safetensors")
+    session: Any = trainer._run.worker.session
+    return [event.text for event in session.events if isinstance(event, Warned) and "torch.compile" in event.text]
+
+
+@pytest.mark.long  # torch's compiler takes seconds to be imported
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_compiled_model_is_divided_by_the_names_that_its_user_knows_and_saved_under_them(
+    ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    found = {}
+    for kind in ("plain", "compiled", "in part", "in place"):
+        folder = tmp_path / kind
+        warned = ranks(2, train_divided, kind, strategy, str(folder), run_dir=folder)[0]
+        assert bool(warned) == (kind != "plain" and (strategy == "tensor" or kind == "compiled")), (kind, warned)
+        found[kind] = read_tensors(folder / "m.safetensors")
+        checkpoint = newest_valid(folder / "checkpoints")
+        assert checkpoint is not None and "_orig_mod" not in (checkpoint.path / "MANIFEST.json").read_text()
+        export(checkpoint.path, tmp_path / f"{kind}.safetensors")
+        exported = read_tensors(tmp_path / f"{kind}.safetensors")
+        for name, whole in found["plain"].items():
+            torch.testing.assert_close(found[kind][name], whole, rtol=1e-5, atol=1e-6)
+            assert torch.equal(exported[name], found[kind][name])
+        assert sorted(found[kind]) == sorted(exported) == sorted(Residual().state_dict())
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])

@@ -63,6 +63,14 @@ def test_moving_averages_are_what_keras_gets_from_one_slice_after_the_other(rank
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["trainable=False", "training=False"])
+def test_a_frozen_body_keeps_its_moving_averages_as_in_a_loop_by_hand(ranks: RankPool, kind: str) -> None:
+    for found in ranks(2, workloads.frozen_norm, kind):
+        for ours, by_hand in zip(found["ours"], found["by hand"], strict=True):
+            np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-6)
+
+
 def test_every_slice_of_every_step_draws_its_own_mask_whoever_runs_it(ranks: RankPool) -> None:
     (alone,) = ranks(1, workloads.masks, 2, 4)
     assert len({mask.tobytes() for _, mask in alone}) == 8

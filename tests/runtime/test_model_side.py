@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,14 +14,18 @@ from torch import Tensor, nn
 from workloads import CLASSES, FEATURES, data, mean_loss, weights_of
 
 import manyhands as mh
+from manyhands.checkpoint.reader import newest_valid
+from manyhands.checkpoint.tensorfile import read_tensors
 from manyhands.data.randomness import drawn_unseeded, randomness
-from manyhands.errors import BadLoss, SpecError
+from manyhands.errors import BadLoss, Preempted, SpecError
+from manyhands.events import Warned
 from manyhands.parallel.modes import begin_training_
 from manyhands.runtime.hints import hint_for
 from manyhands.runtime.models import set_precision_
 from manyhands.runtime.torch_losses import as_loss_function
 from manyhands.spec.load import resolve
 from manyhands.testing import RankPool
+from tests.stopping import StopAt
 
 # Modes.
 
@@ -74,6 +81,91 @@ def test_a_model_in_evaluation_mode_as_a_whole_is_trained_and_one_in_part_stays_
     assert begin_training_(model) == [] and not model[1].training
 
 
+class Body(nn.Module):
+    """What a library gives: statistics, and dropout that goes by the container's own mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.norm = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16)
+        self.norm.running_mean.copy_(torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.relu(self.norm(self.lower(x))), 0.5, self.training)
+
+
+class WithFrozenBody(nn.Module):
+    """Not a chain of layers, so that a pipeline has to trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.middle, self.head = Body(), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.body.requires_grad_(False).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.body(x)
+        return self.head(seen + torch.tanh(self.middle(seen)))
+
+
+def train_on_a_frozen_body(strategy: Any) -> dict[str, np.ndarray]:
+    trainer = mh.Trainer(WithFrozenBody, mean_loss, lambda p: torch.optim.SGD(p, lr=0.5), strategy, slices=2, seed=6)
+    trainer.fit(data(), steps=2, batch_size=90)
+    trainer.evaluate(data(20))
+    trainer.fit(data(), steps=2, batch_size=90)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "weights.safetensors"
+        trainer.save(kept)
+        return {name: one.numpy() for name, one in read_tensors(kept).items()} if trainer.is_chief else {}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        mh.Pipeline(2, cuts=["body.norm"]),  # within the body: what lies between its layers is traced
+        pytest.param(mh.Pipeline(2, cuts=["middle"]), marks=pytest.mark.long),
+        pytest.param(
+            mh.Pipeline(2, cuts=["body.norm", "middle", "head"], schedule="zero_bubble", recompute="blocks"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(mh.Tensor(2), marks=pytest.mark.long),
+        pytest.param(mh.Sharded(), marks=pytest.mark.long),
+    ],
+    ids=lambda strategy: f"{strategy.name} {getattr(strategy, 'cuts', '')}",
+)
+def test_a_frozen_body_with_statistics_ends_where_a_loop_by_hand_ends(ranks: RankPool, strategy: Any) -> None:
+    found = ranks(2, train_on_a_frozen_body, strategy)[0]
+    torch.manual_seed(6)
+    model, (x, y) = WithFrozenBody(), data()
+    optimizer = torch.optim.SGD([*model.middle.parameters(), *model.head.parameters()], lr=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        mean_loss(model, (x, y)).backward()
+        optimizer.step()
+    for name, expected in model.state_dict().items():
+        np.testing.assert_allclose(found[name], expected.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+    assert found["body.norm.num_batches_tracked"] == 0
+
+
+def warnings_of(trainer: mh.Trainer) -> list[str]:
+    session: Any = trainer._run.worker.session
+    return [event.text for event in session.events if isinstance(event, Warned)]
+
+
+def warned_of_modes(kind: str) -> list[str]:
+    model = with_frozen_body()
+    if kind == "trained":
+        model[0].requires_grad_(True)
+    trainer = mh.Trainer(lambda: model, mean_loss, lambda p: torch.optim.SGD(p, lr=0.1), slices=1)
+    trainer.fit(data(), steps=1, batch_size=30)
+    return [text for text in warnings_of(trainer) if "evaluation mode" in text]
+
+
+def test_a_body_that_is_to_be_trained_in_evaluation_mode_is_warned_of_and_a_frozen_one_is_not(ranks: RankPool) -> None:
+    ((warned,),) = ranks(1, warned_of_modes, "trained")
+    assert warned.startswith("0 is in evaluation mode and stays there, though it has parameters to train")
+    assert "model.train()" in warned and "requires_grad_(False)" in warned
+    assert ranks(1, warned_of_modes, "frozen") == [[]]
+
+
 # Seeds.
 
 
@@ -101,6 +193,26 @@ def test_it_is_known_whether_torch_drew_without_a_seed() -> None:
         torch.manual_seed(1)
         nn.Linear(2, 2)
         assert not drawn_unseeded()
+
+
+def warned_of_seeds(kind: str) -> list[str]:
+    torch.seed() if kind != "seeded" else torch.manual_seed(5)
+    made = nn.Linear(FEATURES, CLASSES)
+    model = nn.Linear(FEATURES, CLASSES) if kind != "function" else lambda: nn.Linear(FEATURES, CLASSES)
+    seed = {} if kind == "no seed=" else {"seed": 3}
+    trainer = mh.Trainer(model, mean_loss, lambda p: torch.optim.SGD(p, lr=0.1), slices=1, **seed)
+    trainer.fit(data(), steps=1, batch_size=30)
+    del made
+    return [text for text in warnings_of(trainer) if "seed= has no part in its first weights" in text]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("ready", 1), ("function", 0), ("seeded", 0), ("no seed=", 0)], ids=lambda one: str(one)
+)
+def test_a_ready_model_made_unseeded_is_warned_of_where_a_seed_is_given(ranks: RankPool, kind: str, count: int) -> None:
+    (warned,) = ranks(1, warned_of_seeds, kind)
+    assert len(warned) == count
+    assert all("model=lambda: Net()" in text and "torch.manual_seed" in text for text in warned)
 
 
 # Losses of torch's own.
@@ -202,6 +314,37 @@ def test_fp64_ends_where_a_loop_by_hand_in_float64_ends(ranks: RankPool) -> None
     for key, expected in model.state_dict().items():
         assert first[key].dtype == np.float64 and first[key].tobytes() == second[key].tobytes()
         np.testing.assert_allclose(first[key], expected.numpy(), rtol=1e-12, atol=1e-13)
+
+
+def in_double_until(run_dir: str, stop_at: int | None) -> dict[str, bytes]:
+    trainer = mh.Trainer(
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+        ),
+        mean_loss,
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        precision="fp64",
+        slices=2,
+        exact=True,
+        hooks=[StopAt(stop_at)],
+        run_dir=run_dir,
+    )
+    with contextlib.suppress(Preempted):
+        trainer.fit(data(), steps=5, batch_size=24)
+    state = trainer.optimizer.state_dict()["state"] if stop_at is None else {}
+    assert all(one.dtype == torch.float64 for kept in state.values() for key, one in kept.items() if "exp_avg" in key)
+    return {name: one.tobytes() for name, one in weights_of(trainer).items()}
+
+
+def test_fp64_goes_on_from_a_checkpoint_on_another_number_of_workers_to_the_same_bits(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    whole = ranks(2, in_double_until, str(tmp_path / "whole"), None, run_dir=tmp_path / "whole")[0]
+    ranks(2, in_double_until, str(tmp_path / "cut"), 3, run_dir=tmp_path / "cut")
+    found = newest_valid(tmp_path / "cut" / "checkpoints")
+    assert found is not None and found.manifest.step == 3
+    (after,) = ranks(1, in_double_until, str(tmp_path / "cut"), None, run_dir=tmp_path / "cut")
+    assert after == whole
 
 
 def test_what_cannot_be_fp64_is_refused_by_name() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,11 +16,13 @@ from workloads import MODELS, OPTIMIZERS, mean_loss
 
 import manyhands as mh
 from manyhands.control.runs import run_name
-from manyhands.errors import UsageError
+from manyhands.errors import Preempted, UsageError
 from manyhands.runtime.call import call_target
 from manyhands.runtime.history import FIRST, LAST
 from manyhands.runtime.notebook import in_notebook, notebook_name, shows_in_cell
+from manyhands.runtime.solo import Solo
 from manyhands.runtime.terminal import write_bytes
+from manyhands.spec.load import resolve
 
 
 class CellStream(io.StringIO):
@@ -92,11 +96,86 @@ def test_a_history_is_a_list_of_dicts_and_shows_as_a_table() -> None:
     assert len(repr(long).splitlines()) == 1 + FIRST + 1 + LAST and "(85 more)" in repr(long)
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, types
+import torch
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
+import manyhands as mh
+
+class Interrupting(torch.optim.SGD):  # the button is pressed between the updates of two parameters
+    presses = 1
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                param.data.sub_(1.0)
+                if number == 0 and self.presses:
+                    self.presses -= 1
+                    os.kill(os.getpid(), signal.SIGINT)
+
+def make():
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    return model
+
+def cell(steps):
+    try:
+        trainer.fit(torch.ones(16, 4), steps=steps, batch_size=4)
+        print("done", end=" ")
+    except KeyboardInterrupt:
+        print("interrupted", end=" ")
+    model = trainer.model
+    print(trainer.step, -model.weight.max().item(), -model.bias.item(), signal.getsignal(signal.SIGINT).__name__)
+
+trainer = mh.Trainer(make, lambda model, batch: model(batch).mean(), lambda p: Interrupting(p, lr=0.1), slices=2)
+cell(1000)
+print(sorted(os.listdir(trainer.run_dir / "checkpoints"))[-1])
+cell(2)
+trainer = mh.Trainer(make, lambda model, batch: model(batch).mean(), lambda p: torch.optim.SGD(p, lr=0.1), slices=2)
+trainer.fit(torch.ones(16, 4), steps=2, batch_size=4)
+print(trainer.step)
+"""
+
+
+@pytest.mark.long
+def test_an_interrupted_cell_ends_after_a_whole_step_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(INTERRUPTED)
+    done = subprocess.run([sys.executable, "kernel.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == [
+        "interrupted 2 2.0 2.0 default_int_handler",
+        "step-00000002",  # the step under way had begun before the button was pressed: one more ends it
+        "done 4 4.0 4.0 default_int_handler",
+        "2",
+    ], done.stderr
+
+
+def test_an_interrupt_stops_steps_once_and_a_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    session, before = Solo(resolve()), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="after step 3"), session.interruptible():
+        signal.raise_signal(signal.SIGINT)
+        assert session.stop_requested == "preempt"
+        raise Preempted("after step 3")
+    assert session.stop_requested is None and signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt), session.interruptible():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one has waited")
+    with session.interruptible():
+        pass
+    with pytest.raises(Preempted), session.interruptible():  # of a SIGTERM
+        raise Preempted("after step 4")
+
+
 def test_a_trainer_says_what_it_trains_before_and_after_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = mh.Trainer(MODELS["plain"], mean_loss, OPTIMIZERS["SGD"])
     assert repr(trainer) == "<mh.Trainer: Sequential of 276 parameters, mirrored, fp32>"
+    assert trainer._repr_html_() == (
+        "<table><tr><th>model</th><td>Sequential of 276 parameters</td></tr>"
+        "<tr><th>strategy</th><td>mirrored</td></tr><tr><th>precision</th><td>fp32</td></tr></table>"
+    )
     assert not list(tmp_path.iterdir()), "showing it has begun a run"
     assert torch.is_grad_enabled()
