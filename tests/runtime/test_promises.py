@@ -1,4 +1,4 @@
-"""Each strategy, in each of its modes, either keeps what `exact`, `reducer`, `audit` and `balance` say, or refuses it by name."""
+"""Each strategy, in each mode, keeps what `exact`, `reducer`, `audit` and `balance` say, or refuses it by name."""
 
 from __future__ import annotations
 
