@@ -228,7 +228,7 @@ class Agent:
             generation=self._generation,
             term=self._term,
             has_job=self._job is not None,
-            leaving=leaving or self._departure.by is not None,
+            leaving=leaving or self._departure.is_leaving(now),
         )
         self._at.link.send(report)
         if self._crew is not None:
@@ -257,6 +257,7 @@ class Agent:
             self._reception.visit(orders.run_dir, orders.log_base, self._crew)
         if orders.stop is not None:
             self._wishes.ask_stop(orders.stop, orders.stop_signal)
+            self._departure.stay_for_stop(time.monotonic())
         match orders.do:
             case "wait":
                 self._stand_by(orders)

@@ -13,6 +13,10 @@ from manyhands.signals import REPEAT_AFTER_S, ends_at_once
 
 __all__ = ["Departure"]
 
+# A signal to one host has that host leave, one to all hosts stops the run. Only the coordinator's host can tell, so the
+# others wait for so long, or for this part of the grace time, for the stop before they leave.
+WAIT_FOR_STOP_S, PART_OF_GRACE = 2.0, 0.25
+
 AGAIN = f"ctrl-C, or again after {REPEAT_AFTER_S:g} s: end at once"
 
 
@@ -22,6 +26,15 @@ class Departure:
         self._first_at: float | None = None
         self.by: float | None = None
         """When this host, having been told to go, kills what has not gone by itself."""
+        self._leaves_at = 0.0
+
+    def is_leaving(self, now: float) -> bool:
+        return self.by is not None and now >= self._leaves_at
+
+    def stay_for_stop(self, now: float) -> None:
+        """The whole run stops: this host takes part in the checkpoint, unless it has begun to leave."""
+        if not self.is_leaving(now):
+            self.by = None
 
     def heed(self, number: int, grace_s: float, *, elastic: bool) -> int | None:
         """The first signal asks for a checkpoint; one that `ends_at_once` gives the exit code to end with.
@@ -40,7 +53,7 @@ class Departure:
         self._first_at = now
         if joined and elastic:  # the others go on
             self._display.say(f"{name}: this host's workers have {grace_s:g} s to leave; {AGAIN}")
-            self.by = now + grace_s
+            self.by, self._leaves_at = now + grace_s, now + min(WAIT_FOR_STOP_S, PART_OF_GRACE * grace_s)
         else:
             self._display.say(f"{name}: workers have {grace_s:g} s to commit a checkpoint; {AGAIN}")
             self._wishes.ask_stop("preempt", number)
@@ -48,7 +61,7 @@ class Departure:
 
     def exit_code(self, crew: Crew | None, now: float) -> int | None:
         """Of a host that leaves, once it is gone; None: it is not, or stays."""
-        if self.by is None:
+        if self.by is None or not self.is_leaving(now):
             return None
         if crew is None or crew.clear:
             return 0 if now < self.by else 143

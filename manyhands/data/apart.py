@@ -190,7 +190,7 @@ class ApartStreamFeed:
         raise _not_shared_out()
 
     def close(self) -> None:
-        self._rows = {}
+        pass  # the step under way may still be finished
 
     def _read(self, stream: Iterator[Any], v: int, number: int) -> list[Any]:
         try:

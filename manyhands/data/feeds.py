@@ -72,7 +72,7 @@ class Feed(Protocol):
         """The batch of one of this worker's slices, in order."""
 
     def again(self, plan: Plan, v: int) -> Any:
-        """The batch of any slice of a step, at any time; may be slow."""
+        """The batch of any slice of a step, at any time, also after `close`; may be slow."""
 
     def divide(self, division: Division) -> None:
         """From the next step on, slices are divided like this. Between steps, on every worker at the same one."""

@@ -206,7 +206,8 @@ class StreamFeed:
         pass  # every worker has read all rows of the step
 
     def close(self) -> None:
-        self._rows = []
+        # Workers that lost another one close this, and then finish the step under way: it needs its rows until then.
+        pass
 
 
 class LoadedStreamFeed:

@@ -74,6 +74,10 @@ class InGrid:
         """Which replica of the model this worker is, or belongs to; a waiting one has none yet."""
         return self.spot.data if self.is_divided and not self.is_waiting else int(self.rank)
 
+    def rank_in(self, replica: int) -> int:
+        """The worker of another replica that has the same part of the model as this one."""
+        return self._stand().line(int(self.rank), "data")[replica]
+
     @property
     def num_replicas(self) -> int:
         return self.grid.data if self.is_divided else int(self.world_size)

@@ -33,12 +33,14 @@ def report_pace(worker: Worker, step: int, verdict: Verdict) -> None:
 
 
 def _tell_slow(worker: Worker, step: int, slow: Slow, *, is_over: bool) -> None:
-    host = _host_name(worker, slow.rank)
+    # Times are compared between replicas; where a replica has several workers, its number is no rank.
+    rank = worker.rank_in(slow.rank)
+    host = _host_name(worker, rank)
     if worker.is_chief:
         worker.emit(
             Straggler(
                 time_s=time.time(),
-                rank=slow.rank,
+                rank=rank,
                 host=host,
                 phase=slow.phase,
                 factor=slow.factor,

@@ -318,6 +318,12 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"[train] audit has another worker compute a slice again, but with {name} none has the whole model.",
                 fix=["audit = false"],
             )
+        if train.balance:
+            raise SpecError(
+                f"[train] balance moves slices between workers that each have the whole model, but with {name} the "
+                "workers of a replica compute each slice together, and measure times that differ.",
+                fix=["balance = false", 'strategy = "mirrored"'],
+            )
         self._check_reducer()
 
     def _check_averaging(self) -> None:

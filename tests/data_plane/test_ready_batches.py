@@ -57,6 +57,21 @@ def test_any_number_of_workers_takes_the_same_slices_of_ready_batches():
         assert all(torch.equal(batch[1], shared[place][1]) for place, batch in alone.items())
 
 
+@pytest.mark.parametrize("batched", [True, False], ids=["batches", "rows"])
+def test_a_step_of_a_stream_can_be_finished_after_its_batches_were_closed(batched):
+    """As workers do that lost another one in the middle of a step: its slices are computed by those that are left."""
+    data = unequal if batched else (lambda: iter(range(25)))
+    settings = {"slices": 3, "batch_size": 6, "batched": batched, "collate": None if batched else torch.tensor}
+    whole = pieces_by_slice(data, **settings)
+    batches = batches_of(data, rank=1, world_size=2, **settings)
+    next(batches)
+    step = next(batches)
+    batches.close()
+    for v in range(step.num_slices):
+        found, expected = step.slice(v).batch, whole[2, v]
+        assert torch.equal(found[1] if batched else found, expected[1] if batched else expected)
+
+
 def test_ready_batches_resume_within_an_epoch_on_other_workers():
     def numbers():
         return (y for _x, y in unequal())

@@ -126,7 +126,7 @@ def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
     alone.start(1)
 
     def tell(whole: dict[str, Any]) -> dict[str, Any]:
-        same = ("clip", "rows", "tied", "validate_every", "train_metrics")
+        same = ("clip", "rows", "tied", "validate_every", "train_metrics", "kind")
         asked = {name: value for name, value in whole.items() if name in same} | {
             "steps": whole["steps"],
             "slow_s": 0,

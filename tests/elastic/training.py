@@ -6,7 +6,8 @@ asked for. With "until",
 the first call of `fit` ends when the file of that name is there. With "pause", every worker waits before that step for
 the file "go on"; faults "wait" and "die late" do so where they are. With "mesh", such as {"data": 2, "tensor": 2}, the
 model is divided, with momentum and not to the bit; "tied" has its stages share a weight. A fault of a "newcomer" is
-that of processes that were started later.
+that of processes that were started later. With "kind", data comes in another order or in ready batches; with "diary",
+every call of a hook about validations, checkpoints and ends is appended to the file of that name.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from manyhands.comm.axis import Axis
@@ -245,6 +247,54 @@ def data() -> tuple[Tensor, Tensor]:
     return x, (x[:, :4] + 0.3 * torch.randn(640, 4, generator=generator)).argmax(1)
 
 
+def ready_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """A short one, and one that has fewer rows than there are slices, among them."""
+    x, y = data()
+    sizes = [64, 80, 5, 64, 43, 128, 64, 64, 64, 64]
+    yield from zip(x.split(sizes), y.split(sizes), strict=True)
+
+
+def loader_of_batches() -> DataLoader[Any]:
+    rows = [list(range(start, 640, 10)) for start in range(10)]
+    return DataLoader(TensorDataset(*data()), batch_sampler=rows)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {"data": data(), "batch_size": 64},
+    "by weight": lambda: {"data": data(), "batch_size": 64, "order": mh.order.Weighted(torch.arange(640) % 5)},
+    "by length": lambda: {"data": data(), "batch_size": 64, "order": mh.order.ByLength(torch.arange(640) % 7)},
+    "ready batches": lambda: {"data": ready_batches, "batched": True},
+    "loader of batches": lambda: {"data": loader_of_batches(), "batched": True},
+}
+
+
+class Diary:
+    """The moments that hooks are called at once."""
+
+    def __init__(self, chief_only: bool) -> None:
+        self.chief_only = chief_only
+
+    def _write(self, moment: str, *what: Any) -> None:
+        line = {"pid": os.getpid(), "chief_only": self.chief_only, "of": [moment, *what]}
+        with open(ASKED["diary"], "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def before_validation(self, trainer: Any) -> None:
+        self._write("before validation", trainer.step)
+
+    def after_validation(self, trainer: Any, results: dict[str, float]) -> None:
+        self._write("after validation", trainer.step, results)
+
+    def on_checkpoint(self, trainer: Any, step: int, path: str) -> None:
+        self._write("checkpoint", step)
+
+    def on_failure(self, trainer: Any, error: Exception) -> None:
+        self._write("failure", trainer.step, repr(error))
+
+    def end(self, trainer: Any, error: Any) -> None:
+        self._write("end", trainer.step, repr(error))
+
+
 def saved_weights(trainer: mh.Trainer) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(path := Path(folder) / "model.safetensors")
@@ -277,13 +327,14 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         slices=8,
         seed=3,
         clip_norm=ASKED.get("clip"),
-        hooks=[Watch()],
+        hooks=[Watch(), *([Diary(False), Diary(True)] if "diary" in ASKED else [])],
         metrics={"accuracy": lambda m, batch: (m(batch[0]).argmax(1) == batch[1]).float()},
     )
     arm()
     steps, keep = ASKED["steps"], mh.Checkpoints(every_s=None, every_steps=ASKED.get("save_every"))
     rows = {name: ASKED[name] for name in ("validate_every", "validate_every_s", "train_metrics") if name in ASKED}
-    first = trainer.fit(data(), steps=steps, batch_size=64, validation=data(), checkpoint=keep, **rows)
+    taken = KINDS[ASKED.get("kind", "plain")]()
+    first = trainer.fit(**taken, steps=steps, validation=data(), checkpoint=keep, **rows)
     reached = trainer.step
     between = trainer.evaluate(data())
     second = trainer.fit(data(), steps=20, batch_size=64, checkpoint=keep)

@@ -187,6 +187,26 @@ def test_a_slow_worker_on_another_host_says_what_that_is_called(ranks: RankPool)
     assert first.host == socket.gethostname()
 
 
+def train_in_mesh(slow_ranks: tuple[int, ...]) -> list[Event]:
+    slow = Slow("forward")
+    trainer = mh.Trainer(
+        lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)),
+        slow.loss,
+        OPTIMIZERS["SGD"],
+        strategy=mh.Mesh(data=2, tensor=2),
+    )
+    worker = trainer._run.worker
+    slow.is_chief = worker.rank not in slow_ranks
+    trainer.fit(data(96), steps=2 * WINDOW + 1, batch_size=32)
+    return told(worker)
+
+
+@pytest.mark.long
+def test_in_a_mesh_a_slow_replica_is_named_by_a_rank_of_its_own(ranks: RankPool) -> None:
+    chief, *_ = ranks(4, train_in_mesh, (2, 3), flags=FLAGS)
+    assert {event.rank for event in of_kind(chief, Straggler) if not event.is_over} == {2}
+
+
 @pytest.mark.slow
 def test_slices_move_in_a_loop_of_the_users_own_too(ranks: RankPool) -> None:
     (alone,) = ranks(1, train_by_hand, None)

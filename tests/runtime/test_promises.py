@@ -1,4 +1,4 @@
-"""Each strategy, in each of its modes, either keeps what `exact`, `reducer` and `audit` say, or refuses it by name."""
+"""Each strategy, in each mode, keeps what `exact`, `reducer`, `audit` and `balance` say, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ KEPT: dict[str, tuple[Any, set[str]]] = {
     "diloco": (mh.LocalSGD(outer="nesterov"), {"bf16"}),
     "local_sgd, asynchronous": (mh.LocalSGD(outer="elastic", asynchronous=True), set()),
     "local_sgd, quorum": (mh.LocalSGD(**QUORUM), set()),
-    "tensor": (mh.Tensor(), {"balance"}),
-    "pipeline": (mh.Pipeline(), {"balance"}),
-    "mesh": (mh.Mesh(data=2), {"balance"}),
+    "tensor": (mh.Tensor(), set()),
+    "pipeline": (mh.Pipeline(), set()),
+    "mesh": (mh.Mesh(data=2), set()),
     "sharded": (mh.Sharded(), set()),
     "central_storage": (mh.CentralStorage(), set()),
 }
@@ -61,6 +61,12 @@ def test_a_promise_is_kept_or_refused_by_name(case: str, what: str) -> None:
         return
     with pytest.raises(SpecError, match=next(iter(ASKED[what]))):
         enter(choice, ASKED[what])
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "mesh"])
+def test_the_launcher_refuses_to_balance_a_divided_model(name: str) -> None:
+    with pytest.raises(SpecError, match=f"balance .* with {name} the workers of a replica"):
+        resolve(flags={"train.strategy": name, "train.balance": True}, environ={})
 
 
 def test_every_strategy_stands_in_the_table() -> None:
