@@ -21,13 +21,15 @@ from manyhands import signals
 from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.control.coordinator import read_exactly
 from manyhands.control.refusals import DoorKeeper
-from manyhands.parallel.log_places import Flush, Flushed, Keep, Kept, log_directory, segment_path
+from manyhands.parallel.log_places import LOGS, Flush, Flushed, Keep, Kept, log_directory, segment_path
+from manyhands.spec.run_directory import home_of
 
 __all__ = ["BackupConfig", "Shelf"]
 
 # When nothing has come for so long, what has is brought to where other hosts can read it.
 QUIET_S = 0.2
 MOST_SERVERS = 2**16
+MOST_TRAININGS = 2**31
 
 
 class BackupConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +41,12 @@ class BackupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shelf:
-    """The segments that a backup is writing, one for each server."""
+    """The segments that a backup is writing, one for each server: of the training that it serves now."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._open: dict[int, tuple[int, int, int]] = {}
-        """By server: the number of the segment, its file, and how long that is."""
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._open: dict[int, tuple[Path, int, int]] = {}
+        """By server: the path of the segment, its file, and how long that is."""
         self._changed: set[int] = set()
 
     def keep(self, message: Keep) -> Kept:
@@ -59,29 +61,30 @@ class Shelf:
 
     def _keep(self, message: Keep) -> int:
         server = message.server
-        number, fd, length = self._open.get(server, (0, -1, 0))
-        # A segment that begins may have the number, and be another file, than one that a checkpoint made needless.
-        if number != message.segment or message.at == 0:
-            fd, length = self._reopen(server, message.segment)
+        logs = home_of(self._run_dir, message.training) / LOGS
+        path = segment_path(log_directory(logs, server), message.segment)
+        known, fd, length = self._open.get(server, (None, -1, 0))
+        # A segment that begins may have the path, and be another file, than one that a checkpoint made needless.
+        if known != path or message.at == 0:
+            fd, length = self._reopen(server, path)
         if message.at <= length:
             view = memoryview(message.data)[length - message.at :]  # a process before this may have written some of it
             while len(view):
                 written = os.write(fd, view)
                 view, length = view[written:], length + written
                 self._changed.add(server)
-        self._open[server] = (message.segment, fd, length)
+        self._open[server] = (path, fd, length)
         return length
 
-    def _reopen(self, server: int, segment: int) -> tuple[int, int]:
+    def _reopen(self, server: int, path: Path) -> tuple[int, int]:
         """Whoever writes to it has made it: where it is not, this is another directory."""
         self._close(server)
-        path = segment_path(log_directory(self._root, server), segment)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._open[server] = (segment, fd, 0)
+        self._open[server] = (path, fd, 0)
         return fd, os.fstat(fd).st_size
 
     def _close(self, server: int) -> None:
-        _, fd, _ = self._open.pop(server, (0, -1, 0))
+        _, fd, _ = self._open.pop(server, (None, -1, 0))
         self._changed.discard(server)
         if fd >= 0:
             os.close(fd)  # which also flushes it where the disk is a network's
@@ -105,7 +108,7 @@ def serve(config: BackupConfig, lifeline: int) -> None:
     port: Port[Keep | Flush] = open_port(
         context, zmq.ROUTER, config.endpoint, Keep | Flush, bind=True, curve=config.curve
     )
-    shelf, poller = Shelf(Path(config.run_dir) / "updates"), zmq.Poller()
+    shelf, poller = Shelf(Path(config.run_dir)), zmq.Poller()
     for one in (lifeline, port.socket, *(door.sockets if door is not None else ())):
         poller.register(one, zmq.POLLIN)
     try:
@@ -125,7 +128,9 @@ def _answer(shelf: Shelf, message: Keep | Flush) -> Kept | Flushed:
     if isinstance(message, Flush):
         shelf.flush()
         return Flushed(message.ticket)
-    if not 0 <= message.server < MOST_SERVERS or min(message.segment, message.at) < 0:
+    if not (1 <= message.training < MOST_TRAININGS and 0 <= message.server < MOST_SERVERS):
+        return Kept(segment=message.segment, num_bytes=0, error="no such server")
+    if min(message.segment, message.at) < 0:
         return Kept(segment=message.segment, num_bytes=0, error="no such segment")
     return shelf.keep(message)
 

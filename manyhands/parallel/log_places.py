@@ -22,6 +22,7 @@ from manyhands.parallel.update_log import Bytes
 from manyhands.private_files import open_private
 
 __all__ = [
+    "LOGS",
     "AtBackup",
     "Backups",
     "Flush",
@@ -36,6 +37,8 @@ __all__ = [
     "segment_path",
 ]
 
+# In the home of a training.
+LOGS = "updates"
 PIECE_BYTES = 2**19
 # So much is under way to a backup at once; and so much would be sent again to another process with its address.
 WINDOW_BYTES = 16 * 2**20
@@ -47,8 +50,8 @@ LOST_AFTER_S = 10.0
 RETRY_S = 600.0
 
 
-def log_directory(root: Path, server: int) -> Path:
-    return root / f"server-{server}"
+def log_directory(logs: Path, server: int) -> Path:
+    return logs / f"server-{server}"
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -58,6 +61,7 @@ def segment_path(directory: Path, number: int) -> Path:
 class Keep(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """To a backup: bytes of a segment. It takes those that continue what it has; without any, it is a question."""
 
+    training: int
     server: int
     segment: int
     at: int
@@ -139,10 +143,16 @@ class AtBackup:
     takes_time = True
 
     def __init__(
-        self, port: Port[FromBackup], server: int, is_known: Callable[[], bool], clock: Callable[[], float]
+        self,
+        port: Port[FromBackup],
+        training: int,
+        server: int,
+        is_known: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
         """`is_known`: the run knows of it, as far as has been heard here."""
-        self._port, self._server, self._is_known, self._clock = port, server, is_known, clock
+        self._port, self._training, self._server, self._is_known = port, training, server, is_known
+        self._clock = clock
         self._segment, self._end, self._kept = 0, 0, 0
         self._under_way: deque[Keep] = deque()
         self._moved_at, self._is_asking = 0.0, False
@@ -172,7 +182,7 @@ class AtBackup:
         self._begin_waiting()
         while self._end + len(data) - self._kept > WINDOW_BYTES:
             self._listen()
-        piece = Keep(server=self._server, segment=self._segment, at=self._end, data=data)
+        piece = self._keep(data)
         self._under_way.append(piece)
         self._end += len(data)
         self._port.send(piece)  # if it is lost, whoever answers says what is missing
@@ -200,7 +210,10 @@ class AtBackup:
             raise PlaceLost(f"it has had nothing to say for {LOST_AFTER_S:g} s")
         if is_quiet:
             self._is_asking = True
-            self._port.send(Keep(server=self._server, segment=self._segment, at=self._end, data=b""))
+            self._port.send(self._keep(b""))
+
+    def _keep(self, data: bytes) -> Keep:
+        return Keep(training=self._training, server=self._server, segment=self._segment, at=self._end, data=data)
 
     def _hear(self, told: Kept) -> None:
         if told.error:
@@ -224,9 +237,12 @@ class Backups:
         addresses: Callable[[], Sequence[str]],
         connect: Callable[[str], Port[FromBackup]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        training: int = 1,
     ) -> None:
-        """`addresses` tells of backups on other hosts, the one that is to be preferred first."""
-        self._server, self._addresses, self._connect, self._clock = server, addresses, connect, clock
+        """`addresses` has those of backups on other hosts, the one that is to be preferred first."""
+        self._training, self._server = training, server
+        self._addresses, self._connect, self._clock = addresses, connect, clock
         self._ports: dict[str, Port[FromBackup]] = {}
         self._given_up: dict[str, float] = {}
         self._tickets = 0
@@ -236,7 +252,8 @@ class Backups:
     def choose(self) -> Place:
         """Where the next segment goes."""
         for address in self._usable():
-            place = AtBackup(self._port(address), self._server, partial(self._is_known, address), self._clock)
+            is_known = partial(self._is_known, address)
+            place = AtBackup(self._port(address), self._training, self._server, is_known, self._clock)
             if place.answers():
                 self.at = address
                 return place

@@ -26,7 +26,7 @@ from manyhands.parallel.served_messages import (
     Refused,
     RowGradients,
 )
-from manyhands.parallel.served_tables import Tables, parts_of
+from manyhands.parallel.served_tables import Tables, parts_of, seeded
 from manyhands.parallel.served_variables import ServedVariable
 from manyhands.parallel.sparse import Contribution, Sparse
 
@@ -96,7 +96,8 @@ class RowServer:
 
     def _begin(self, opened: OpenRows) -> None:
         self._opened, self.version = opened, opened.step
-        self._tables = Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
+        specs = seeded(self._specs, opened.seeds)
+        self._tables = Tables(specs, self._memory, parts_of(self._number, opened.servers))
 
     def _apply(self, sender: bytes, opened: OpenRows, message: ApplyRows) -> Outbox:
         """Pieces may have gone to a server that died: then all of it is sent again."""

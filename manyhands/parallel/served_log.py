@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from manyhands.checkpoint.reader import scan
 from manyhands.errors import CheckpointCorrupt, EnvironmentProblem
-from manyhands.parallel.log_places import Backups, OnDisk, Place, PlaceLost, log_directory, segment_path
+from manyhands.parallel.log_places import LOGS, Backups, OnDisk, Place, PlaceLost, log_directory, segment_path
 from manyhands.parallel.update_log import (
     Begin,
     Broken,
@@ -64,15 +64,15 @@ class _Segment(NamedTuple):
 
 
 def log_of(
-    run_dir: Path, server: int, backups: Backups | None = None, tell: Callable[[str], None] = lambda _: None
+    home: Path, server: int, backups: Backups | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> ServedLog:
-    """With `backups` it is what they make of it; else on disk, and synced."""
-    return ServedLog(log_directory(run_dir / "updates", server), lambda: saved_step(run_dir), backups, tell)
+    """Of a server of the training with this `home`. With `backups` it is where they have it; else on disk, synced."""
+    return ServedLog(log_directory(home / LOGS, server), lambda: saved_step(home), backups, tell)
 
 
-def saved_step(run_dir: Path) -> int | None:
+def saved_step(home: Path) -> int | None:
     """Of the checkpoint that was committed last; None where there is none."""
-    return next((one.manifest.step for one in scan(run_dir / "checkpoints") if one.manifest is not None), None)
+    return next((one.manifest.step for one in scan(home / "checkpoints") if one.manifest is not None), None)
 
 
 class ServedLog:

@@ -55,9 +55,20 @@ class ServedRows:
         self.tells = False
         """Whether `state` has the rows that servers have; a copy, for a checkpoint."""
         if self.sparse:
-            state = self.sparse.state()
-            self.sparse.use(self)
-            self.sparse.restore(state)
+            self.adopt()
+
+    def adopt(self) -> None:
+        """Take over the rows that the model's layers have: the next course begins with them."""
+        state = self.sparse.state()
+        self.sparse.use(self)
+        self.sparse.restore(state)
+
+    def leave(self) -> None:
+        """Leave the model's layers with all rows in this process, as if there were no servers, until `adopt`."""
+        self.tells = True
+        state = self.sparse.state()
+        self.sparse.use(LocalRows())
+        self.sparse.restore(state)
 
     def __bool__(self) -> bool:
         return bool(self.sparse)

@@ -110,6 +110,8 @@ class Open(_Message, frozen=True, kw_only=True):
     """There is one copy of the states, which updates change."""
     training: int = 1
     """Which of the script's trainings it belongs to. A server that has not made it yet goes on with the script."""
+    seeds: dict[str, int] = {}
+    """By table: what new rows begin with, where that is not this training's seed: an earlier one had the model."""
 
 
 class OpenRows(_Message, frozen=True, kw_only=True):
@@ -119,6 +121,9 @@ class OpenRows(_Message, frozen=True, kw_only=True):
     step: int
     base: int
     """What a step's number is short of the number of its update: rows may come from a training of more steps."""
+    training: int = 1
+    seeds: dict[str, int] = {}
+    """As in an Open."""
 
 
 class Opened(_Message, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ from manyhands.parallel.served_reception import Outbox
 from manyhands.parallel.served_rounds import RoundCourse
 from manyhands.parallel.served_states import load_settings
 from manyhands.parallel.served_streams import Streams
-from manyhands.parallel.served_tables import Tables, parts_of
+from manyhands.parallel.served_tables import Tables, parts_of, seeded
 from manyhands.parallel.served_variables import ServedVariable, listing
 from manyhands.parallel.sparse import Sparse
 from manyhands.parallel.updates import runs_fused
@@ -339,7 +339,8 @@ class PartServer:
         return Keeper(self._log, self._number, opened, served, chunks, clips=clips)
 
     def _tables(self, opened: Open) -> Tables:
-        return Tables(self._specs, self._memory, parts_of(self._number, opened.servers))
+        specs = seeded(self._specs, opened.seeds)
+        return Tables(specs, self._memory, parts_of(self._number, opened.servers))
 
     def _restore_schedule(self, saved: Saved) -> None:
         if self._scheduler is not None and saved.scheduler is not None:

@@ -22,7 +22,7 @@ from manyhands.errors import PeerLost
 from manyhands.parallel.served_link import Link
 from manyhands.parallel.served_lookup import ServedRows
 from manyhands.parallel.served_memory import Memory
-from manyhands.parallel.served_messages import ApplyRows, Handed, OpenRows, RowGradients
+from manyhands.parallel.served_messages import ApplyRows, Handed, Number, OpenRows, RowGradients
 from manyhands.parallel.sparse import Contribution
 from manyhands.parallel.sparse_step import SparseStep
 
@@ -92,21 +92,23 @@ class ServedStep(SparseStep):
         shares: bool,
         num_servers: Callable[[], int],
         are_up: Callable[[int], bool],
-        generation: Callable[[], tuple[int, int]],
+        next_number: Callable[[], Number],
+        entered: Callable[[Number], None],
         wait_for_chief: Callable[[str], None],
+        training: int = 1,
         needs_norm: bool = False,
     ) -> None:
         """`shares`: the memory is the servers'. `num_servers` says how many there should be, `are_up` whether so many
-        are there, and `generation` which one of workers this is. `needs_norm`: every rank wants the sum of gradients.
+        are there. `next_number` is above that of every course of any training that ranks have `entered`.
+        `needs_norm`: every rank wants the sum of gradients.
         """
         super().__init__(model, seed)
         self._served, self._link = ServedRows(model, seed, link, memory, shares=shares), link
         self._num_servers, self._are_up = num_servers, are_up
-        self._generation, self._wait_for_chief = generation, wait_for_chief
-        self._needs_norm = needs_norm
+        self._next_number, self._entered, self._wait_for_chief = next_number, entered, wait_for_chief
+        self._training, self._needs_norm = training, needs_norm
         self._handed: list[tuple[int, Handed]] = []
         self._opening: OpenRows | None = None
-        self._openings = 0
         self._owed: _Owed | None = None
         self._has_tried = False
         """A share of the step that is owed may be on its way to a server."""
@@ -145,10 +147,17 @@ class ServedStep(SparseStep):
             raise
 
     def _propose(self, step: int, base: int) -> OpenRows:
-        self._openings += 1
-        return OpenRows(number=(*self._generation(), self._openings), servers=self._num_servers(), step=step, base=base)
+        return OpenRows(
+            number=self._next_number(),
+            servers=self._num_servers(),
+            step=step,
+            base=base,
+            training=self._training,
+            seeds=self.sparse.seeds,
+        )
 
     def _enter(self, opening: OpenRows) -> None:
+        self._entered(opening.number)
         self._opening, self._agreed, self._is_void = opening, None, False
         self._link.follow(opening)
         self._served.enter(opening.number, opening.servers)
@@ -281,6 +290,21 @@ class ServedStep(SparseStep):
             step, contributions, factor, handed = state["owed"]
             where = msgspec.convert(handed, list[tuple[int, Handed]])
             self._owed = _Owed(step, [Contribution(*one) for one in contributions], factor, where)
+
+    # ---- other trainings ----
+
+    def put_down(self) -> None:
+        """Servers go on to another training: have the rows that they have in this process."""
+        assert self._owed is None, "servers lack a step that is committed"
+        if self:
+            self._served.leave()
+        self._opening = None
+        self._link.reach(0)
+
+    def take_up(self) -> None:
+        """The rows that layers have by now go to servers when the next steps begin."""
+        if self:
+            self._served.adopt()
 
     def close(self) -> None:
         self._link.close()

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -33,6 +34,7 @@ __all__ = [
     "parts_of",
     "pieces_of",
     "rows_from",
+    "seeded",
     "to_bytes",
     "within",
 ]
@@ -240,7 +242,14 @@ class Tables:
         return {"number": torch.tensor(number), "optimizer": parts[0]["optimizer"], **sorted_}
 
     def restore(self, name: str, number: int, saved: Mapping[str, Tensor]) -> None:
-        """Become what `snapshot` told of, as update `number` left it."""
+        """Become what `snapshot` told of, as update `number` left it.
+
+        Rows may have seen more updates than that, in another training: each stays as old as it is, because one that
+        seems to come from a later update could not be told from one that this update has changed already.
+        """
+        beyond = max(0, int(saved["number"]) - number)
+        ages = {key: (saved[key] - beyond).clamp(min=0) for key in ("updates", "candidate_updates")}
+        saved = {**saved, **ages}
         rows, candidates = part_of(saved["ids"]), part_of(saved["candidates"])
         of_rows = ("ids", "rows", "states", "updates")
         for part in range(PARTS):
@@ -250,6 +259,11 @@ class Tables:
             }
             said = {"number": torch.tensor(number), "optimizer": saved["optimizer"]}
             self._tables[name, part].restore({**said, **mine, **rest})
+
+
+def seeded(specs: Sequence[TableSpec], seeds: Mapping[str, int]) -> list[TableSpec]:
+    """The same tables, with the seeds that workers have for them."""
+    return [replace(spec, seed=seeds.get(spec.name, spec.seed)) for spec in specs]
 
 
 def within(memory: Memory, part: int) -> Memory:

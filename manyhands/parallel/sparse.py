@@ -198,6 +198,11 @@ class Sparse:
         for layer in self.layers.values():
             layer.set_seed(seed)
 
+    @property
+    def seeds(self) -> dict[str, int]:
+        """By table: what rows begin with that have had no update."""
+        return {name: layer.spec.seed for name, layer in self.layers.items()}
+
     def drop(self) -> None:
         """Whatever backward has left, of a step that does not count."""
         self.take()

@@ -56,6 +56,12 @@ class SparseStep:
         self.sparse.apply(number, self._summed, self.factor)
         self._mine, self._summed = {}, []
 
+    def put_down(self) -> None:
+        """Another training comes: have rows where it finds them, in the layers of this process. They are there."""
+
+    def take_up(self) -> None:
+        """Go on with the rows that layers have by now."""
+
     def synchronise(self, axis: Axis) -> None:
         """Give every rank rank 0's rows."""
         if not self or axis.size == 1:

@@ -210,12 +210,14 @@ def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing
             model,
             seed,
             link,
-            reach.memory,
+            None if reach.is_away else reach.memory,
             shares=not reach.is_away,
             num_servers=lambda: session.servers_wanted,
             are_up=reach.are_up,
-            generation=lambda: parse_generation(worker.group.generation),
+            next_number=lambda: worker.script.next_course(parse_generation(worker.group.generation)),
+            entered=worker.script.enter_course,
             wait_for_chief=worker.wait_for_chief,
+            training=worker.number,
             needs_norm=train.clip_norm is not None or train.precision == "fp16",
         )
 

@@ -54,7 +54,6 @@ from manyhands.runtime.run_checks import (
     same_order,
 )
 from manyhands.runtime.saving import Saver, load_newest
-from manyhands.runtime.serving import check_served_training
 from manyhands.runtime.training import Training
 from manyhands.runtime.whole_state import WholeState
 from manyhands.runtime.worker import Worker
@@ -311,7 +310,6 @@ class Run:
     def _build(self, slices: int, *, joining: bool = False) -> Training:
         spec, worker, parts = self.spec, self.worker, self.parts
         worker.script.check_whole(worker.number, parts.model)
-        check_served_training(worker)
         model = parts.model.to(worker.device)
         if spec.launch.memory_format == "channels_last":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -12,7 +12,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -22,13 +21,13 @@ from torch import nn
 from manyhands.comm.axis import Axis
 from manyhands.control.session import Session
 from manyhands.errors import ManyhandsError, SpecError, UsageError
+from manyhands.parallel.served_messages import Number
 from manyhands.runtime.recorder import Recorder
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.tracebacks import OURS
 
-__all__ = ["FOLDER", "Script", "home_of"]
+__all__ = ["Script"]
 
-FOLDER = "trainings"
 # At the end of a script, when the coordinator may be gone already.
 LAST_WORD_S = 1.0
 # Of a script, where a training was made; beyond that, they say nothing that the others do not.
@@ -38,11 +37,6 @@ MOST_LINES = 6
 class Usable(Protocol):
     def put_down(self) -> Callable[[], None]: ...
     def look_back(self) -> None: ...
-
-
-def home_of(run_dir: Path, training: int) -> Path:
-    """Where a training keeps its checkpoints and records: the first one in the run directory itself."""
-    return run_dir if training == 1 else run_dir / FOLDER / str(training)
 
 
 class Script:
@@ -60,8 +54,8 @@ class Script:
         """How often one training after another was taken in use."""
         self.steps: dict[int, int] = {}
         """Committed steps, by training, as far as they are known here."""
-        self.opened_in = ("", 0)
-        """The generation of the last course of parameter servers, and how many it has opened."""
+        self.course: Number = (0, 0, 0)
+        """The newest one of parameter servers, of all trainings."""
         self.divided: WeakSet[nn.Module] = WeakSet()
         """Modules of which no worker has all weights any more."""
         self._trainings: WeakSet[Usable] = WeakSet()
@@ -93,6 +87,13 @@ class Script:
         """Every worker has put down the trainings before this one: their shared memory is nobody's."""
         while self._unneeded:
             self._unneeded.pop()()
+
+    def next_course(self, generation: tuple[int, int]) -> Number:
+        """Above that of every course that this worker has entered: servers take the newest one for what is wanted."""
+        return *generation, self.course[2] + 1 if self.course[:2] == generation else 1
+
+    def enter_course(self, number: Number) -> None:
+        self.course = max(self.course, number)
 
     def collect(self) -> None:
         """Free a trainer that is out of use, a ring of references with all its memory, before another one begins."""

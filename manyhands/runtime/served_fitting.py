@@ -144,11 +144,9 @@ class ServedFit(Fit):
 
     def _number(self) -> Number:
         """The same on every worker of the generation: each has opened as many courses in it, in all trainings."""
-        script, generation = self._worker.script, self._worker.group.generation
-        before, opened = script.opened_in
-        opened = opened + 1 if generation == before else 1
-        script.opened_in = generation, opened
-        return *parse_generation(generation), opened
+        number = self._worker.script.next_course(parse_generation(self._worker.group.generation))
+        self._worker.script.enter_course(number)
+        return number
 
     def _take_course(self) -> int:
         """Why all workers have met."""

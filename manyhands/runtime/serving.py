@@ -25,13 +25,13 @@ from manyhands.comm.transport import Port, open_port
 from manyhands.control.refusals import DoorKeeper
 from manyhands.control.session import RunFacts, Session
 from manyhands.control.spare import READY
-from manyhands.errors import ServerStateLost, SpecError
+from manyhands.errors import ServerStateLost
 from manyhands.events import ServerWentOn, Warned
 from manyhands.parallel.log_places import Backups, FromBackup
 from manyhands.parallel.row_server import RowServer
 from manyhands.parallel.served_log import ServedLog, log_of, saved_step
 from manyhands.parallel.served_memory import Attendance, StateTorn
-from manyhands.parallel.served_messages import FromServer, FromWorker, Number, Open
+from manyhands.parallel.served_messages import FromServer, FromWorker, Number, Open, OpenRows
 from manyhands.parallel.served_server import PartServer
 from manyhands.parallel.served_variables import ServedVariable
 from manyhands.runtime.models import Parts, foreign_state
@@ -41,7 +41,7 @@ from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.strategies.served import has_backups
 from manyhands.strategies.stretched import way_of
 
-__all__ = ["check_served_training", "serve"]
+__all__ = ["serve"]
 
 TICK_S = 0.2
 # So that updates do not wait for all the frames of gradients that are under way.
@@ -68,7 +68,6 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
             backup=has_backups(choice),
         )
     )
-    check_served_training(worker)
     _makers[worker.number] = _prepare(worker, session, parts, scheduler)
     try:
         if not session.seat.is_spare or _is_appointed(session):
@@ -85,15 +84,24 @@ class _Reached:
     """How far the workers have come among the trainings, for a server that is started anew on this host."""
 
     def __init__(self, memory: Callable[[str, int], Segment]) -> None:
-        self._word = memory("training of servers", mmap.PAGESIZE).words()
+        self._words = memory("training of servers", mmap.PAGESIZE).words()
 
     @property
     def training(self) -> int:
-        return int(self._word[0])
+        return int(self._words[0])
 
     @training.setter
     def training(self, number: int) -> None:
-        self._word[0] = number
+        self._words[0] = max(number, self.training)
+
+    @property
+    def in_use(self) -> int:
+        """The one whose course was opened last: trainings may take turns. 0: none yet."""
+        return int(self._words[1])
+
+    @in_use.setter
+    def in_use(self, number: int) -> None:
+        self._words[1] = number
 
 
 def _state_lost(torn: StateTorn, worker: Worker) -> ServerStateLost:
@@ -104,24 +112,6 @@ def _state_lost(torn: StateTorn, worker: Worker) -> ServerStateLost:
         f"checkpoint of step {saved}: {torn.version - saved} updates, whose batches are computed again.",
         fix=['durability="upstream", to keep two copies of the states'],
     )
-
-
-def check_served_training(worker: Worker) -> None:
-    """What servers can keep for one training of a script alone."""
-    choice = worker.strategy
-    if worker.number == 1 or not isinstance(choice, ParameterServer):
-        return
-    for setting, is_given, fix in (
-        ('durability="replica"', choice.durability == "replica", 'durability="wal"'),
-        ('mode="hybrid"', choice.mode == "hybrid", 'mode="sync"'),
-    ):
-        if is_given:
-            raise SpecError(
-                f"{worker.script.describe(worker.number)} asks for {setting}, which only the first training of a "
-                "script can have.",
-                where="mh.ParameterServer",
-                fix=[fix, "a script of its own"],
-            )
 
 
 def _is_appointed(session: Session) -> bool:
@@ -171,7 +161,8 @@ def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD,
     def tell(text: str) -> None:
         worker.tell(Warned(text=f"server {number}: {text}"))
 
-    return log_of(session.run_dir, number, Backups(number, lambda: session.backups, connect), tell)
+    backups = Backups(number, lambda: session.backups, connect, training=worker.number)
+    return log_of(worker.home, number, backups, tell)
 
 
 class _Serving:
@@ -179,7 +170,10 @@ class _Serving:
 
     def __init__(self, worker: Worker, session: Session, reached: _Reached) -> None:
         self._worker, self._session, self._tell, seat = worker, session, worker.warn, session.seat
-        self._training, self._reached, self._wanted = worker.number, reached, worker.number
+        self._reached = reached
+        self._training = self._wanted = reached.in_use if reached.in_use in _makers else worker.number
+        self._newest: Number = (0, 0, 0)
+        """The course that was opened last, of any training: an older one arrives too late."""
         self._server = _makers[self._training](seat.server)
         self._context: zmq.Context[Any] = zmq.Context()
         self._ports: list[Port[FromWorker]] = []
@@ -234,11 +228,12 @@ class _Serving:
         return not goes_on
 
     def _is_of_this_training(self, message: FromWorker) -> bool:
-        """A course of another one has this server go on with that, and is opened again there: nobody has answered."""
-        if isinstance(message, Open):
-            self._wanted = message.training
-            if self._wanted not in _makers:
-                self._reached.training = self._wanted
+        """A course of another one has this server go on with that, and is opened again there: it was not answered."""
+        if isinstance(message, Open | OpenRows):
+            if message.number < self._newest:
+                return False
+            self._newest = message.number
+            self._wanted = self._reached.in_use = self._reached.training = message.training
         return self._wanted == self._training
 
     def _change(self) -> None:

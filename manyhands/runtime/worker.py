@@ -30,13 +30,14 @@ from manyhands.parallel.sharing import Sharing
 from manyhands.runtime import process
 from manyhands.runtime.in_grid import InGrid
 from manyhands.runtime.recorder import Recorder
-from manyhands.runtime.script import Script, home_of
+from manyhands.runtime.script import Script
 from manyhands.runtime.solo import Solo
 from manyhands.runtime.strategy_names import Planned, StrategyChoice
 from manyhands.runtime.worker_words import last_heard
 from manyhands.spec import load
 from manyhands.spec.load import Resolved
 from manyhands.spec.run import RunSpec
+from manyhands.spec.run_directory import home_of
 from manyhands.spec.seat import Group
 
 __all__ = ["Worker", "seated"]

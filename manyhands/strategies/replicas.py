@@ -190,9 +190,13 @@ class Replicas(Computing):
             self._held.abandon()
 
     def put_down(self) -> Callable[[], None]:
-        return self._held.put_down() if self._held is not None else lambda: None
+        if self._held is None:
+            return lambda: None
+        self._rows.put_down()
+        return self._held.put_down()
 
     def take_up(self) -> None:
+        self._rows.take_up()
         self.synchronise()
 
     def regroup(self, axis: Axis, sharing: Sharing | None) -> None:

@@ -138,11 +138,13 @@ class InCourses(Computing):
         """The next course of this training is opened with what this worker has."""
         self._leave_memory()
         self._gather()
+        self._rows.leave()
         self._are_states_new = True
         self._link.reach(0)
         return lambda: None
 
-    def take_up(self) -> None: ...
+    def take_up(self) -> None:
+        self._rows.adopt()
 
     def gather_state(self) -> None:
         """Have what servers keep where `state` finds it. Between courses; it is the chief's that is asked for."""
@@ -277,6 +279,7 @@ class InCourses(Computing):
             fresh=self._is_fresh,
             in_place=self._choice.durability == "snapshot",
             training=self.training,
+            seeds=self._rows.sparse.seeds,
         )
         served = self._enter_memory(opened)
         with torch.no_grad():

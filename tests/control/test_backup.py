@@ -151,16 +151,33 @@ def test_who_has_no_key_writes_nothing(tmp_path: Path, context: zmq.Context[Any]
 
 
 def test_a_segment_that_begins_again_is_another_file(tmp_path: Path) -> None:
-    path = tmp_path / "server-0" / "00000001.log"
-    path.parent.mkdir()
+    path = tmp_path / "updates" / "server-0" / "00000001.log"
+    path.parent.mkdir(parents=True)
     shelf = Shelf(tmp_path)
     for content in (b"first", b"second"):
         path.unlink(missing_ok=True)
         path.touch()
-        assert shelf.keep(Keep(server=0, segment=1, at=0, data=content)).num_bytes == len(content)
+        assert shelf.keep(Keep(training=1, server=0, segment=1, at=0, data=content)).num_bytes == len(content)
         assert path.read_bytes() == content
-    assert shelf.keep(Keep(server=0, segment=1, at=0, data=b"second")).num_bytes == 6, "it was sent again"
-    assert shelf.keep(Keep(server=0, segment=1, at=9, data=b"?")).num_bytes == 6, "something before it is missing"
-    shelf.keep(Keep(server=0, segment=1, at=3, data=b"ond half"))
+    assert shelf.keep(Keep(training=1, server=0, segment=1, at=0, data=b"second")).num_bytes == 6, "it was sent again"
+    assert shelf.keep(Keep(training=1, server=0, segment=1, at=9, data=b"?")).num_bytes == 6, (
+        "something before it is missing"
+    )
+    shelf.keep(Keep(training=1, server=0, segment=1, at=3, data=b"ond half"))
     assert path.read_bytes() == b"second half", "some of it was there"
     shelf.close()
+
+
+def test_each_training_of_a_script_has_its_own_log_at_a_backup(tmp_path: Path) -> None:
+    """A server goes from one training to the next and back: segments of one number, in the homes of both."""
+    homes = {1: tmp_path, 2: tmp_path / "trainings" / "2"}
+    paths = {training: home / "updates/server-0/00000001.log" for training, home in homes.items()}
+    for path in paths.values():
+        path.parent.mkdir(parents=True)
+        path.touch()
+    shelf = Shelf(tmp_path)
+    for training, at, data in ((1, 0, b"first"), (2, 0, b"second"), (1, 5, b" again"), (2, 6, b" again")):
+        end = shelf.keep(Keep(training=training, server=0, segment=1, at=at, data=data)).num_bytes
+        assert end == at + len(data)
+    shelf.close()
+    assert {training: path.read_bytes() for training, path in paths.items()} == {1: b"first again", 2: b"second again"}

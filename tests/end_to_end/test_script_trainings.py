@@ -58,3 +58,31 @@ def test_killed_in_any_training_on_any_number_of_workers(
     code, _ = run(tmp_path / "killed", *flags, kill=[3 if workers == 2 else 2, 3])
     assert code == -9
     assert run(tmp_path / "killed", *flags) == (0, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("training", [2, 3])
+def test_a_parameter_server_that_is_killed_in_a_later_training_changes_nothing(
+    tmp_path: Path, alone: Any, training: int
+) -> None:
+    asked = {"servers": True, "kill": [training, 3], "whom": "server", "slot": 0}
+    assert run(tmp_path / "killed", "-n", "2", "--servers", "1", **asked) == (0, alone)
+    assert (tmp_path / "killed" / "flag").exists(), "no server was killed"
+
+
+@pytest.mark.long
+def test_trainings_on_parameter_servers_go_on_after_all_is_killed_in_the_second(tmp_path: Path, alone: Any) -> None:
+    flags = ["-n", "2", "--servers", "1"]
+    code, _ = run(tmp_path / "killed", *flags, servers=True, kill=[2, 6])
+    assert code == -9
+    assert run(tmp_path / "killed", *flags, servers=True) == (0, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_worker_of_an_elastic_mesh_is_killed_in_the_second_training(tmp_path: Path, axis: str) -> None:
+    mesh, flags = {"data": 2, axis: 2}, ["-n", "4", "--elastic", "4:4"]
+    code, undisturbed = run(tmp_path / "undisturbed", *flags, mesh=mesh)
+    assert code == 0
+    assert run(tmp_path / "killed", *flags, mesh=mesh, kill=[2, 5], slot=1) == (0, undisturbed)
+    assert (tmp_path / "killed" / "flag").exists(), "no worker was killed"

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.control.client import query
 
 ASKED: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 
 
 class Kill:
-    """Kill -9, once: the launcher, and with it everything, or the worker in this slot."""
+    """Kill -9, once: the launcher, and with it everything, the worker in this slot, or the first parameter server."""
 
     def __init__(self, training: int) -> None:
         self._training = training
@@ -29,6 +30,9 @@ class Kill:
         slot, flag = ASKED.get("slot"), Path(ASKED["flag"])
         if not flag.exists() and (slot is None or os.environ["RANK"] == str(slot)):
             flag.touch()
+            if ASKED.get("whom") == "server":
+                os.kill(query("run").servers[0].pid, 9)
+                return
             os.kill(os.getppid() if slot is None else os.getpid(), 9)
             time.sleep(60.0)
 
@@ -41,8 +45,14 @@ def make_net(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
 
 
+def strategy_asked() -> Any:
+    if ASKED.get("mesh"):
+        return mh.Mesh(**ASKED["mesh"])
+    return mh.ParameterServer(servers=1, mode="sync") if ASKED.get("servers") else "mirrored"
+
+
 def train(training: int, model: Any, optimizer: Any) -> mh.Trainer:
-    strategy = mh.ParameterServer(servers=1, mode="sync") if ASKED.get("servers") else "mirrored"
+    strategy = strategy_asked()
     return mh.Trainer(model, loss, optimizer, strategy, seed=training, slices=6, hooks=[Kill(training)])
 
 
@@ -51,7 +61,8 @@ def main() -> None:
     data = (x, x.sum(1, keepdim=True))
     first = train(1, lambda: make_net(16), lambda p: torch.optim.SGD(p, lr=0.05))
     results = [first.fit(data, epochs=2, batch_size=12), first.evaluate(data)]
-    second = train(2, first.model, lambda p: torch.optim.Adam(p, lr=0.01))
+    is_divided = "mesh" in ASKED  # then no worker has all of the first one's model
+    second = train(2, (lambda: make_net(16)) if is_divided else first.model, lambda p: torch.optim.Adam(p, lr=0.01))
     results.append(second.fit(data, epochs=2, batch_size=12))
     width = 24 if results[-1][-1]["loss"] < results[0][-1]["loss"] else 8
     third = train(3, lambda: make_net(width), lambda p: torch.optim.AdamW(p, lr=0.02))
@@ -60,7 +71,7 @@ def main() -> None:
         second.evaluate(data),
         second.fit(data, epochs=1, batch_size=12),
     ]
-    weights = {name: one.tolist() for name, one in second.model.state_dict().items()}
+    weights = {} if is_divided else {name: one.tolist() for name, one in second.model.state_dict().items()}
     if first.is_chief:
         steps = [trainer.step for trainer in (first, second, third)]
         Path(ASKED["out"]).write_text(json.dumps([results, steps, weights]))

@@ -80,3 +80,17 @@ def test_a_bound_is_the_whole_tables_and_is_told_as_such() -> None:
 def test_more_rows_than_an_answer_can_carry_are_not_even_looked_up() -> None:
     wide = Tables([msgspec.structs.replace(SPEC, dim=2**20)], private_memory, range(PARTS))
     assert wide.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(torch.arange(100)))) is None
+
+
+def test_rows_of_more_updates_than_their_training_has_made_are_updated_and_are_as_old_as_before() -> None:
+    spec = msgspec.structs.replace(SPEC, keep_steps=3)
+    longer, shorter, gradients = RowTable(spec), Tables([spec], private_memory, range(PARTS)), torch.ones(1, SPEC.dim)
+    for number in range(1, 9):
+        longer.update(number, torch.tensor([number]), gradients)
+    assert longer.snapshot()["ids"].tolist() == [5, 6, 7, 8]
+    shorter.restore("t", 4, longer.snapshot())
+    shorter.apply(5, [Contribution("t", torch.tensor([8]), gradients)], 1.0, ["t"])
+    longer.update(9, torch.tensor([8]), gradients)
+    found, wanted = shorter.snapshot("t"), longer.snapshot()
+    assert found["ids"].tolist() == wanted["ids"].tolist() == [6, 7, 8]
+    assert torch.equal(found["rows"], wanted["rows"])

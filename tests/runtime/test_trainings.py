@@ -15,8 +15,8 @@ import manyhands as mh
 from manyhands.errors import Preempted
 from manyhands.events import StepDone
 from manyhands.runtime.ledger import audit
-from manyhands.runtime.script import home_of
 from manyhands.runtime.standings import Standing, decide
+from manyhands.spec.run_directory import home_of
 from manyhands.testing import RankFailed, RankPool
 from tests.stopping import StopAt
 

@@ -99,3 +99,23 @@ def test_without_the_host_that_keeps_them_training_goes_on_and_asks_for_a_checkp
         (tmp_path / "go on").touch()
         told = run.wait(200)
     assert (told["counter"], told["reached"]) == ([4.0], 64)
+
+
+def test_a_later_training_may_be_the_first_to_ask_for_it(tmp_path: Path, mirrored: Any) -> None:
+    asked = {"mode": "sync", "exact": True, "save_every": 30, "others": [{"mode": "sync"}], **REPLICA}
+    home = tmp_path / "run" / "trainings" / "2"
+    with two_hosts_run(tmp_path, {**asked, **SLOWLY}, *ONE_AND_TWO) as run:
+        until_another_host_has(run, more=5)
+        run.process.kill()
+        run.process.wait(60)
+        before = steps_of(run)
+    assert (home / "updates").exists() and not (run.directory / "updates").exists()
+    (tmp_path / "run.join").unlink()
+    with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as again:
+        told = again.wait(200)
+        since = steps_of(again)[len(before) :]
+    first = since[0]["step"]
+    assert since[: len(before) - first + 1] == before[first - 1 :], "it was computed again"
+    assert told.pop("others") == [[1.0]]
+    assert told == mirrored(rows=True, exact=True, epochs=4)
+    assert not (home / "updates").exists()

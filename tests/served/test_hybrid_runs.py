@@ -37,6 +37,30 @@ def test_rows_on_servers_have_the_bits_of_mirrored_whoever_dies(served: Start, m
 
 
 @pytest.mark.long
+def test_trainings_that_take_turns_on_servers_are_each_what_they_are_alone(served: Start, mirrored: Any) -> None:
+    places = faults(("server 1", 20, "between two parts of a table"), ("worker 0", 24, "before the rows are sent"))
+    others = [{"mode": "sync"}, {"mode": "hybrid"}]
+    asked = {**ROWS, "epochs": 1, "fits": 2}
+    run = served({"mode": "hybrid", **asked, "others": others, "faults": places}, *TWO_AND_TWO)
+    told = run.wait()
+    assert told.pop("others") == [[2.0], [2.0]]
+    assert told == mirrored(**asked)
+    assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("other", ["sync", "hybrid"])
+def test_one_model_goes_from_training_to_training_with_its_rows(served: Start, mirrored: Any, other: str) -> None:
+    asked = {**ROWS, "epochs": 1, "fits": 2}
+    run = served({"mode": "hybrid", **asked, "others": [{"mode": other, "same": True}]}, "-n", "2", "--servers", "1")
+    told, alike = run.wait(), mirrored(**asked, others=[{"mode": None, "same": True}])
+    assert told["counter"] == [4.0], "a training has lost what another one did"
+    if other == "sync":  # its servers number updates by its own steps, which rows have beside their values
+        del told["weights"], alike["weights"]
+    assert told == alike
+
+
+@pytest.mark.long
 def test_deaths_at_every_turn_of_a_step_change_nothing(served: Start, mirrored: Any) -> None:
     places = faults(
         ("worker 1", 4, "before the step is taken"),

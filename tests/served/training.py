@@ -5,6 +5,10 @@ of the data adds 1 to its own cell of the counter, with a learning rate of 1: af
 that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
 "spared", it waits until there is a spare server, and leaves its process number behind; with "late", for the file
 "go on", and with "lives", that is all; with "loses", it is another worker that dies.
+
+With "others", the script has more trainings: each of these (what their strategies are) trains for an epoch before every
+call of `fit` of the one that the rest is about. A model of their own counts their rows, too; with "same", it is the
+same model.
 """
 
 from __future__ import annotations
@@ -266,6 +270,26 @@ def optimizer(model: Counted) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups)  # type: ignore[arg-type]
 
 
+def strategy_of(mode: str | None, settings: dict[str, Any]) -> Any:
+    if mode == "local_sgd":
+        return mh.LocalSGD(**settings)
+    return mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **settings)
+
+
+def make_other(model: Counted, mode: str | None, settings: dict[str, Any]) -> mh.Trainer:
+    exact = ASKED.get("exact", False)
+    return mh.Trainer(model, loss, optimizer(model), strategy_of(mode, settings), slices=4, seed=7, exact=exact)
+
+
+def counted(model: Counted) -> list[float]:
+    """What the cells of its counters have; after so many epochs, that number is all that there is."""
+    counts = [model.counter.detach()]
+    if model.seen is not None:
+        with torch.no_grad():
+            counts.append(model.seen(ids_of(torch.arange(ROWS))).flatten())
+    return sorted({float(value) for value in torch.cat(counts)})
+
+
 if __name__ == "__main__":
     arm()
     if ASKED.get("record"):
@@ -275,23 +299,24 @@ if __name__ == "__main__":
     data = (x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(ROWS))
     torch.manual_seed(0)
     model = Counted()
+    others = [
+        make_other(model if one.get("same") else Counted(), one["mode"], one.get("settings", {}))
+        for one in ASKED.get("others", [])
+    ]
     mode = ASKED.get("mode")
-    settings = ASKED.get("settings", {})
-    if mode == "local_sgd":
-        strategy: Any = mh.LocalSGD(**settings)
-    else:
-        strategy = mh.Mirrored() if mode is None else mh.ParameterServer(mode=mode, **settings)
     trainer = mh.Trainer(
         model,
         loss,
         optimizer(model),
-        strategy,
+        strategy_of(mode, ASKED.get("settings", {})),
         slices=None if mode in ("async", "local_sgd") else 4,
         exact=ASKED.get("exact", False),
         clip_norm=ASKED.get("clip"),
         hooks=[Watch()],
     )
     for _ in range(ASKED.get("fits", 1)):
+        for other in others:
+            other.fit(data, epochs=1, batch_size=BATCH)
         history = trainer.fit(
             data,
             epochs=ASKED.get("epochs", 2),
@@ -306,17 +331,14 @@ if __name__ == "__main__":
     if model.groups is not None:
         for name, value in model.groups.get_extra_state().items():
             digest.update(name.encode() + value.numpy().tobytes())
-    counts = [model.counter.detach()]
-    if model.seen is not None:
-        with torch.no_grad():
-            counts.append(model.seen(ids_of(torch.arange(ROWS))).flatten())
     told = {
         "reached": trainer.step,
         "weights": digest.hexdigest(),
-        "counter": sorted({float(value) for value in torch.cat(counts)}),
+        "counter": counted(model),
         "cells": model.counter.tolist() if ASKED.get("record") else [],
         "loss": history[-1]["loss"],
         **({"history": list(history)} if "rows_at" in ASKED else {}),
+        **({"others": [counted(other.model) for other in others]} if others else {}),
     }
     if trainer.is_chief:
         print("RESULT " + json.dumps(told))
