@@ -92,6 +92,7 @@ class StepBuffers:
         self._keep = torch.tensor([1.0 if x.keep is None else x.keep for x in self._layers], dtype=torch.float64)
         self._cumulative = torch.tensor([layer.keep is None for layer in self._layers], dtype=torch.bool)
         self._nothing = torch.empty(0, dtype=torch.float64)
+        self._is_in_step = False
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
@@ -99,7 +100,7 @@ class StepBuffers:
         return tuple(self._averages)
 
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
-        self._alone = num_slices == num_ranks == 1
+        self._alone, self._is_in_step = num_slices == num_ranks == 1, True
         if not self._alone:
             self._versions = [t._version for t in self._averages]
             self._start, self._start_calls = self._read()
@@ -165,13 +166,14 @@ class StepBuffers:
             self._others.put_back()
 
     def drop(self) -> None:
-        """The same wherever the step was left: in the middle of a slice, or between two."""
-        if not self._alone:
+        """The same wherever the step was left: in the middle of a slice, or between two. Outside of a step, nothing."""
+        if self._is_in_step and not self._alone:
             self._write(self._start, self._start_calls)
             self._others.drop()
 
     def commit(self, contributions: Sequence[Tensor], *, apart: bool = False) -> None:
-        """Replay every slice's contribution, in slice order; with `apart`, as `apart` made them."""
+        """Replay every slice's contribution, in slice order; with `apart`, as `apart` made them. The step's end."""
+        self._is_in_step = False
         if self._alone or not self._layers:
             return
         averages, calls = self._start, self._start_calls

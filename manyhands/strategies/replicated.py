@@ -92,7 +92,6 @@ class Replicated(Replicas):
         tolerance = 0.0 if exact else TOLERANCE if precision.name in ("fp32", "fp64") else HALF_TOLERANCE
         self._audit = Audit(audit_seed, tolerance) if audit_seed is not None else None
         self._layout: Places | None = None
-        self._is_in_step = False
         self._reports: list[Report] = []
         self._lost: list[int] = []
         self._exchange: Exchange
@@ -115,9 +114,8 @@ class Replicated(Replicas):
         if self._audit is not None:
             self._audit.cancel()
         super().regroup(axis, sharing)
-        if self.spread is not None and self._is_in_step:  # left where mates meet, with buffers as some slice had them
-            self._buffers.drop()
-            self._is_in_step = False
+        if self.has_part:
+            self._buffers.drop()  # a rank that waited for a lost one may have done so in the middle of a slice
 
     def resume_step(self) -> StepStats:
         """Finish the step that was interrupted: after `regroup`, by all ranks, each of which was in it."""
@@ -191,7 +189,6 @@ class Replicated(Replicas):
         waits, divided = self.held.gradients.waits, self.shares(step.num_slices)
         self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
         self._step, self._met_s = step, step.load_s if step.fetched_together else 0.0
-        self._is_in_step = True
         if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
             self._layout = places_of(step.bounds, divided)
         self._place, shares = self._layout.place, self._layout.shares
@@ -374,7 +371,7 @@ class Replicated(Replicas):
 
     def _take_over(self, reduced: _Reduced, stats: StepStats) -> None:
         """What the step made of everything but the weights, on this rank."""
-        self._redone, self._is_in_step = 0, False
+        self._redone = 0
         self._buffers.commit([report.statistics for report in reduced.heard.reports])
         self._buffers.apply_first_changes(reduced.heard.changes)
         if self._precision.scale:

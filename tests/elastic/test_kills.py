@@ -61,6 +61,15 @@ def test_over_sockets_too(elastic: Start, undisturbed: Any) -> None:
     check_commits(run)
 
 
+@SHARED
+@pytest.mark.long
+def test_batch_statistics_are_those_of_whole_steps_where_gradients_are_not_in_shared_memory(elastic: Start) -> None:
+    """Workers wait for the killed one in the middle of a slice: what that slice made of the averages must not stay."""
+    asked = {"steps": STEPS, "exact": False, "faults": faults((1, 8, "forward"))}
+    run = elastic(asked, "-n", "2", "--elastic", "1:2", "--reducer", "bf16")
+    assert run.wait()["batches"] == [8 * (STEPS + 20)]
+
+
 def test_outside_of_steps_too(elastic: Start, undisturbed: Any) -> None:
     steps = 30  # of three epochs one ends on record
     places = faults((0, 0, "while saving"), (1, 10, "in evaluation"), (2, steps, "while saving"))

@@ -323,7 +323,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         loss,
         momentum if divided else lambda params: torch.optim.AdamW(params, lr=2e-3),
         strategy=mh.Mesh(**mesh) if mesh else None,
-        exact=not divided,
+        exact=ASKED.get("exact", not divided),
         slices=8,
         seed=3,
         clip_norm=ASKED.get("clip"),
@@ -340,7 +340,8 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     second = trainer.fit(data(), steps=20, batch_size=64, checkpoint=keep)
     after = trainer.evaluate(data())
     end = {"weights": saved_weights(trainer)} if divided else {"digest": digest(trainer.model)}
-    return {**end, "reached": reached, "told": [list(first), between, list(second), after]}
+    batches = [int(one) for name, one in trainer.model.named_buffers() if name.endswith("num_batches_tracked")]
+    return {**end, "batches": batches, "reached": reached, "told": [list(first), between, list(second), after]}
 
 
 if __name__ == "__main__":
