@@ -25,7 +25,7 @@ from manyhands.runtime.trials import IN_A_TRIAL
 from manyhands.spec.check_order import CheckOrder
 from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment, nearest
 
-__all__ = ["Asked", "Finding", "Layout", "Report", "check", "layouts_for", "tolerance_for"]
+__all__ = ["Asked", "Finding", "Layout", "Report", "check", "check_repeats", "layouts_for", "tolerance_for"]
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 2e-2
@@ -33,6 +33,9 @@ WORST_SHOWN = 5
 EXPLAINED_SHOWN = 3
 MARGIN = 10.0
 """A layout may deviate so many times as far as one process does from itself when its weights are nudged."""
+REPEATS = 100.0
+"""First losses of two runs of one process may be so many tolerances apart, of which the second begins with nudged
+weights: what is further apart, the script drew anew."""
 ZERO = 1e-6
 """A gradient below this part of the model's largest is rounding, and nothing else."""
 
@@ -135,14 +138,28 @@ def check(asked: Asked, say: Callable[[str], None]) -> Report:
     if alone is None:
         raise TrainingFailed(f"The script fails in one process, so there is nothing to compare with: {why}")
     nudged, _ = _run(asked, ALONE, nudged=True)
-    rounding = deviations(alone, nudged).all() if nudged is not None else {}
     tolerance, findings = tolerance_for(alone), list[Finding]()
+    if nudged is not None:
+        check_repeats(alone.record.losses, nudged.record.losses, tolerance)
+    rounding = deviations(alone, nudged).all() if nudged is not None else {}
     for layout in layouts:
         found, why = _run(asked, layout)
         finding = compare(layout, alone, found, tolerance, rounding) if found else _failed(layout, why)
         findings.append(finding)
         say(line_of(finding))
     return Report(steps=asked.steps, slices=asked.slices, tolerance=tolerance, findings=findings)
+
+
+def check_repeats(losses: Sequence[float], again: Sequence[float], tolerance: float) -> None:
+    """Raise where a script draws its data or weights anew in every process: then no two runs can be compared."""
+    first = list(_relative("loss", losses[:1], again[:1]).values())
+    if first and not first[0] <= min(REPEATS * tolerance, 0.5):
+        raise TrainingFailed(
+            f"Two runs of one process begin with a loss of {losses[0]:.6g} and {again[0]:.6g}, so no layout can be "
+            "compared with them. The script draws something itself, such as its data or how it is split, and every "
+            "worker of a run draws it anew: they would not train on the same data.",
+            fix=["torch.manual_seed(0) before the script draws", "random_split(..., generator=...)"],
+        )
 
 
 def _chosen(asked: Asked) -> list[Layout]:

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.errors import TrainingFailed
 from manyhands.runtime.check_record import Checked, Record, deviation, nudge_
 from manyhands.runtime.layout_check import (
     HALF_TOLERANCE,
     TOLERANCE,
     Finding,
     Layout,
+    check_repeats,
     compare,
     deviations,
     line_of,
@@ -92,3 +94,13 @@ def test_a_tensor_that_a_layout_lacks_is_a_deviation() -> None:
     found = train()
     del found.weights["3.weight"]
     assert checked(found).worst == [("3.weight", float("inf"))]
+
+
+def test_a_script_that_draws_other_data_in_every_process_is_not_taken_for_rounding() -> None:
+    check_repeats([2.31, 2.0], [2.31001, 1.5], TOLERANCE)
+    check_repeats([2.31], [2.4], HALF_TOLERANCE)
+    check_repeats([], [], TOLERANCE)
+    with pytest.raises(TrainingFailed, match=r"2\.31 and 2\.35.*would not train on the same data"):
+        check_repeats([2.31, 2.0], [2.35, 2.0], TOLERANCE)
+    with pytest.raises(TrainingFailed, match="nan"):
+        check_repeats([2.31], [float("nan")], TOLERANCE)
