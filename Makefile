@@ -48,7 +48,7 @@ test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python -m pytest -n 2 -m long $(LONG)
 
 # Each seed is one run that anyone can play again: python -m tests.simulation --seed N
 SEEDS ?= 50000

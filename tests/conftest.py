@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,16 @@ BUDGET_S = 150.0 + 90.0 + 150.0 + 110.0 + 100.0
 # Some go through a dozen layouts, which takes ten minutes where thirty others want two cores.
 LONG_TIMEOUT_S = 900
 
+OUT_OF_TIME = "NOT RUN, as its time was over"
+
 _pool = RankPool()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this, and say which")
+    parser.addoption(
+        "--turn", type=int, default=0, help="with --within: which file is first, so that all have turns"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -118,12 +128,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:
     return OnePool(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The slow ones first: at the end all are busy with short ones. Long ones have longer until they count as hung."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("within") is not None:
+        files = list(dict.fromkeys(item.path for item in items))
+        turn = {path: (place - config.getoption("turn")) % len(files) for place, path in enumerate(files)}
+        items.sort(key=lambda item: turn[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("within")
+    if within is not None and time.monotonic() - START > within:
+        pytest.skip(OUT_OF_TIME)
 
 
 def _children() -> set[psutil.Process]:
@@ -155,4 +175,7 @@ def _is_ours(thread: threading.Thread) -> bool:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     spent = time.monotonic() - START
+    skipped = [one for one in terminalreporter.stats.get("skipped", []) if OUT_OF_TIME in str(one.longrepr)]
+    for file, number in sorted(Counter(one.nodeid.partition("::")[0] for one in skipped).items()):
+        terminalreporter.write_line(f"{file}: {number} tests {OUT_OF_TIME}", yellow=True)
     terminalreporter.write_line(f"suite: {spent:.0f} s of a budget of {BUDGET_S:.0f} s")
