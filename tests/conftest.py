@@ -45,9 +45,7 @@ _pool = RankPool()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test later than this, and say which")
-    parser.addoption(
-        "--turn", type=int, default=0, help="with --within: which file is first, so that all have turns"
-    )
+    parser.addoption("--turn", type=int, default=0, help="with --within: which file is first, so that all have turns")
 
 
 @pytest.fixture(scope="session")
