@@ -102,6 +102,8 @@ import torch
 sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
 import manyhands as mh
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as kernels have it, whoever started the tests
+
 class Interrupting(torch.optim.SGD):  # the button is pressed between the updates of two parameters
     presses = 1
     def step(self, closure=None):
