@@ -45,6 +45,13 @@ def start(folder: Path, cluster: dict[str, list[str]], job: str, index: int, ask
         )  # fmt: skip
 
 
+def wait_for_steps(told: Path, number: int) -> None:
+    deadline = time.monotonic() + 150
+    while not (told.exists() and told.read_text().count("\n") >= number):
+        assert time.monotonic() < deadline, f"{number} steps"
+        time.sleep(0.02)
+
+
 def told_by(folder: Path, tasks: list[tuple[str, int]], codes: list[int]) -> Any:
     """What the one that trains as the chief told, where all have ended well."""
     outputs = [(folder / f"{job}-{index}.txt").read_text() for job, index in tasks]
@@ -81,10 +88,7 @@ def test_with_logs_nothing_is_lost_with_all_agents_at_once(tmp_path: Path, mirro
     told, slowly = tmp_path / "steps.jsonl", {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}}
     processes = [start(tmp_path, cluster, job, index, {**asked, **slowly}) for job, index in tasks]
     try:
-        deadline = time.monotonic() + 120
-        while not (told.exists() and told.read_text().count("\n") >= 15):
-            assert time.monotonic() < deadline, "15 steps"
-            time.sleep(0.02)
+        wait_for_steps(told, 15)
         for process in processes:
             process.kill()
         for process in processes:

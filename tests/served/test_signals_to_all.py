@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from manyhands.control.spare import READY
 from manyhands.native import why_not
 from tests.elastic.conftest import Run
 from tests.served.conftest import Start, steps_of
-from tests.served.test_ps_tasks import free_addresses, start, told_by
+from tests.served.test_ps_tasks import free_addresses, start, told_by, wait_for_steps
 from tests.served.test_served_runs import TWO_AND_TWO
 
 pytestmark = [
@@ -79,10 +78,7 @@ def test_servers_on_hosts_of_their_own_and_their_backups_stay_too(
     told = tmp_path / "steps.jsonl"
     processes = start_all({**asked, **SLOWLY})
     try:
-        deadline = time.monotonic() + 150
-        while not (told.exists() and told.read_text().count("\n") >= 12):
-            assert time.monotonic() < deadline, "12 steps"
-            time.sleep(0.02)
+        wait_for_steps(told, 12)
         names = terminate_all((process.pid for process in processes), backwards=backwards)
         assert any("manyhands.control.backup" in name for name in names), names
         codes = [process.wait(100) for process in processes]
