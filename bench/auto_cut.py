@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from bench.bubble import Nothing, Piece, line
-from manyhands.parallel.cutting import Chain, Inputs
-from manyhands.parallel.pipelined import cut, measure
-from manyhands.parallel.stage import StageRunner
+from manyhands.parallel.pipeline.build_stages import cut, measure
+from manyhands.parallel.pipeline.partition import Chain, Inputs
+from manyhands.parallel.pipeline.stage_runner import StageRunner
 from manyhands.testing import RankPool
 
 WIDTHS = (64, 512, 256, 1024, 128, 768, 2048, 96, 384, 640, 160, 896)

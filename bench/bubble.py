@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from manyhands.comm.plane_axis import PlaneAxis, connect_plane
-from manyhands.comm.shared_values import SharedValues
-from manyhands.parallel.cutting import Chain
-from manyhands.parallel.schedule import SCHEDULES, make_schedule
-from manyhands.parallel.stage import StageRunner
-from manyhands.parallel.timeline import Span, Timeline, play
+from manyhands.comm.shared_memory_axis import PlaneAxis, connect_plane
+from manyhands.comm.shared_memory_messages import SharedValues
+from manyhands.parallel.pipeline.partition import Chain
+from manyhands.parallel.pipeline.schedule import SCHEDULES, make_schedule
+from manyhands.parallel.pipeline.stage_runner import StageRunner
+from manyhands.parallel.pipeline.timeline import Span, Timeline, play
 from manyhands.testing import RankPool
 
 STEPS = 3
@@ -103,7 +103,7 @@ class Adding(Nothing):
 
 def line() -> tuple[PlaneAxis, SharedValues]:
     """This pool's ranks, as workers of one host are connected."""
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     session, _ = _seated.get()
     rank, size, memory = session.seat.rank, session.seat.world_size, session.shared_memory

@@ -11,7 +11,7 @@ from typing import Any
 from bench.child import ROOT, ScriptFailed
 from bench.compare import Measured, Size, divide
 from bench.sides import plain_environment
-from manyhands.comm.segments import HostMemory
+from manyhands.comm.host_memory import HostMemory
 from manyhands.comm.shared_memory import Plane
 from manyhands.native import library
 from manyhands.native import why_not as why_no_library

@@ -18,9 +18,9 @@ from torch import Tensor
 from bench.baton import rotated, steps_per_block
 from bench.collectives import NUM_BYTES, WORLD
 from bench.table import OURS
-from manyhands.comm.segments import Segment
+from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
-from manyhands.parallel.tree import program
+from manyhands.parallel.gradients.slice_tree import program
 
 Call = Callable[[], object]
 

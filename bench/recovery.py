@@ -29,10 +29,10 @@ from bench.recovery_script import BATCH, MODEL, THINK_S
 from bench.sides import MH, plain_environment, trainer
 from bench.table import OURS
 from bench.workloads import WORKLOADS
-from manyhands.control.client import query
-from manyhands.control.questions import MemberStatus, Status
+from manyhands.control.messages.status_messages import MemberStatus, Status
+from manyhands.control.session.run_client import query
 from manyhands.errors import UsageError
-from manyhands.runtime.deadlock import HANG_SIGNAL
+from manyhands.launcher.worker_process.hang_on_signal import HANG_SIGNAL
 
 __all__ = ["Struck", "measure", "striking"]
 

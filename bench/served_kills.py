@@ -13,8 +13,8 @@ import time
 
 from bench.commits import Commit
 from bench.recovery import READY_S, RECOVER_S, SETTLED_STEPS, WORKERS, Struck, striking
-from manyhands.control.client import query
-from manyhands.control.spare import READY
+from manyhands.control.servers.spare_server import READY
+from manyhands.control.session.run_client import query
 
 __all__ = ["first_after", "kills"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.baton import Process, Side
 from bench.child import ROOT
 from bench.table import OURS
-from manyhands.runtime.launch import ALLOCATOR
+from manyhands.launcher.launch import ALLOCATOR
 
 __all__ = [
     "MH",

@@ -25,10 +25,10 @@ from bench.child import ROOT, ScriptFailed
 from bench.memory import bytes_of
 from bench.recovery import RECOVER_S, WORKERS, Struck, striking
 from bench.sides import MH, plain_environment
-from manyhands.chaos.play import compare_weights
-from manyhands.control.client import query, request_stop
-from manyhands.control.questions import MemberStatus
-from manyhands.runtime.ledger import audit_run
+from manyhands.chaos.chaos_run import compare_weights
+from manyhands.control.messages.status_messages import MemberStatus
+from manyhands.control.session.run_client import query, request_stop
+from manyhands.observe.run_audit import audit_run
 
 SCRIPT = "bench.recovery_script"
 EXACT = ("--exact",)

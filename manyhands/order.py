@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from manyhands.data.sampling import ByLength, Weighted
+from manyhands.data.custom_orders import ByLength, Weighted
 
 __all__ = ["ByLength", "Weighted"]

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from manyhands.runtime.ledger import audit_run
+from manyhands.observe.run_audit import audit_run
 from manyhands.testing import RankPool
 
 # Where Python is told to write no bytecode, every process that a test starts would compile the package again.

@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.layout import (
+from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.format import (
     LATEST,
     MANIFEST,
     MODEL,
@@ -41,7 +41,7 @@ from manyhands.checkpoint.layout import (
 )
 from manyhands.checkpoint.reader import scan, verify_files
 from manyhands.checkpoint.retention import Best, expendable
-from manyhands.checkpoint.tensorfile import describe, tensor_chunks
+from manyhands.checkpoint.tensor_file import describe, tensor_chunks
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed
 
 __all__ = [

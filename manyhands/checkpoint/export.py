@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.layout import MODEL
-from manyhands.checkpoint.names import plain_name
+from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.format import MODEL
 from manyhands.checkpoint.reader import load
-from manyhands.checkpoint.tensorfile import tensor_chunks
+from manyhands.checkpoint.tensor_file import tensor_chunks
+from manyhands.checkpoint.tensor_names import plain_name
 from manyhands.errors import CheckpointSaveFailed, SpecError, UsageError
 
 __all__ = ["export", "format_of", "save_tensors"]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from torch import Size, Tensor
 
-from manyhands.checkpoint.layout import (
+from manyhands.checkpoint.format import (
     LATEST,
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -30,8 +30,8 @@ from manyhands.checkpoint.layout import (
     parse_step_name,
     unseal,
 )
-from manyhands.checkpoint.names import plain_name
-from manyhands.checkpoint.tensorfile import map_tensors, open_regular, read_header
+from manyhands.checkpoint.tensor_file import map_tensors, open_regular, read_header
+from manyhands.checkpoint.tensor_names import plain_name
 from manyhands.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointTooNew
 
 __all__ = [

@@ -28,11 +28,11 @@ from manyhands.checkpoint.commit import (
     sweep,
     write_shard,
 )
-from manyhands.checkpoint.delivery import Delivery
-from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.layout import encode_state, plan_shards
+from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.format import encode_state, plan_shards
 from manyhands.checkpoint.retention import parse_best
-from manyhands.checkpoint.tensorfile import file_order
+from manyhands.checkpoint.tensor_file import file_order
+from manyhands.checkpoint.tensor_stream import Delivery
 from manyhands.errors import CheckpointSaveFailed
 from manyhands.private_files import make_directory
 

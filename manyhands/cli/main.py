@@ -18,11 +18,11 @@ from typing import IO, NoReturn
 
 import click
 
-from manyhands.cli.command_line import script_in
+from manyhands.cli.common.misplaced_flags import script_in
 from manyhands.errors import EnvironmentProblem, ManyhandsError, UsageError
 from manyhands.private_files import owner_and_mode
 from manyhands.spec.load import environment, nearest
-from manyhands.spec.names import check_name
+from manyhands.spec.undecodable_names import check_name
 from manyhands.supported import check_system
 
 __all__ = ["COMMANDS", "cli", "main", "report"]
@@ -46,6 +46,14 @@ COMMANDS = {
 }
 """Every command with its one line of help; each is the function of its name in the module of its name."""
 
+FOLDERS = {
+    "start": ("demo", "run", "chaos", "agent"),
+    "explore": ("tune", "plan", "check"),
+    "runs": ("stop", "scale", "status", "logs", "ckpt"),
+    "machine": ("config", "doctor", "keygen"),
+}
+"""Commands by subfolder."""
+
 BUG = "This is a bug in manyhands. Please report it with the traceback above, the command and `mh doctor --json`."
 
 
@@ -59,7 +67,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         check_system()
-        command = getattr(importlib.import_module(f"manyhands.cli.{cmd_name}"), cmd_name)
+        folder = next(name for name, commands in FOLDERS.items() if cmd_name in commands)
+        command = getattr(importlib.import_module(f"manyhands.cli.{folder}.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

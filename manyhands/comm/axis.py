@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from manyhands.comm.groups_by_device import GroupsByDevice
+from manyhands.comm.device_groups import GroupsByDevice
+from manyhands.comm.peer_waits import Waiting
 from manyhands.comm.purposes import do_different_things
-from manyhands.comm.waiting import Waiting
 from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
 
 __all__ = ["Axis", "Done", "Following", "Pending", "connect"]

@@ -1,7 +1,7 @@
 """Ranks in a grid with named axes: how many there are along each, where a rank is, and whom it meets on an axis.
 
-Pure arithmetic; who connects the ranks of a line is `runtime.worker`'s business. Neighbours in rank are neighbours on
-the tensor axis first: it talks most, so it stays on one host wherever it fits there.
+Pure arithmetic; who connects the ranks of a line is `training.worker.worker`'s business. Neighbours in rank are
+neighbours on the tensor axis first: it talks most, so it stays on one host wherever it fits there.
 """
 
 from __future__ import annotations

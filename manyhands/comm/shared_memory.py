@@ -14,9 +14,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from manyhands.comm.host_memory import Segment
+from manyhands.comm.peer_waits import Waiting
 from manyhands.comm.purposes import do_different_things
-from manyhands.comm.segments import Segment
-from manyhands.comm.waiting import Waiting
 from manyhands.errors import EnvironmentProblem, PeerLost, PeerTimeout
 from manyhands.native import library, why_not
 
@@ -38,7 +38,7 @@ DTYPES = {
 class Plane:
     """Rank `rank` of `world` on one host. All ranks make the same calls in the same order with the same sizes.
 
-    Sums follow `program`, a tree of additions in postfix form (see `parallel.tree.program`): the same bits for every
+    Sums follow `program`, a tree of additions in postfix form (see `gradients.slice_tree`): the same bits for every
     rank, and for every number of ranks that hold the same nodes. After an error the plane is of no more use to anybody.
     Errors name the ranks of the plane by `ranks`, and those of this host, whoever is lost among them, by `here`: their
     numbers in the run. `missing` is asked, after a timeout only, for a line that says where the others were last seen.

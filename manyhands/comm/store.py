@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class KeyValues(Protocol):
-    """What a `ControlStore` stands on; a worker's is `control.store_calls`."""
+    """What a `ControlStore` stands on; a worker's is `control.session.store_client`."""
 
     def get(self, key: str, timeout_s: float) -> bytes: ...
     def set(self, key: str, value: bytes) -> None: ...

@@ -1,1 +1,1 @@
-"""Slices, order and resume (pure); loading and prefetch. Start reading at `order`, then `batches`."""
+"""Slices, order and resume (pure); loading and prefetch. Start reading at `sample_order`, then `batches`."""

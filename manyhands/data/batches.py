@@ -1,7 +1,7 @@
 """What a strategy sees of data: an iterator of `Step`s, each with the `Piece`s this worker computes.
 
-Every worker sees every step, also one in which it has no piece. Which rows a step takes is `order`; where they come
-from is `source`; who reads them ahead is `feeds` and `fetch`. Start reading at `Batches`.
+Every worker sees every step, also one in which it has no piece. Which rows a step takes is `sample_order`; where they
+come from is `source`; who reads them ahead is `feeds` and `fetchers`. Start reading at `Batches`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from manyhands.data.apart import ApartFeed, ApartSource, ApartStreamFeed
-from manyhands.data.exchange import RowExchange
 from manyhands.data.feeds import Feed, Plan, RowFeed, Schedule, SharedFilesFeed, total_steps
-from manyhands.data.order import Division, Position, slice_key
 from manyhands.data.randomness import torch_randomness
-from manyhands.data.rows import RowSource
-from manyhands.data.source import Source
-from manyhands.data.streams import LoadedStreamFeed, StreamFeed, StreamSource
+from manyhands.data.row_exchange import RowExchange
+from manyhands.data.sample_order import Division, Position, slice_key
+from manyhands.data.sources.as_source import Source
+from manyhands.data.sources.per_slice_source import ApartFeed, ApartSource, ApartStreamFeed
+from manyhands.data.sources.row_source import RowSource
+from manyhands.data.sources.stream_source import LoadedStreamFeed, StreamFeed, StreamSource
 from manyhands.errors import DataError
 
 __all__ = ["Batches", "Piece", "Step"]

@@ -15,17 +15,17 @@ import msgspec
 import numpy as np
 import torch
 
-from manyhands.data.apart import ApartSource
 from manyhands.data.batches import Piece, accelerator, floats_as, to_device
-from manyhands.data.exchange import RowExchange
 from manyhands.data.feeds import STEPS_AHEAD, start_fetcher
-from manyhands.data.fetch import Fetcher, Job, fetch_now
-from manyhands.data.loaders import InProcesses, Loader
-from manyhands.data.order import slice_key, slices_of
+from manyhands.data.fetchers import Fetcher, Job, fetch_now
+from manyhands.data.loader_processes import InProcesses, Loader
 from manyhands.data.randomness import randomness
-from manyhands.data.rows import RowSource
-from manyhands.data.source import Source
-from manyhands.data.streams import StreamSource
+from manyhands.data.row_exchange import RowExchange
+from manyhands.data.sample_order import slice_key, slices_of
+from manyhands.data.sources.as_source import Source
+from manyhands.data.sources.per_slice_source import ApartSource
+from manyhands.data.sources.row_source import RowSource
+from manyhands.data.sources.stream_source import StreamSource
 from manyhands.errors import DataFetchFailed, ManyhandsError
 
 __all__ = ["EvalSlice", "eval_pieces", "eval_slices"]

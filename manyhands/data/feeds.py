@@ -1,4 +1,4 @@
-"""From a position to steps and their batches, for rows by number. Streams have a feed of their own (`streams`).
+"""From a position to steps and their batches, for rows by number. Streams have a feed of their own (`stream_source`).
 
 `plan_steps` is the whole decision: pure, endless if asked, the same on every worker. `RowFeed` has its slices
 fetched in that order. What a step looks like to a strategy is `batches`.
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from manyhands.data.ahead import Ahead, how_far
-from manyhands.data.exchange import RowExchange
-from manyhands.data.fetch import Fetcher, InCaller, InThread, Job, fetch_now
-from manyhands.data.loaders import InProcesses, Loader
-from manyhands.data.order import Division, Position, num_slices, order, slice_bounds, slice_key
-from manyhands.data.rows import RowSource
-from manyhands.data.sampling import Order
+from manyhands.data.custom_orders import Order
+from manyhands.data.fetchers import Fetcher, InCaller, InThread, Job, fetch_now
+from manyhands.data.lease_prefetch import Ahead, how_far
+from manyhands.data.loader_processes import InProcesses, Loader
+from manyhands.data.row_exchange import RowExchange
+from manyhands.data.sample_order import Division, Position, num_slices, order, slice_bounds, slice_key
+from manyhands.data.sources.row_source import RowSource
 
 __all__ = [
     "STEPS_AHEAD",

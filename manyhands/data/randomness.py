@@ -1,7 +1,7 @@
 """The three global generators (`random`, `numpy`, `torch`), set to a slice's key and put back afterwards.
 
 What is drawn inside depends on the key alone: not on the rank, the number of workers or what ran before.
-Which key belongs to which slice is `order.slice_key`.
+Which key belongs to which slice is `sample_order.slice_key`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.columns import is_array
+from manyhands.data.sources.columns import is_array
 from manyhands.errors import DataError
 
 __all__ = ["cannot_tell", "cut_rows", "may_be_batch", "num_rows_of"]

@@ -1,6 +1,6 @@
 /* A number that tells whether memory has changed: any one word that changes changes it, and so do words that change
  * places. It is no defence against somebody who wants two contents to have the same. Integers only, in lanes of a fixed
- * number: the same on every CPU. `parallel/fingerprint.py` has the same in Python. */
+ * number: the same on every CPU. `parallel/replicas/fingerprint.py` has the same in Python. */
 #include "core.h"
 
 #include <string.h>

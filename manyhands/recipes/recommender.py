@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import SpecError
-from manyhands.recipes.click_data import Clicks, Features, Settings, auc, load, make, read_settings
+from manyhands.recipes.recommender_data import Clicks, Features, Settings, auc, load, make, read_settings
 
 # Any odd numbers, to make one id of two.
 LEFT, RIGHT = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D

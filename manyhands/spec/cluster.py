@@ -1,7 +1,7 @@
 """Clusters as TensorFlow writes them: jobs, their tasks and addresses, and which of them this process is.
 
 `ClusterSpec` is a value; `from_tf_config` reads the JSON text of TF_CONFIG. Every broken field gets an error that
-names it and shows a right one. No sockets, no environment: `spec.load` finds the text, `runtime.launch` acts on it.
+names it and shows a right one. No sockets, no environment: `spec.load` finds the text, `launcher.launch` acts on it.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask, from_tf_config
 from manyhands.spec.config_file import Setting, dump_toml, read_config
-from manyhands.spec.names import check_name
 from manyhands.spec.run import RunSpec, strategy_name
-from manyhands.spec.seat import SEAT_VARIABLES, Seat, parse_seat
+from manyhands.spec.undecodable_names import check_name
+from manyhands.spec.worker_identity import SEAT_VARIABLES, Seat, parse_seat
 
 __all__ = [
     "KEYS",

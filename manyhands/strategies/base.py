@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.divergence import Hashes
-from manyhands.parallel.holding import Holding
-from manyhands.parallel.phases import Phases
-from manyhands.parallel.served_step import ServedStep
-from manyhands.parallel.sharing import Sharing
+from manyhands.parallel.replicas.divergence import Hashes
+from manyhands.parallel.replicas.phase_timer import Phases
+from manyhands.parallel.weights.replica_backend import Holding
+from manyhands.parallel.weights.shared_memory_group import Sharing
+from manyhands.parameter_server.worker.hybrid_rows import ServedStep
 
 __all__ = ["Engine", "Evaluator", "LossFn", "MetricFn", "PieceLike", "PieceResult", "StepLike", "StepStats", "Strategy"]
 

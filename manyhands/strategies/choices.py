@@ -1,6 +1,6 @@
 """The names a user writes to say how a model is trained: plain settings.
 
-Who does the work is in `replicated` and, for `LocalSGD`, in `averaged`.
+Who does the work is in `replicated` and, for `LocalSGD`, in `local_sgd`.
 """
 
 from __future__ import annotations

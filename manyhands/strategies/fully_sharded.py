@@ -1,8 +1,8 @@
 """Replicas that keep a part of the model each, and have the rest only while they compute with it.
 
 It is the engine of `Sharded` where parameters themselves are divided, or where ranks share no memory; who shares memory
-has one copy of the weights anyway, and divides states: that is `one_copy`. In a `Mesh` a replica is several ranks, and
-those with the same part of it divide that part; stages of a pipeline have it whole during a step.
+has one copy of the weights anyway, and divides states: that is `central_storage`. In a `Mesh` a replica is several
+ranks, and those with the same part of it divide that part; stages of a pipeline have it whole during a step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.buffers import ForeignState, StepBuffers
-from manyhands.parallel.fully_sharded import FullyShardedHolding, Sharding
-from manyhands.parallel.precision import Precision
-from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.spread import Divided, Spread
-from manyhands.parallel.whole_in_steps import WholeInSteps
+from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
+from manyhands.parallel.model.precision import Precision
+from manyhands.parallel.model.step_buffers import ForeignState, StepBuffers
+from manyhands.parallel.replicas.model_parallel_replica import Divided, Spread
+from manyhands.parallel.sharding.fsdp_backend import FullyShardedHolding, Sharding
+from manyhands.parallel.sharding.gather_per_step import WholeInSteps
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
-from manyhands.strategies.first_look import FirstLook
+from manyhands.strategies.loss_check import FirstLook
 from manyhands.strategies.replicated import Replicated
 
 __all__ = ["FullySharded"]

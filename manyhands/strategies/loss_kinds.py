@@ -1,7 +1,7 @@
 """Whether a loss is a mean over examples, decided from what it came to on some rows and on parts of them.
 
 The gradient of a batch is put together from its slices: a loss that is no mean over examples, and no sum with its
-weight, gives another result with another number of slices. Numbers in, a verdict out; `first_look` measures.
+weight, gives another result with another number of slices. Numbers in, a verdict out; `loss_check` measures.
 
 Rows are cut in two places into three parts, a, b and c. Start reading at `verdict`.
 """

@@ -1,8 +1,8 @@
 """Whole replicas of the model: `Single`, `Mirrored` and `MultiWorker` are one strategy over one, or many, ranks.
 
 The three names a user writes are plain settings, in `choices`; `Replicated` does the work: the steps, here, and what is
-between them, in `replicas`. One rank is not a special case: the same lines run, and the collectives have nothing to do.
-Start reading at `Replicated.train_step`.
+between them, in `replica_state`. One rank is not a special case: the same lines run, and the collectives have nothing
+to do. Start reading at `Replicated.train_step`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.audit import HALF_TOLERANCE, TOLERANCE, Audit
-from manyhands.parallel.buffers import ForeignState
-from manyhands.parallel.divergence import Hashes
-from manyhands.parallel.exchange import NO_TIMES, Exchange, Heard, Note, Report
-from manyhands.parallel.gradients import GradientSum, total_weight
-from manyhands.parallel.norms import clip_factor
-from manyhands.parallel.phases import Phases
-from manyhands.parallel.precision import LossScale, Precision
-from manyhands.parallel.seat_notes import stamp_of
-from manyhands.parallel.sharded_sums import ShardedSum
-from manyhands.parallel.sharing import Sharing
-from manyhands.parallel.sparse_step import SparseStep
-from manyhands.parallel.spread import Passes, Spread
+from manyhands.embedding.replicated_rows import SparseStep
+from manyhands.parallel.gradients.buffer_headers import stamp_of
+from manyhands.parallel.gradients.gradient_norm import clip_factor
+from manyhands.parallel.gradients.network_sum import GradientSum, total_weight
+from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
+from manyhands.parallel.model.precision import LossScale, Precision
+from manyhands.parallel.model.step_buffers import ForeignState
+from manyhands.parallel.replicas.divergence import Hashes
+from manyhands.parallel.replicas.model_parallel_replica import Passes, Spread
+from manyhands.parallel.replicas.phase_timer import Phases
+from manyhands.parallel.replicas.slice_audit import HALF_TOLERANCE, TOLERANCE, Audit
+from manyhands.parallel.replicas.step_exchange import NO_TIMES, Exchange, Heard, Note, Report
+from manyhands.parallel.weights.shared_memory_group import Sharing
 from manyhands.strategies.base import LossFn, PieceLike, StepLike, StepStats
-from manyhands.strategies.closures import refuse_closures, wants_closure
+from manyhands.strategies.closure_optimizers import refuse_closures, wants_closure
+from manyhands.strategies.pipeline_slices import StagedSlices
 from manyhands.strategies.places import Places, places_of
-from manyhands.strategies.replicas import Replicas
-from manyhands.strategies.staged import StagedSlices
+from manyhands.strategies.replica_state import Replicas
 
 __all__ = ["Replicated"]
 

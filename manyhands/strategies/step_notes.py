@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.exchange import Note
-from manyhands.parallel.phases import Phases
+from manyhands.parallel.replicas.phase_timer import Phases
+from manyhands.parallel.replicas.step_exchange import Note
 from manyhands.strategies.base import StepLike, StepStats
 
 __all__ = ["own_times", "tell_all"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.chaos.play import _same_bits
+from manyhands.chaos.chaos_run import _same_bits
 from manyhands.events import GenerationStarted
-from manyhands.runtime.ledger import read_run_events
+from manyhands.observe.run_audit import read_run_events
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

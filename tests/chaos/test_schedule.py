@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from manyhands.chaos.schedule import KINDS, ON_ONE_HOST, ON_SERVERS, ON_WORKERS, Fault, schedule
+from manyhands.chaos.fault_schedule import KINDS, ON_ONE_HOST, ON_SERVERS, ON_WORKERS, Fault, schedule
 from manyhands.cli.main import cli
 from manyhands.errors import UsageError
 

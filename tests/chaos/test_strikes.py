@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.chaos.agents import Agents
-from manyhands.chaos.schedule import Fault
-from manyhands.chaos.strikes import Striker, Timeline, _forbid_files
-from manyhands.control.questions import ServerStatus, Status
-from manyhands.runtime.deadlock import HANG_SIGNAL
+from manyhands.chaos.extra_agents import Agents
+from manyhands.chaos.fault_injection import Striker, Timeline, _forbid_files
+from manyhands.chaos.fault_schedule import Fault
+from manyhands.control.messages.status_messages import ServerStatus, Status
+from manyhands.launcher.worker_process.hang_on_signal import HANG_SIGNAL
 
 WRITER = """
 import sys
@@ -31,7 +31,7 @@ for line in sys.stdin:
 """
 HANGS = """
 import threading, time
-from manyhands.runtime.deadlock import hang_when_told
+from manyhands.launcher.worker_process.hang_on_signal import hang_when_told
 hang_when_told()
 def tick():
     while True:

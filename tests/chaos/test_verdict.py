@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from manyhands.chaos.schedule import Fault
-from manyhands.chaos.strikes import Strike
-from manyhands.chaos.verdict import Report, Weights, judge
-from manyhands.cli.chaos import _findings
+from manyhands.chaos.chaos_report import Report, Weights, judge
+from manyhands.chaos.fault_injection import Strike
+from manyhands.chaos.fault_schedule import Fault
+from manyhands.cli.start.chaos import _findings
 from manyhands.events import (
     CheckpointFailed,
     CheckpointSaved,

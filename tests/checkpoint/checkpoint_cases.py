@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from manyhands.checkpoint import CheckpointWriter, SaveResult, Snapshot, load, newest_valid
-from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.file_ops import Files
 
 
 def snapshot(step: int, **changes: object) -> Snapshot:

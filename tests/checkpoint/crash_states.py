@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.file_ops import Files
 
 TEARS = ("lost", "torn at 512", "torn at 4096", "zeros", "whole")
 

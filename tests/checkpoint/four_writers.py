@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from manyhands.checkpoint.commit import Facts, ShardRecord, begin, commit, write_shard
-from manyhands.checkpoint.files import Files
-from manyhands.checkpoint.layout import encode_state
+from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.format import encode_state
 
 
 def write_one(directory: Path, rank: int, report: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from checkpoint_cases import must_save
 from click.testing import CliRunner
 
-from manyhands.cli.ckpt import ckpt
+from manyhands.cli.runs.ckpt import ckpt
 from manyhands.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -16,7 +16,7 @@ import torch
 from checkpoint_cases import must_save, whole_step
 
 from manyhands.checkpoint import load, newest_valid, read_tensors
-from manyhands.checkpoint.layout import FORMAT, MANIFEST, STATE, FileEntry, TensorEntry, fingerprint, seal, unseal
+from manyhands.checkpoint.format import FORMAT, MANIFEST, STATE, FileEntry, TensorEntry, fingerprint, seal, unseal
 from manyhands.errors import CheckpointCorrupt, CheckpointError, CheckpointTooNew
 
 SHARD = "shard-00001-of-00002.safetensors"

@@ -18,7 +18,7 @@ from killed_writers import LAST_POINT
 
 from manyhands.checkpoint import Snapshot
 from manyhands.checkpoint.commit import begin
-from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.file_ops import Files
 
 HERE = Path(__file__).parent
 

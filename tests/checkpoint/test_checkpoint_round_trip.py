@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from manyhands.checkpoint import Snapshot, check_model, export, load, newest_valid, save_tensors
-from manyhands.checkpoint.layout import decode_state, encode_state, parse_step_name, plan_shards
+from manyhands.checkpoint.format import decode_state, encode_state, parse_step_name, plan_shards
 from manyhands.errors import CheckpointMismatch, UsageError
 
 HERE = Path(__file__).parent
@@ -91,14 +91,14 @@ def test_state_that_json_would_change_is_refused_by_place(tmp_path, value):
 
 
 def test_a_state_too_large_to_be_read_back_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("manyhands.checkpoint.layout.MAX_STATE_BYTES", 1000)
+    monkeypatch.setattr("manyhands.checkpoint.format.MAX_STATE_BYTES", 1000)
     hand = writer(tmp_path)
     hand.save(snapshot(1, state={"hooks": "x" * 1000}), wait=True)
     assert "1000 is the most" in hand.poll()[0].error.what
 
 
 def test_a_shard_whose_header_is_too_large_to_be_read_back_is_not_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr("manyhands.checkpoint.tensorfile.MAX_HEADER_BYTES", 50)
+    monkeypatch.setattr("manyhands.checkpoint.tensor_file.MAX_HEADER_BYTES", 50)
     hand = writer(tmp_path)
     hand.save(snapshot(1), wait=True)
     assert "does not read back" in hand.poll()[0].error.what
@@ -131,7 +131,7 @@ def test_shards_written_by_four_processes_load_as_one(tmp_path):
 
 
 def test_the_checkpoint_of_format_1_in_tests_data_still_loads():
-    root = HERE.parent / "data" / "checkpoint-format-1"
+    root = HERE.parent / "fixtures" / "checkpoint-format-1"
     assert whole_step(root) == 3
     manifest = newest_valid(root).manifest
     assert (manifest.format, manifest.run, manifest.generation, manifest.slices) == (1, "tiny", (1, 1), 4)

@@ -14,7 +14,7 @@ from checkpoint_cases import leftovers, must_save, save, snapshot, whole_step, w
 
 from manyhands.checkpoint import newest_valid, take_snapshot_tensors
 from manyhands.checkpoint.commit import set_aside
-from manyhands.checkpoint.files import Files
+from manyhands.checkpoint.file_ops import Files
 from manyhands.checkpoint.retention import expendable, parse_best
 from manyhands.errors import SpecError
 

@@ -12,7 +12,7 @@ import torch
 from checkpoint_cases import leftovers, must_save, snapshot, whole_step, writer
 
 from manyhands.checkpoint import load
-from manyhands.checkpoint.delivery import Delivery, announced
+from manyhands.checkpoint.tensor_stream import Delivery, announced
 
 
 def made(step: int) -> dict[str, torch.Tensor]:

@@ -7,17 +7,17 @@ from pathlib import Path
 import click
 import pytest
 
-from manyhands.cli.command_line import behind_the_script, notes_on_arguments
+from manyhands.cli.common.misplaced_flags import behind_the_script, notes_on_arguments
+from manyhands.cli.common.setting_options import settings_options
 from manyhands.cli.main import cli
-from manyhands.cli.run import EXAMPLES, GROUPS, flags_of, run
-from manyhands.cli.settings import settings_options
+from manyhands.cli.start.run import EXAMPLES, GROUPS, flags_of, run
 from manyhands.errors import SpecError, UsageError
-from manyhands.runtime.strategy_names import as_strategy
-from manyhands.spec.conflicts import check_flags
+from manyhands.spec.flag_conflicts import check_flags
 from manyhands.spec.load import resolve
 from manyhands.spec.placement import Placement
 from manyhands.strategies.choices import Mirrored, ParameterServer, Sharded
-from manyhands.strategies.divided import Pipeline, Tensor
+from manyhands.strategies.model_parallel import Pipeline, Tensor
+from manyhands.training.worker.strategy_lookup import as_strategy
 
 FLAGS = flags_of(run)
 

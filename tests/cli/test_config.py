@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
+from manyhands.cli.common.setting_options import HELP
 from manyhands.cli.main import COMMANDS, cli, report
 from manyhands.cli.reference import reference
-from manyhands.cli.settings import HELP
 from manyhands.errors import GaveUp, ManyhandsError, SpecError
 from manyhands.spec.load import KEYS, resolve
 
@@ -110,7 +110,9 @@ def test_color_follows_the_usual_variables(mh):
 def test_help_loads_no_torch_and_no_command():
     code = "import sys; from manyhands.cli.main import cli\n"
     code += "cli.main(['--help'], standalone_mode=False)\n"
-    code += "bad = {'torch', 'zmq', 'manyhands.cli.run', 'manyhands.control'} & set(sys.modules); assert not bad, bad"
+    code += (
+        "bad = {'torch', 'zmq', 'manyhands.cli.start.run', 'manyhands.control'} & set(sys.modules); assert not bad, bad"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=100)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.demo import Trouble, _told
+from manyhands.cli.start.demo import Trouble, _told
 from manyhands.events import Event, StepDone, WorkerStarted
 
 

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.device_report import Compared, DeviceReport, Machine, examine_devices, layouts, text_of
-from manyhands.cli.doctor import doctor
+from manyhands.cli.machine.device_report import Compared, DeviceReport, Machine, examine_devices, layouts, text_of
+from manyhands.cli.machine.doctor import doctor
 from manyhands.errors import EnvironmentProblem, UsageError
-from manyhands.runtime.strategy_names import STRATEGIES
+from manyhands.training.worker.strategy_lookup import STRATEGIES
 
 CARDS = ["a card, 24 GB"]
 HERE = Machine(

@@ -10,9 +10,9 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from manyhands.cli.doctor import doctor
-from manyhands.runtime import checkup
-from manyhands.runtime.checkup import Finding, all_reduce, cores, disk, examine, judge_load, load, packages
+from manyhands.cli.machine.doctor import doctor
+from manyhands.launcher import machine_check
+from manyhands.launcher.machine_check import Finding, all_reduce, cores, disk, examine, judge_load, load, packages
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_this_machine_can_train_and_every_check_says_so(tmp_path):
 
 def test_a_failed_check_ends_with_3_and_says_what_to_do(monkeypatch):
     found = [Finding("disk", "ok", "roomy"), Finding("loopback", "fail", "down", fix=["ip link set lo up"])]
-    monkeypatch.setattr("manyhands.cli.doctor.examine", lambda run_dir, environ: iter(found))
+    monkeypatch.setattr("manyhands.cli.machine.doctor.examine", lambda run_dir, environ: iter(found))
     done = CliRunner().invoke(doctor, [])
     assert done.exit_code == 3
     assert done.output.splitlines() == [
@@ -60,7 +60,7 @@ def test_a_failed_check_ends_with_3_and_says_what_to_do(monkeypatch):
 
 def test_a_warning_does_not_fail(monkeypatch):
     found = [Finding("memory", "warn", "little", fix=["end other programs"])]
-    monkeypatch.setattr("manyhands.cli.doctor.examine", lambda run_dir, environ: iter(found))
+    monkeypatch.setattr("manyhands.cli.machine.doctor.examine", lambda run_dir, environ: iter(found))
     assert CliRunner().invoke(doctor, []).exit_code == 0
 
 
@@ -68,8 +68,8 @@ def test_a_check_that_cannot_look_is_a_finding_not_a_traceback(monkeypatch, tmp_
     def breaks():
         raise RuntimeError("no such thing here")
 
-    monkeypatch.setattr(checkup, "memory", breaks)
-    monkeypatch.setattr(checkup, "all_reduce", list)
+    monkeypatch.setattr(machine_check, "memory", breaks)
+    monkeypatch.setattr(machine_check, "all_reduce", list)
     (memory,) = [finding for finding in examine(tmp_path, {}) if finding.check == "memory"]
     assert memory.verdict == "fail"
     assert "RuntimeError: no such thing here" in memory.text
@@ -84,23 +84,23 @@ def test_missing_and_old_packages_are_named():
 
 
 def test_another_torch_than_the_tested_one_is_warned_about(monkeypatch):
-    monkeypatch.setattr(checkup.importlib.metadata, "version", lambda name: "2.14.1+cpu")
+    monkeypatch.setattr(machine_check.importlib.metadata, "version", lambda name: "2.14.1+cpu")
     finding = packages({"torch": "2.13"})
     assert finding.verdict == "warn"
     assert "torch 2.14.1" in finding.text
 
 
 def test_private_names_that_torch_lacks_are_named_with_what_cannot_run():
-    fine = checkup.private_names(40, [])
+    fine = machine_check.private_names(40, [])
     assert fine.verdict == "ok" and "all 40" in fine.text
-    slower = checkup.private_names(40, [("torch._foreach_add_", "sums", "a loop over tensors", [])])
+    slower = machine_check.private_names(40, [("torch._foreach_add_", "sums", "a loop over tensors", [])])
     assert slower.verdict == "warn" and "torch._foreach_add_, for sums (a loop over tensors)" in slower.text
-    fatal = checkup.private_names(40, [("torch.utils._pytree", "nested batches", "", ["*"])])
+    fatal = machine_check.private_names(40, [("torch.utils._pytree", "nested batches", "", ["*"])])
     assert fatal.verdict == "fail" and "every strategy" in fatal.fix[1]
 
 
 def test_a_container_with_fewer_cores_than_it_shows_is_warned_about(monkeypatch):
-    monkeypatch.setattr(checkup, "_cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(machine_check, "_cpu_quota", lambda: 0.5)
     assert cores({}).verdict == "warn"
     assert "OMP_NUM_THREADS=3" in cores({"OMP_NUM_THREADS": "3"}).text
 
@@ -140,7 +140,7 @@ def test_a_file_system_with_torn_renames_fails(monkeypatch, tmp_path):
         time.sleep(0.001)
         os.rename(self, target)
 
-    monkeypatch.setattr(checkup.Path, "replace", torn_replace)
+    monkeypatch.setattr(machine_check.Path, "replace", torn_replace)
     assert disk(tmp_path).verdict == "fail"
 
 
@@ -151,7 +151,7 @@ def test_a_file_system_with_torn_renames_fails(monkeypatch, tmp_path):
 def test_a_read_only_or_full_disk_fails_and_a_small_one_is_warned_about(tmp_path, options, verdict):
     script = """
         import pathlib, subprocess, sys
-        from manyhands.runtime.checkup import disk
+        from manyhands.launcher.machine_check import disk
         subprocess.run(["mount", "-t", "tmpfs", "-o", sys.argv[2], "none", sys.argv[1]], check=True)
         print(disk(pathlib.Path(sys.argv[1])).verdict)
     """

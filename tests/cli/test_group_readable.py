@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from manyhands.checkpoint import CheckpointWriter, Snapshot
-from manyhands.control.output import WorkerLog
-from manyhands.control.runs import RunDirectory
+from manyhands.control.processes.worker_output import WorkerLog
+from manyhands.control.run_directory import RunDirectory
 from manyhands.events import Warned
+from manyhands.observe.recorder import Recorder
+from manyhands.observe.tensorboard import _EventFile
 from manyhands.private_files import is_for_group, make_directory, open_private, write_private
-from manyhands.runtime.calls import Calls
-from manyhands.runtime.evaluating import to_file
-from manyhands.runtime.recorder import Recorder
-from manyhands.runtime.summaries import _EventFile
 from manyhands.spec.load import resolve
+from manyhands.training.loop.recorded_calls import Calls
+from manyhands.training.step.evaluation import to_file
 
 TEAM, OTHERS, SOMEBODY = 54321, 54322, 54323
 
@@ -135,8 +135,8 @@ AS_ANOTHER = """
 import importlib, json, os, sys
 from manyhands.cli.main import main
 for name in ("status", "logs", "stop", "scale", "ckpt"):
-    importlib.import_module(f"manyhands.cli.{name}")
-importlib.import_module("manyhands.control.client")
+    importlib.import_module(f"manyhands.cli.runs.{name}")
+importlib.import_module("manyhands.control.session.run_client")
 importlib.import_module("manyhands.checkpoint.export")
 importlib.import_module("psutil")
 group, other_group, user, commands, folder = json.loads(sys.argv[1])

@@ -8,9 +8,9 @@ import os
 import threading
 import time
 
-from manyhands.cli.json_display import JsonDisplay
+from manyhands.cli.common.json_display import JsonDisplay
 from manyhands.events import GenerationStarted
-from manyhands.runtime import backlog
+from manyhands.observe import output_spool
 
 
 def test_every_event_has_its_time():
@@ -32,7 +32,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
 
 
 def test_a_reader_that_pauses_holds_nothing_up_and_loses_no_line(monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr(output_spool, "MAX_IN_MEMORY_BYTES", 1000)
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as stream, os.fdopen(read_end) as reader:
         display = JsonDisplay(stream)

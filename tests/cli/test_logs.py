@@ -10,9 +10,9 @@ import threading
 import pytest
 from click.testing import CliRunner
 
-from manyhands.cli import logs as logs_module
-from manyhands.cli.logs import logs
-from manyhands.control.runs import RunDirectory
+from manyhands.cli.runs import logs as logs_module
+from manyhands.cli.runs.logs import logs
+from manyhands.control.run_directory import RunDirectory
 from manyhands.errors import UsageError
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.control.output import WorkerLog
+from manyhands.control.processes.worker_output import WorkerLog
 from manyhands.events import Warned
+from manyhands.observe.recorder import Recorder
 from manyhands.private_files import open_private, write_private
-from manyhands.runtime.calls import Calls
-from manyhands.runtime.recorder import Recorder
+from manyhands.training.loop.recorded_calls import Calls
 
 
 def test_files_are_private_whatever_the_umask_and_what_was_there_before(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_symbolic_link_is_not_written_through(tmp_path: Path) -> None:
 AS_NOBODY = """
 import importlib, os, sys
 from manyhands.cli.main import main
-for name in ("cli.status", "cli.logs", "cli.stop", "cli.ckpt", "checkpoint.reader"):
+for name in ("cli.runs.status", "cli.runs.logs", "cli.runs.stop", "cli.runs.ckpt", "checkpoint.reader"):
     importlib.import_module(f"manyhands.{name}")  # another user may not be able to read them
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 main(sys.argv[1:])

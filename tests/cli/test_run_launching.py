@@ -12,10 +12,10 @@ import time
 import pytest
 
 from manyhands.errors import ClusterError, EnvironmentProblem, UsageError
-from manyhands.runtime.call import call_target, launch
-from manyhands.runtime.launch import become_launcher, needs_launcher, wait_for_end
-from manyhands.runtime.machine import may_listen, read_key, this_machine, write_key
-from manyhands.runtime.server import Server
+from manyhands.launcher.cluster_server import Server
+from manyhands.launcher.function_launch import call_target, launch
+from manyhands.launcher.launch import become_launcher, needs_launcher, wait_for_end
+from manyhands.launcher.machine import may_listen, read_key, this_machine, write_key
 from manyhands.spec.load import resolve
 
 
@@ -43,7 +43,7 @@ def test_functions_that_workers_cannot_find_are_refused_with_the_reason():
 
 
 def test_a_function_of_a_prompt_is_refused_and_one_of_a_script_is_found_by_path(tmp_path):
-    code = "from manyhands.runtime.call import call_target\ndef f(): pass\nprint(call_target(f))\n"
+    code = "from manyhands.launcher.function_launch import call_target\ndef f(): pass\nprint(call_target(f))\n"
     (tmp_path / "script.py").write_text(code)
     found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=100)
     assert found.stdout.strip() == f"{tmp_path.resolve()}/script.py:f"
@@ -63,7 +63,7 @@ def test_a_mistyped_setting_of_launch_is_refused():
 
 
 BECOMES = """
-from manyhands.runtime.launch import become_launcher, needs_launcher
+from manyhands.launcher.launch import become_launcher, needs_launcher
 from manyhands.spec.load import resolve
 resolved = resolve(arguments={"workers": 2})
 assert needs_launcher(resolved)

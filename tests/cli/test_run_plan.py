@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.cli.main import cli, report
 from manyhands.errors import ManyhandsError
-from manyhands.runtime.launch import ALLOCATOR, WAITING_CHOICES, WAITING_THREADS
+from manyhands.launcher.launch import ALLOCATOR, WAITING_CHOICES, WAITING_THREADS
 from manyhands.spec.load import CONFIG_VARIABLE
 
 ENGINES = ("SLURM_", "OMPI_", "PMI", "FLUX_")

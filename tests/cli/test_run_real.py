@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.runtime.machine import may_listen
+from manyhands.launcher.machine import may_listen
 
 RANK = """
 import os, sys
@@ -22,7 +22,7 @@ print("hello from", rank)
 
 BECOMES = """
 import os, sys
-from manyhands.runtime.launch import become_launcher, needs_launcher
+from manyhands.launcher.launch import become_launcher, needs_launcher
 from manyhands.spec.load import resolve
 resolved = resolve(arguments={"workers": 2, "ui": "plain"})
 if needs_launcher(resolved):
@@ -127,7 +127,7 @@ def test_a_script_becomes_its_own_launcher(start, tmp_path):
 CALLS = """
 import os
 from manyhands.errors import TrainingFailed
-from manyhands.runtime.call import launch
+from manyhands.launcher.function_launch import launch
 
 def train(start, options):
     if options["fail"]:
@@ -219,7 +219,7 @@ def test_a_ps_task_ends_with_the_only_worker(start, tmp_path):
         return start("-c", code, "run", "-n", "1", "--ui=none", "train.py", TF_CONFIG=json.dumps(config))
 
     quick = """
-from manyhands.runtime import launch
+from manyhands.training import launch
 launch.wait_for_end.__kwdefaults__["gone_after_s"] = 1.0
 answers = launch._answers
 launch._answers = lambda address: answers(address) and not open("seen", "w").close()

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from manyhands.cli.main import report
-from manyhands.cli.status import status
-from manyhands.control.questions import MemberStatus, ServerStatus, Status
-from manyhands.control.runs import RunDirectory
+from manyhands.cli.runs.status import status
+from manyhands.control.messages.status_messages import MemberStatus, ServerStatus, Status
+from manyhands.control.run_directory import RunDirectory
 from manyhands.errors import UsageError
 from manyhands.events import (
     CheckpointSaved,
@@ -31,8 +31,8 @@ from manyhands.events import (
     WorkerLost,
     encode,
 )
-from manyhands.runtime import overview
-from manyhands.runtime.overview import find_run, look_at
+from manyhands.observe import run_status
+from manyhands.observe.run_status import find_run, look_at
 
 pytestmark = pytest.mark.forged_record
 NOW = time.time()
@@ -68,7 +68,7 @@ def moment(seconds):
 
 
 def make_run(path, *, state="finished", events=(), agent_events=(), created=None, exit_code=None, **changes):
-    """A run directory as `control.runs` makes it, with events; then changed into what we want to look at."""
+    """A run directory as `control.run_directory` makes it, with events; then changed into what we want to look at."""
     directory = RunDirectory.adopt(path, False, command=["mh", "run", "train.py"])
     if state != "running":
         directory.mark(state, exit_code)
@@ -141,7 +141,7 @@ def test_restarts_and_the_worker_lost_last_are_shown_and_collateral_is_not(tmp_p
 
 def test_variables_are_refused_where_no_server_keeps_any(tmp_path, monkeypatch):
     run = make_run(tmp_path / "a", state="running")
-    monkeypatch.setattr("manyhands.runtime.variables.query", lambda path: live([]))
+    monkeypatch.setattr("manyhands.parameter_server.loop.variable_file.query", lambda path: live([]))
     for words, why in (
         (["--variables"], "has no parameter servers here"),
         (["--variables", "--live"], "at one moment"),
@@ -149,15 +149,15 @@ def test_variables_are_refused_where_no_server_keeps_any(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=why):
             status.main([str(run), *words], standalone_mode=False)
     kept = ServerStatus(server=0, pid=1, status="live", phase="", age_s=0.0)
-    monkeypatch.setattr("manyhands.runtime.variables.query", lambda path: live([], servers=[kept]))
+    monkeypatch.setattr("manyhands.parameter_server.loop.variable_file.query", lambda path: live([], servers=[kept]))
     with pytest.raises(UsageError, match="keep nothing yet"):
         status.main([str(run), "--variables"], standalone_mode=False)
 
 
 def answering(monkeypatch, query):
-    client = types.ModuleType("manyhands.control.client")
+    client = types.ModuleType("manyhands.control.session.run_client")
     client.query = query
-    monkeypatch.setitem(sys.modules, "manyhands.control.client", client)
+    monkeypatch.setitem(sys.modules, "manyhands.control.session.run_client", client)
 
 
 def live(members: list[MemberStatus], **more) -> Status:
@@ -248,8 +248,8 @@ def test_the_last_checkpoint_is_found_behind_a_long_run_and_quickly(tmp_path):
 
 
 def test_beyond_what_is_scanned_the_start_is_still_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(overview, "MAX_SCAN_BYTES", 10_000)
-    monkeypatch.setattr(overview, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(run_status, "MAX_SCAN_BYTES", 10_000)
+    monkeypatch.setattr(run_status, "CHUNK_BYTES", 1_000)
     run = make_run(tmp_path / "a", events=[started(), *[step(n) for n in range(1000)]])
     seen = look_at(run)
     assert (seen.workers, seen.step) == (2, 999)
@@ -257,10 +257,10 @@ def test_beyond_what_is_scanned_the_start_is_still_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("chunk_bytes", [7, 64, 1000, 10_000])
 def test_lines_are_the_same_read_backwards_whatever_the_chunks(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(overview, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(run_status, "CHUNK_BYTES", chunk_bytes)
     lines = [b"x" * (n % 90) for n in range(100)]
     (tmp_path / "f").write_bytes(b"\n".join(lines))
-    assert list(overview._lines_backwards(tmp_path / "f")) == lines[::-1]
+    assert list(run_status._lines_backwards(tmp_path / "f")) == lines[::-1]
 
 
 def test_half_written_and_foreign_files_are_no_error(tmp_path):
@@ -309,8 +309,8 @@ def test_live_in_a_pipe_is_a_line_a_second_until_the_run_ends(tmp_path, monkeypa
             (run / "run.json").write_text(json.dumps(record | {"status": "finished"}))
         return look_at(path)
 
-    monkeypatch.setattr("manyhands.cli.status.look_at", look_and_end)
-    monkeypatch.setattr("manyhands.cli.status.REFRESH_S", 0.01)
+    monkeypatch.setattr("manyhands.cli.runs.status.look_at", look_and_end)
+    monkeypatch.setattr("manyhands.cli.runs.status.REFRESH_S", 0.01)
     assert [line.split()[0] for line in show(run, "--live").splitlines()] == ["running", "running", "finished"]
 
 

@@ -18,7 +18,7 @@ from manyhands.spec.load import resolve
 # Two workers are as fast as one and a half, the system's allocator costs a fifth.
 SCRIPT = """
 import pathlib, sys, time
-from manyhands.control.session import RunFacts, Session
+from manyhands.control.session.session import RunFacts, Session
 from manyhands.events import RunStarted, StepDone
 from manyhands.spec.load import in_trial, seat
 
@@ -66,7 +66,7 @@ def folder(tmp_path):
 # A launcher that would have to be killed takes longer than the tests wait.
 TUNE = """
 from manyhands.cli.main import main
-from manyhands.runtime import trials
+from manyhands.training import trials
 trials.GONE_AFTER_S = 300.0
 main()
 """

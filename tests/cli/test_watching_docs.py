@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.cli.main import cli
 from manyhands.events import StepDone
-from manyhands.runtime.recorder import Recorder
+from manyhands.observe.recorder import Recorder
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "watching.md").read_text()

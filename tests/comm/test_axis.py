@@ -13,7 +13,7 @@ from manyhands.testing import RankPool
 
 
 def call_in_different_names(store: str) -> str:
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     rank = _seated.get()[0].seat.rank
     device = torch.device("cpu")

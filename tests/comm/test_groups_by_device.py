@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.comm.axis import Axis, gloo_options
-from manyhands.comm.groups_by_device import GroupsByDevice
+from manyhands.comm.device_groups import GroupsByDevice
 
 
 class Refusing:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from manyhands.comm.parcels import DTYPES, Placeholder, pack, tensor_from, unpack
+from manyhands.comm.tensor_messages import DTYPES, Placeholder, pack, tensor_from, unpack
 from manyhands.errors import UsageError
 
 leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text() | st.binary()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.comm.plane_axis import connect_plane
 from manyhands.comm.shared_memory import AREA_BYTES
+from manyhands.comm.shared_memory_axis import connect_plane
 from manyhands.errors import TrainingFailed
 from manyhands.native import why_not
 from manyhands.testing import RankPool
@@ -22,7 +22,7 @@ def contribution(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(dtype: torch.dtype) -> list[Tensor]:
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     session = _seated.get()[0]
     rank, size = session.seat.rank, session.seat.world_size
@@ -37,7 +37,7 @@ def sums(dtype: torch.dtype) -> list[Tensor]:
 
 
 def different_things() -> str:
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     session = _seated.get()[0]
     rank, size = session.seat.rank, session.seat.world_size

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.comm.room import LINE, Room
+from manyhands.comm.ring_buffer import LINE, Room
 
 
 def test_messages_follow_one_another_and_go_round() -> None:

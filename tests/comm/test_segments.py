@@ -6,11 +6,11 @@ import ctypes
 import subprocess
 import sys
 
-from manyhands.comm.segments import HostMemory, Segment
+from manyhands.comm.host_memory import HostMemory, Segment
 
 WRITER = """
 import sys
-from manyhands.comm.segments import Segment
+from manyhands.comm.host_memory import Segment
 words = Segment(int(sys.argv[1]), 4096).words()
 for _ in range(500_000):
     words[3] = 2**32

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.comm.segments import Segment
-from manyhands.comm.shared_values import ENTRIES, SharedValues
+from manyhands.comm.host_memory import Segment
+from manyhands.comm.shared_memory_messages import ENTRIES, SharedValues
 from manyhands.errors import PeerLost
 from manyhands.native import library, why_not
 from manyhands.testing import RankPool
@@ -21,7 +21,7 @@ SIZES = (0, 1, RING - 200, RING, 5 * RING + 3, 3, RING // 2, RING // 2, RING // 
 
 def opened(segments: list[Segment] | None = None, **settings: Any) -> tuple[SharedValues, Any]:
     """This rank's end, in rings so small that messages outgrow them."""
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     session = _seated.get()[0]
     known = [] if segments is None else segments

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import FileStore
 
 from manyhands.comm.axis import Axis, connect
-from manyhands.comm.values import FIRST_BYTES, Values
+from manyhands.comm.point_to_point import FIRST_BYTES, Values
 from manyhands.errors import UsageError
 from manyhands.testing import RankPool
 
@@ -25,7 +25,7 @@ def value(rank: int, size: int) -> Any:
 
 def exchange(store: str) -> list[Any]:
     """Both send all, before either receives any; received in another order than sent, some of it expected before."""
-    from manyhands.runtime.worker import _seated
+    from manyhands.training.worker.worker import _seated
 
     session, _ = _seated.get()
     rank = session.seat.rank

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from manyhands.control import guard
+from manyhands.control.processes import orphan_guard as guard
 
 HERE = Path(__file__).parent
 # Only what hangs takes so long, on the slowest machine.
@@ -26,7 +26,7 @@ HANGS_S = 60.0
 PRELUDE = """
 import os, sys, time, signal
 from pathlib import Path
-from manyhands.control.session import RunFacts, Session
+from manyhands.control.session.session import RunFacts, Session
 from manyhands.spec.load import seat
 HERE = Path(__file__).parent
 SEAT = seat()
@@ -126,7 +126,9 @@ class Launched:
             return []
 
     def coordinator(self) -> psutil.Process:
-        return until(lambda: next((p for p in self.descendants() if _runs(p, "manyhands.control.coordinator")), None))
+        return until(
+            lambda: next((p for p in self.descendants() if _runs(p, "manyhands.control.coordinator.process")), None)
+        )
 
     def guard(self) -> psutil.Process:
         return until(lambda: next((p for p in self.descendants() if _runs(p, guard.__file__)), None))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.control.agent import run_agent
-from manyhands.control.failure import Failure, render
-from manyhands.control.launch_request import LaunchRequest
+from manyhands.control.agent.agent import run_agent
+from manyhands.control.messages.failure import Failure, render
+from manyhands.control.messages.launch_request import LaunchRequest
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event, encode
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from test_membership import JOB, report, settings_for
 
-from manyhands.control.failure import WorkerEnd
-from manyhands.control.host_messages import HostReport, MemberReport, Plan
-from manyhands.control.membership import begin, react
-from manyhands.control.orders import orders_for
-from manyhands.control.roster import Heard, Ticked
+from manyhands.control.membership.orders import orders_for
+from manyhands.control.membership.react import begin, react
+from manyhands.control.membership.state import Heard, Ticked
+from manyhands.control.messages.agent_messages import HostReport, MemberReport, Plan
+from manyhands.control.messages.failure import WorkerEnd
+from tests.control.membership.test_membership import JOB, report, settings_for
 
 CALL = 1
 

@@ -13,12 +13,12 @@ import pytest
 import zmq
 
 from manyhands.comm.transport import Curve, Port, open_port
-from manyhands.control.backup import Shelf
-from manyhands.control.backup_process import BackupProcess
-from manyhands.control.keys import weights_client_curve
-from manyhands.parallel.log_places import LOST_AFTER_S, Backups, FromBackup, Keep
-from manyhands.parallel.served_log import ServedLog
-from manyhands.parallel.update_log import Begin, Terms, Update
+from manyhands.control.security.keys import weights_client_curve
+from manyhands.control.servers.backup_process import BackupProcess
+from manyhands.control.servers.backup_server import Shelf
+from manyhands.parameter_server.log.log_format import Begin, Terms, Update
+from manyhands.parameter_server.log.log_storage import LOST_AFTER_S, Backups, FromBackup, Keep
+from manyhands.parameter_server.log.write_ahead_log import ServedLog
 
 TERMS = Terms(servers=1, part="abc", batch_size=16, slices=4)
 KEY = b"k" * 32

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 import zmq
-from conftest import alive, until
 
-from manyhands.comm.segments import Segment
+from manyhands.comm.host_memory import Segment
 from manyhands.comm.transport import open_port
-from manyhands.control.crew import Crew
-from manyhands.control.desk import Desk
-from manyhands.control.fence import Guard
-from manyhands.control.hang import Limits
-from manyhands.control.hang_watch import HangWatch
-from manyhands.control.host_messages import Job, Place, Plan, PlannedWorker
-from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.messages import (
+from manyhands.control.agent.hang_watch import HangWatch
+from manyhands.control.agent.host_workers import Crew
+from manyhands.control.agent.spawn_context import Surroundings
+from manyhands.control.agent.worker_channel import Desk
+from manyhands.control.membership.hang_detection import Limits
+from manyhands.control.messages.agent_messages import Job, Place, Plan, PlannedWorker
+from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.control.messages.worker_messages import (
     Announce,
     Heartbeat,
     Hello,
@@ -31,9 +30,10 @@ from manyhands.control.messages import (
     StopRequest,
     ToWorker,
 )
-from manyhands.control.surroundings import Surroundings
-from manyhands.control.workers import Worker
+from manyhands.control.processes.fence import Guard
+from manyhands.control.processes.worker_process import Worker
 from manyhands.native import library
+from tests.control.conftest import alive, until
 
 PLANE_BYTES = 1 << 20
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from manyhands.control.dispatch import MOST_LOSSES, HandOut, Queue
-from manyhands.control.variables import MOST_BEHIND, WINDOW, Change, Commit, Ledger, Versions
+from manyhands.dispatch.call_queue import MOST_LOSSES, HandOut, Queue
+from manyhands.dispatch.variable_ledger import MOST_BEHIND, WINDOW, Change, Commit, Ledger, Versions
 
 pick = st.integers(0, 10**6)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 from msgspec.structs import replace
-from scene import CALL, Scene, die_in_slot_0, started
-from test_membership import report
 
-from manyhands.control.host_messages import MemberReport
-from manyhands.control.key_values import Stores
-from manyhands.control.launch_request import LaunchRequest, WorkerCommand
-from manyhands.control.membership import react, restored
-from manyhands.control.messages import StoreRequest
-from manyhands.control.orders import orders_for
-from manyhands.control.roster import Heard, Membership, Refuse
-from manyhands.control.scaling import why_not_scale
+from manyhands.control.agent.user_requests import why_not_scale
+from manyhands.control.coordinator.key_value_store import Stores
+from manyhands.control.membership.orders import orders_for
+from manyhands.control.membership.react import react, restored
+from manyhands.control.membership.state import Heard, Membership, Refuse
+from manyhands.control.messages.agent_messages import MemberReport
+from manyhands.control.messages.launch_request import LaunchRequest, WorkerCommand
+from manyhands.control.messages.worker_messages import StoreRequest
+from tests.control.membership.test_membership import report
+from tests.control.scene import CALL, Scene, die_in_slot_0, started
 
 # ---- joining -----------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-from conftest import alive, until
 from elastic_run import Elastic, by_slot
 
-from manyhands.control.client import query
+from manyhands.control.session.run_client import query
+from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 

@@ -6,8 +6,9 @@ import signal
 import time
 
 import pytest
-from conftest import alive
 from elastic_run import HOSTS, by_slot, kill
+
+from tests.control.conftest import alive
 
 pytestmark = pytest.mark.faults
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from scene import CALL, Scene, die_in_slot_0, started
-from test_membership import report, settings_for
 
-from manyhands.control.failure import WorkerEnd
-from manyhands.control.membership import begin, react
-from manyhands.control.orders import orders_for
-from manyhands.control.roster import Heard, Persist, Refuse, Tell
+from manyhands.control.membership.orders import orders_for
+from manyhands.control.membership.react import begin, react
+from manyhands.control.membership.state import Heard, Persist, Refuse, Tell
+from manyhands.control.messages.failure import WorkerEnd
+from tests.control.membership.test_membership import report, settings_for
+from tests.control.scene import CALL, Scene, die_in_slot_0, started
 
 # ---- the first generation ----------------------------------------------------------------------------------------
 

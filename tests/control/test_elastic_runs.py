@@ -6,12 +6,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from conftest import alive, until
 from elastic_run import by_slot, kill
 
-from manyhands.cli.scale import scale
-from manyhands.control.client import query, request_scale, request_stop
+from manyhands.cli.runs.scale import scale
+from manyhands.control.session.run_client import query, request_scale, request_stop
 from manyhands.errors import UsageError
+from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 

@@ -15,14 +15,14 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from conftest import alive, until
 
 from manyhands.comm.transport import open_port
-from manyhands.control.host_messages import FromAgent, HostReport
-from manyhands.control.keys import client_curve, new_key, read_join_file
-from manyhands.control.messages import FromWorker
-from manyhands.control.questions import Ask
-from manyhands.control.refusals import NO_KEY, WRONG_KEY
+from manyhands.control.messages.agent_messages import FromAgent, HostReport
+from manyhands.control.messages.status_messages import Ask
+from manyhands.control.messages.worker_messages import FromWorker
+from manyhands.control.security.keys import client_curve, new_key, read_join_file
+from manyhands.control.security.rejected_peers import NO_KEY, WRONG_KEY
+from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 
@@ -136,7 +136,7 @@ def test_a_host_with_other_versions_or_another_runs_name_is_refused_by_name(laun
     assert other.wait() == 3
     assert "not another" in other.err
     context: zmq.Context = zmq.Context()
-    from manyhands.control.host_messages import FromCoordinator
+    from manyhands.control.messages.agent_messages import FromCoordinator
 
     port = open_port(
         context,

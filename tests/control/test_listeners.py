@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import until
 from listeners import family_of, listeners_of
 
-from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.preflight import imports_manyhands
+from manyhands.control.agent.preflight import imports_manyhands
+from manyhands.control.messages.launch_request import WorkerCommand
+from tests.control.conftest import until
 
 
 def heard(run) -> set[str]:
@@ -167,7 +167,7 @@ def test_what_listens_unasked_is_closed_when_a_worker_joins_after_all(launcher):
         from pathlib import Path
         while not Path("go").exists():
             time.sleep(0.01)
-        session_module = importlib.import_module("manyhands.control.session")
+        session_module = importlib.import_module("manyhands.control.session.session")
         session = session_module.Session(importlib.import_module("manyhands.spec.load").seat())
         session.join(session_module.RunFacts())
         Path("joined").touch()
@@ -189,7 +189,7 @@ def test_what_listens_unasked_is_closed_when_a_worker_joins_after_all(launcher):
     [
         ("import torch, manyhands as mh", True),
         ("def f():\n    from manyhands import Trainer", True),
-        ("from manyhands.runtime import hands", True),
+        ("from manyhands.training import hands", True),
         ("import torch  # not manyhands", False),
         ("print('import manyhands')\nimport manyhandsome", False),
     ],

@@ -7,11 +7,11 @@ import os
 import signal
 
 import pytest
-from conftest import alive, until
 
-from manyhands.control.client import query, request_scale, request_stop
-from manyhands.control.runs import read_run
+from manyhands.control.run_directory import read_run
+from manyhands.control.session.run_client import query, request_scale, request_stop
 from manyhands.errors import UsageError
+from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 

@@ -14,21 +14,21 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from conftest import Launched, Launcher, alive, until
 from msgspec.structs import replace
-from scene import started
 
-from manyhands.cli.logs import logs
-from manyhands.cli.scale import scale
-from manyhands.cli.status import status
-from manyhands.control.client import query, request_scale, request_stop
-from manyhands.control.failure import WorkerEnd
-from manyhands.control.host_messages import FailedServer
-from manyhands.control.launch_request import LaunchRequest, WorkerCommand
-from manyhands.control.orders import orders_for
-from manyhands.control.scaling import may_start_servers, with_servers
-from manyhands.control.servers import Life, is_hopeless
+from manyhands.cli.runs.logs import logs
+from manyhands.cli.runs.scale import scale
+from manyhands.cli.runs.status import status
+from manyhands.control.agent.user_requests import may_start_servers, with_servers
+from manyhands.control.membership.orders import orders_for
+from manyhands.control.messages.agent_messages import FailedServer
+from manyhands.control.messages.failure import WorkerEnd
+from manyhands.control.messages.launch_request import LaunchRequest, WorkerCommand
+from manyhands.control.servers.server_processes import Life, is_hopeless
+from manyhands.control.session.run_client import query, request_scale, request_stop
 from manyhands.errors import UsageError
+from tests.control.conftest import Launched, Launcher, alive, until
+from tests.control.scene import started
 
 # Workers make steps until they are told to end; servers note down how they stand, at first and at each change.
 SCRIPT = """
@@ -377,7 +377,7 @@ def test_servers_may_take_their_time_when_the_workers_were_done():
 @pytest.mark.parametrize("elastic", [None, pytest.param([1, 3], marks=pytest.mark.long)], ids=["static", "elastic"])
 def test_a_script_that_asks_for_servers_is_started_again_with_them(launcher: Launcher, elastic: Any) -> None:
     body = """
-        from manyhands.runtime.server_requests import ask_for_servers
+        from manyhands.training.worker.server_requests import ask_for_servers
         if not SEAT.num_servers:
             note("asks", servers=[SEAT.num_servers, SEAT.most_workers])
             ask_for_servers(SEAT, 1)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import zmq
-from conftest import until
 
 from manyhands.comm.transport import open_port
-from manyhands.control.messages import Announce, FromWorker, Heartbeat, Offer, StoreReply, StoreRequest
-from manyhands.control.session import Session
+from manyhands.control.messages.worker_messages import Announce, FromWorker, Heartbeat, Offer, StoreReply, StoreRequest
+from manyhands.control.session.session import Session
 from manyhands.errors import PeerLost, PeerTimeout
-from manyhands.spec.seat import Group, Seat
+from manyhands.spec.worker_identity import Group, Seat
+from tests.control.conftest import until
 
 
 def group(counter: int, rank: int = 0, **more: Any) -> Group:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import alive, until
 
-from manyhands.control.departure import AGAIN
+from manyhands.control.agent.shutdown import AGAIN
+from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 

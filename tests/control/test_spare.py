@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from conftest import until
 from test_servers import Served
 
-from manyhands.cli.status import status
-from manyhands.control.client import query, request_scale
-from manyhands.control.priority import LOWER, hold_back, let_go
-from manyhands.control.spare import READY, wait_s
+from manyhands.cli.runs.status import status
+from manyhands.control.processes.cpu_priority import LOWER, hold_back, let_go
+from manyhands.control.servers.spare_server import READY, wait_s
+from manyhands.control.session.run_client import query, request_scale
+from tests.control.conftest import until
 
 # The first spare does not get to the point where it waits before it is let.
 SPARING = """

@@ -25,7 +25,7 @@ def test_gloo_sums_through_the_control_store_and_no_tcp_store_listens(launcher):
         import psutil
         kin = [psutil.Process(os.getppid()), *psutil.Process(os.getppid()).children(recursive=True)]
         listening = {c.laddr.ip for p in kin for c in p.net_connections("tcp") if c.status == "LISTEN"}
-        stores = [p for p in kin if "manyhands.control.torch_store" in p.cmdline()]
+        stores = [p for p in kin if "manyhands.control.processes.torch_store" in p.cmdline()]
         print(sorted(listening), len(stores), flush=True)
         dist.barrier()
         dist.destroy_process_group()

@@ -18,10 +18,10 @@ from proxies import Line
 from torch import Tensor
 
 import manyhands as mh
-from manyhands.control.keys import client_curve, write_join_file
-from manyhands.control.launch_request import JoinTicket
-from manyhands.data.order import slice_key
+from manyhands.control.messages.launch_request import JoinTicket
+from manyhands.control.security.keys import client_curve, write_join_file
 from manyhands.data.randomness import randomness
+from manyhands.data.sample_order import slice_key
 from manyhands.errors import CallCancelled, PeerLost, SpecError, StepFailed, UsageError
 
 

@@ -8,23 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.comm.parcels import pack, raw_bytes
-from manyhands.comm.segments import HostMemory
-from manyhands.control.dispatch import MOST_LOSSES
-from manyhands.control.dispatch_messages import (
-    Apply,
-    CallDone,
-    CannotFinish,
-    Kept,
-    Map,
-    Run,
-    ServerHello,
-    ServerWelcome,
-)
-from manyhands.control.variables import Change
+from manyhands.comm.host_memory import HostMemory
+from manyhands.comm.tensor_messages import pack, raw_bytes
+from manyhands.dispatch.call_queue import MOST_LOSSES
+from manyhands.dispatch.call_router import Desk, Peer
+from manyhands.dispatch.messages import Apply, CallDone, CannotFinish, Kept, Map, Run, ServerHello, ServerWelcome
+from manyhands.dispatch.variable_ledger import Change
+from manyhands.dispatch.variable_server import KeptVariable, region_bytes
 from manyhands.errors import CallCancelled, StepFailed
-from manyhands.runtime.dispatch_desk import Desk, Peer
-from manyhands.runtime.variable_server import KeptVariable, region_bytes
 
 SERVER: Peer = ("ipc", b"server")
 

@@ -125,7 +125,7 @@ def test_steps_that_cannot_be_imported_end_the_start_with_the_reason(tmp_path: P
     steps = tmp_path / "unguarded_steps.py"
     steps.write_text(
         "import manyhands as mh\n"
-        "from manyhands.runtime.cluster_children import in_child\n"
+        "from manyhands.dispatch.child_processes import in_child\n"
         "if in_child(): mh.Cluster(workers=1).start()\n"
     )
     with pytest.raises(UsageError, match=r"(?s)Worker 0 of the cluster could not start.*inside a worker of a cluster"):

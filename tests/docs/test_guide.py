@@ -35,7 +35,7 @@ def blocks(page: str) -> list[str]:
 WARM = """
 import os, runpy, sys
 import torch, manyhands
-from manyhands.control.fence import die_with_parent
+from manyhands.control.processes.fence import die_with_parent
 manyhands.Trainer
 warm = os.getpid()
 for line in sys.stdin:

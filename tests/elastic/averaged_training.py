@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.parallel.combining import Combination
+from manyhands.parallel.averaging.combine_ranks import Combination
 from manyhands.spec.load import seat
 
 ROWS, BATCH, SLICES, LR, SEED = 480, 48, 6, 0.2, 3

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.control.client import query
+from manyhands.control.session.run_client import query
 from manyhands.errors import UsageError
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
 from manyhands.testing import RankPool
 from tests.elastic.training import train
 

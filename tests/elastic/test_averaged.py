@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from manyhands.data.order import Division, order
+from manyhands.data.sample_order import Division, order
 from manyhands.events import GenerationStarted, RoundRestarted, StepDone
-from manyhands.runtime.ledger import audit_run, generation_key, read_run_events
+from manyhands.observe.run_audit import audit_run, generation_key, read_run_events
 from tests.elastic import averaged_training as training
 from tests.elastic.conftest import Run
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.elastic.conftest import ENDLESS, TRAINING, check_commits
 from tests.elastic.conftest import Run as LocalRun
-from tests.served.test_ps_tasks import free_addresses
+from tests.parameter_server.runs.test_ps_tasks import free_addresses
 
 pytestmark = [pytest.mark.long, pytest.mark.faults]
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from manyhands.control.client import query, request_scale
+from manyhands.control.session.run_client import query, request_scale
 from tests.elastic.conftest import ENDLESS, Run, Start, check_commits
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

@@ -55,7 +55,9 @@ class Run(LocalRun):
     def workers_of_second(self) -> list[int]:
         assert self.second is not None
         children = psutil.Process(self.second.pid).children(recursive=True)
-        return sorted(child.pid for child in children if "manyhands.runtime.bootstrap" in child.cmdline())
+        return sorted(
+            child.pid for child in children if "manyhands.launcher.worker_process.bootstrap" in child.cmdline()
+        )
 
     def cut(self) -> None:
         """Nothing gets through between the hosts any more, and nobody is told."""

@@ -32,15 +32,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from manyhands.comm.axis import Axis
 from manyhands.errors import PeerLost
-from manyhands.parallel.gradients import GradientSum
-from manyhands.parallel.shared_gradients import SharedGradients
-from manyhands.parallel.shared_weights import SharedWeights
-from manyhands.parallel.spread import Spread
-from manyhands.runtime import dividing, evaluating
-from manyhands.runtime.run import Run
-from manyhands.runtime.saving import Saver
-from manyhands.runtime.training import Training
+from manyhands.parallel.gradients.network_sum import GradientSum
+from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.replicas.model_parallel_replica import Spread
+from manyhands.parallel.weights.fused_shared_weights import SharedWeights
 from manyhands.spec.load import seat
+from manyhands.training.loop.run import Run
+from manyhands.training.setup import divide_model
+from manyhands.training.state.checkpointing import Saver
+from manyhands.training.state.training_state import Training
+from manyhands.training.step import evaluation
 
 ASKED: dict[str, Any] = {}
 STEP = 0
@@ -155,12 +156,12 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before Gloo's sum": _before(GradientSum, "finish"),
     "after Gloo's sum": _after(GradientSum, "finish"),
     "set up": _after(Run, "_build"),
-    "in evaluation": _before(evaluating, "evaluate"),
+    "in evaluation": _before(evaluation, "evaluate"),
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
-    "while cutting": _before(dividing, "_ties"),
+    "while cutting": _before(divide_model, "_ties"),
     "before the word between mates": _before(Spread, "agree"),
-    "before predictions are kept": _before(evaluating, "to_file"),
+    "before predictions are kept": _before(evaluation, "to_file"),
     "while loading": _before(Training, "load_weights"),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.events import Divided, Event, GenerationStarted, Straggler, WorkerStarted
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
 
 SCRIPT = Path(__file__).with_name("unequal_training.py")
 STEPS = 60

@@ -12,8 +12,8 @@ from test_runs import MH
 
 from manyhands.events import CopiesDiverged, Resumed, WrongGradientFound
 from manyhands.native import why_not
-from manyhands.parallel.divergence import appoint
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
+from manyhands.parallel.replicas.divergence import appoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SCRIPT = Path(__file__).with_name("broken_training.py")

@@ -18,8 +18,8 @@ import pytest
 
 from manyhands.checkpoint import newest_valid
 from manyhands.events import Event, Resumed, StepDone
-from manyhands.runtime.overview import look_at
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
+from manyhands.observe.run_status import look_at
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 MH = [sys.executable, "-m", "manyhands.cli.main"]
@@ -60,7 +60,9 @@ class Job:
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.pid).children(recursive=True)
-        return sorted((p for p in children if "manyhands.runtime.bootstrap" in p.cmdline()), key=lambda p: p.pid)
+        return sorted(
+            (p for p in children if "manyhands.launcher.worker_process.bootstrap" in p.cmdline()), key=lambda p: p.pid
+        )
 
     def end(self, deadline_s: float = 100.0) -> tuple[int, str, str]:
         out, err = self._process.communicate(timeout=deadline_s)

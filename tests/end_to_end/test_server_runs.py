@@ -12,9 +12,9 @@ import pytest
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.events import ServerStarted, WorkerStarted
-from manyhands.runtime.entering import _resolved, enter
-from manyhands.runtime.recorder import read_events
-from manyhands.spec.seat import Seat, seat_environment
+from manyhands.observe.recorder import read_events
+from manyhands.spec.worker_identity import Seat, seat_environment
+from manyhands.training.enter_run import _resolved, enter
 
 SCRIPT = """
 import os, pathlib, time

@@ -20,7 +20,7 @@ from test_runs import MH, SCRIPT, digest
 from test_runs import undisturbed as undisturbed
 
 from manyhands.events import StepDone
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
 
 REASON = why_not()
 
@@ -97,7 +97,9 @@ def wait_for_step(run_dir: Path, step: int, deadline_s: float = 100.0) -> None:
 
 def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(agent.pid).children(recursive=True)
-    return sorted((p for p in children if "manyhands.runtime.bootstrap" in p.cmdline()), key=lambda p: p.pid)
+    return sorted(
+        (p for p in children if "manyhands.launcher.worker_process.bootstrap" in p.cmdline()), key=lambda p: p.pid
+    )
 
 
 @pytest.mark.faults

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.control.client import query
+from manyhands.control.session.run_client import query
 
 ASKED: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 

@@ -13,14 +13,25 @@ import manyhands
 
 PACKAGE = Path(manyhands.__file__).parent
 ROOT = PACKAGE.parent
-LAYERS = {
-    "errors": -1, "exact_json": -1, "private_files": -1, "signals": -1, "supported": 0, "torch_private": 0,
-    "events": 0, "spec": 0, "native": 0, "optim": 0,
-    "comm": 1, "data": 1, "checkpoint": 1, "planner": 1,
-    "parallel": 2, "strategies": 3, "embedding": 3, "order": 3, "rows": 3, "control": 4,
-    "engines": 4, "runtime": 5, "scheduler": 6, "chaos": 6,
-    "recipes": 7, "dashboard": 7, "cli": 8,
-}  # fmt: skip
+# A package imports only from those above it. The longest matching name counts: `control.agent`, then `control`.
+ORDER = [
+    "errors", "supported", "exact_json", "private_files", "signals", "torch_private", "events",
+    "optim.ftrl",
+    "native", "spec",
+    "comm", "data", "order", "checkpoint",
+    "parallel.model", "parallel.averaging", "parallel.gradients", "parallel.replicas", "parallel.weights",
+    "parallel.tensor", "parallel.pipeline", "parallel.sharding", "parallel", "planner",
+    "parameter_server.protocol", "parameter_server.memory", "embedding", "optim", "parameter_server.log",
+    "parameter_server.tables", "parameter_server.server", "parameter_server.worker",
+    "strategies", "parameter_server.engine",
+    "control.messages", "control", "control.security", "control.membership", "control.coordinator",
+    "control.session", "control.processes", "control.servers", "control.agent",
+    "observe", "launcher.worker_process", "launcher",
+    "training.worker", "training.step", "training.setup", "planner.measure", "training.state", "training.elastic",
+    "training.loop", "parameter_server.loop", "parameter_server", "trials", "training", "dispatch",
+    "chaos", "recipes", "cli.common", "cli.machine", "cli.runs", "cli.explore", "cli.start", "cli", "testing",
+]  # fmt: skip
+FLOOR = {name: number for number, name in enumerate(ORDER)}
 
 # Each of these runs code, or listens to everyone, and has no place here. Exceptions stand below with their reason.
 FORBIDDEN = re.compile(
@@ -29,11 +40,11 @@ FORBIDDEN = re.compile(
     r"|(?<![\w.])(?<!def )eval\(|(?<![\w.])exec\(|yaml\.load\(|weights_only=False|0\.0\.0\.0|mktemp\("
 )
 ALLOWED = {
-    ("data/loaders.py", "import pickle"): "for the name of the exception that multiprocessing raises",
-    ("data/loaders.py", "pickle."): "the same",
+    ("data/loader_processes.py", "import pickle"): "for the name of the exception that multiprocessing raises",
+    ("data/loader_processes.py", "pickle."): "the same",
     ("spec/run.py", "0.0.0.0"): "refused there by name",
     ("spec/placement.py", "0.0.0.0"): "refused there by name",
-    ("control/preflight.py", "0.0.0.0"): "refused there by name",
+    ("control/agent/preflight.py", "0.0.0.0"): "refused there by name",
 }
 
 
@@ -46,30 +57,48 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def home(name: str) -> str:
+    """The package in `ORDER` that a dotted name below manyhands belongs to."""
+    words = name.split(".")
+    return next((one for end in range(len(words), 0, -1) if (one := ".".join(words[:end])) in FLOOR), "")
+
+
 def imports(path: Path) -> set[str]:
-    """The parts of manyhands that a file imports, also inside functions; type checking included."""
+    """The packages of manyhands that a file imports, also inside functions; type checking included."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        parts = (name.split(".") for name in names)
-        found |= {part[1] for part in parts if part[0] == "manyhands" and len(part) > 1 and part[1] in LAYERS}
+        found |= {home(name.partition(".")[2]) for name in names if name.startswith("manyhands.")} - {""}
     return found
 
 
 def test_imports_point_down() -> None:
     wrong = []
     for path in sources():
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if own == "testing":
+        own = home(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        if path.relative_to(PACKAGE).parts[0] == "testing":
             continue
-        for other in imports(path):
-            if other != own and LAYERS[other] >= LAYERS[own]:
-                wrong.append(f"{path.relative_to(ROOT)} ({own}, {LAYERS[own]}) imports {other} ({LAYERS[other]})")
+        wrong += [
+            f"{path.relative_to(ROOT)}: {own} imports {o}" for o in imports(path) if o != own and FLOOR[o] > FLOOR[own]
+        ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_control_plane_is_without_torch() -> None:
+    """`mh status` must not take seconds, and an agent must not need what its workers need."""
+    allowed = {"launcher/worker_process/process_settings.py"}
+    guilty = set()
+    for path in sources():
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.split("/")[0] in ("spec", "control", "observe", "launcher"):
+            tops = (n for n in tree(path).body if isinstance(n, ast.Import | ast.ImportFrom))
+            if any("torch" in ast.unparse(one).split() for one in tops):
+                guilty.add(name)
+    assert guilty <= allowed
 
 
 def test_nothing_imports_the_testing_tools() -> None:
@@ -112,7 +141,7 @@ def test_where_a_module_says_to_start_reading_there_is_something() -> None:
         for said in re.findall(r"Start\s+reading\s+at\s+`([\w.]+)`", ast.get_docstring(module) or ""):
             *folder, name = said.split(".")
             if path.name == "__init__.py":  # a module of the package, or something in one
-                found = (path.parent / f"{said.split('.')[0]}.py").exists()
+                found = any((path.parent / f"{said.split('.')[0]}{end}").exists() for end in (".py", "/__init__.py"))
             else:
                 found = name in defined and set(folder) <= defined
             wrong += [] if found else [f"{path.relative_to(ROOT)}: {said}"]

@@ -103,7 +103,7 @@ def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
 
     checked = subprocess.run(
-        [sys.executable, "-P", "-c", "from manyhands.runtime.checkup import native; print(native())"],
+        [sys.executable, "-P", "-c", "from manyhands.launcher.machine_check import native; print(native())"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "the C extension is not built" in checked.stdout and "'warn'" in checked.stdout
@@ -113,7 +113,7 @@ def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp
     assert str(installed) in trained.stdout
     assert "workers talk over Gloo (the C extension is not built" in trained.stderr
     words = ("pytest", "-q", "-n", "0", "-o", "pythonpath=", "-p", "no:cacheprovider", "--rootdir", str(ROOT))
-    equal = run(*words, "-k", "AdamW or (exact and plain) or clipping", f"{ROOT}/tests/runtime/test_equivalence.py")
+    equal = run(*words, "-k", "AdamW or (exact and plain) or clipping", f"{ROOT}/tests/strategies/test_equivalence.py")
     assert equal.returncode == 0, equal.stdout
     assert "3 passed" in equal.stdout
 

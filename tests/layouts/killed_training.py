@@ -15,9 +15,9 @@ from layout_cases import data_for, make_trainer
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.comm.shared_values import SharedValues
-from manyhands.comm.values import FollowingMessages
-from manyhands.control.client import request_scale
+from manyhands.comm.point_to_point import FollowingMessages
+from manyhands.comm.shared_memory_messages import SharedValues
+from manyhands.control.session.run_client import request_scale
 from manyhands.native import why_not
 
 STEPS, KILLED_AT = 10, 7

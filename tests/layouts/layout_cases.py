@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.parallel.tensor_parts import Parted
+from manyhands.parallel.tensor.sharded_tensor import Parted
 
 FEATURES, CLASSES, WORDS, LENGTH = 16, 8, 24, 6
 

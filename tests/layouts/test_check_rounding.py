@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.control.launch_request import WorkerCommand
-from manyhands.runtime.layout_check import Asked, check
+from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.trials.layout_check import Asked, check
 
 PROGRAM = """
 import os, torch, manyhands as mh

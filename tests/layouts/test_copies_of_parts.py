@@ -10,7 +10,7 @@ from layout_cases import data_for, make_trainer
 
 import manyhands as mh
 from manyhands.errors import Diverged
-from manyhands.parallel.divergence import odd_parts
+from manyhands.parallel.replicas.divergence import odd_parts
 from manyhands.testing import RankPool
 
 

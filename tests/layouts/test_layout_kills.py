@@ -20,7 +20,7 @@ from test_layouts import assert_same_weights
 
 import manyhands as mh
 from manyhands.events import StepDone
-from manyhands.runtime.recorder import read_events
+from manyhands.observe.recorder import read_events
 from manyhands.testing import RankPool
 
 MH = [sys.executable, "-m", "manyhands.cli.main"]

@@ -9,7 +9,7 @@ from layout_cases import train
 from test_layouts import assert_close
 
 import manyhands as mh
-from manyhands.comm.shared_values import MixedValues
+from manyhands.comm.shared_memory_messages import MixedValues
 from manyhands.native import why_not
 from manyhands.testing import RankPool
 

@@ -11,15 +11,15 @@ from layout_cases import MODELS, data_for, loss, make_trainer
 from torch import nn
 
 import manyhands as mh
-from manyhands.control.launch_request import WorkerCommand
+from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import SpecError, TrainingFailed, UsageError
-from manyhands.parallel.footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
-from manyhands.parallel.tree import most_held
-from manyhands.runtime.dividing import Sample
-from manyhands.runtime.layout_check import Asked, check
-from manyhands.runtime.memory_limit import parse_bytes
-from manyhands.runtime.plan_show import ask_for_plan, last_words
-from manyhands.runtime.planning import plan_model
+from manyhands.parallel.gradients.slice_tree import most_held
+from manyhands.planner.measure.memory_footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
+from manyhands.planner.measure.memory_limit import parse_bytes
+from manyhands.planner.measure.memory_plan import plan_model
+from manyhands.planner.measure.plan_request import ask_for_plan, last_words
+from manyhands.training.setup.divide_model import Sample
+from manyhands.trials.layout_check import Asked, check
 
 WIDE = 64 * 64 * 4 + 64 * 4
 HALVES = ("2",)

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from manyhands.comm.segments import Segment
+from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import PeerLost
 

@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.comm.segments import HostMemory, Segment, free_bytes
+from manyhands.comm.host_memory import HostMemory, Segment, free_bytes
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import EnvironmentProblem
 from manyhands.native import why_not
-from manyhands.parallel.tree import finish, program
+from manyhands.parallel.gradients.slice_tree import finish, program
 
 MAX_WORLD = 5
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int64"]

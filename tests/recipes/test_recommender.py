@@ -15,7 +15,7 @@ import torch
 from manyhands.errors import DataError, SpecError
 from manyhands.native import why_not
 from manyhands.recipes import recommender
-from manyhands.recipes.click_data import Clicks, DataSpec, auc, load, make, read_settings
+from manyhands.recipes.recommender_data import Clicks, DataSpec, auc, load, make, read_settings
 from manyhands.testing import RankPool
 
 ROOT = Path(__file__).parents[2]

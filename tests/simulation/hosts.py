@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manyhands.control.failure import WorkerEnd
-from manyhands.control.host_messages import HostReport, MemberReport, Orders, Plan
+from manyhands.control.messages.agent_messages import HostReport, MemberReport, Orders, Plan
+from manyhands.control.messages.failure import WorkerEnd
 
 from .history import Started
 from .workers import Worker, number

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from manyhands.parallel.course import Course
-from manyhands.parallel.leases import Held
+from manyhands.parameter_server.protocol.interval import Course
+from manyhands.parameter_server.protocol.leases import Held
 
 
 class Content(NamedTuple):

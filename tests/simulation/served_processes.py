@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manyhands.parallel.leases import Book, Grant, Held, Meet, Minutes, Standing
-from manyhands.parallel.shard import Contribution, Shard
+from manyhands.parameter_server.protocol.leases import Book, Grant, Held, Meet, Minutes, Standing
+from manyhands.parameter_server.protocol.shard import Contribution, Shard
 
 from .served_history import Committed, Content, Granted, Left, Met, Part, Started
 

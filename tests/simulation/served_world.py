@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from manyhands.parallel.course import Course
-from manyhands.parallel.leases import Rule
+from manyhands.parameter_server.protocol.interval import Course
+from manyhands.parameter_server.protocol.leases import Rule
 
 from .clock import Clock
 from .history import Fault

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.parallel.course import Course
-from manyhands.parallel.leases import Held
+from manyhands.parameter_server.protocol.interval import Course
+from manyhands.parameter_server.protocol.leases import Held
 
 from .history import Fault
 from .served_checker import violations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.control.host_messages import Plan
+from manyhands.control.messages.agent_messages import Plan
 
 from .history import Adopted, Applied, Committed, Entered
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from manyhands.control.host_messages import HostReport, Job, Orders
-from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.membership import begin, react, restored
-from manyhands.control.orders import orders_for
-from manyhands.control.roster import Heard, Membership, Output, Persist, Settings, Tell, Ticked
+from manyhands.control.membership.orders import orders_for
+from manyhands.control.membership.react import begin, react, restored
+from manyhands.control.membership.state import Heard, Membership, Output, Persist, Settings, Tell, Ticked
+from manyhands.control.messages.agent_messages import HostReport, Job, Orders
+from manyhands.control.messages.launch_request import WorkerCommand
 
 from .checker import PATIENCE_S
 from .clock import Clock

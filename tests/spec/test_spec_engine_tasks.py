@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UsageError
-from manyhands.spec.engine_tasks import EngineTask, engine_task, refuse_one_run_per_task
+from manyhands.spec.launcher_tasks import EngineTask, engine_task, refuse_one_run_per_task
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
 STEP = BATCH | {

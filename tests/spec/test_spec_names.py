@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from manyhands.cli.main import cli, report
-from manyhands.control.launch_request import WorkerCommand
-from manyhands.control.preflight import check_command
-from manyhands.control.runs import RunDirectory
+from manyhands.control.agent.preflight import check_command
+from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.control.run_directory import RunDirectory
 from manyhands.errors import UsageError
 from manyhands.spec.load import resolve
-from manyhands.spec.names import check_name, readable
+from manyhands.spec.undecodable_names import check_name, readable
 
 NOT_UTF8 = os.fsdecode(b"run\xff")
 IN_ASCII = "run\udcc3\udca9"  # "run\xe9", as a process has it whose locale knows ASCII alone

@@ -1,0 +1,253 @@
+"""The faults themselves: signals and limits on the processes of a live run. Decides nothing but whom a fault finds.
+
+Where the worker or server that should be struck is not there, or not in the run yet, the next one is. A run's last
+healthy worker is spared until another has joined: without it nobody could go on, and the run would start again from its
+checkpoint. What a server keeps outlives it, so no server is spared.
+Start reading at `Striker.strike`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from manyhands.chaos.extra_agents import RETURN_AFTER_S, Agents, workers_of
+from manyhands.chaos.fault_schedule import ON_SERVERS, ON_WORKERS, Fault
+from manyhands.control.messages.status_messages import MemberStatus, ServerStatus, Status
+from manyhands.control.session.run_client import query
+from manyhands.errors import ManyhandsError
+from manyhands.launcher.worker_process.hang_on_signal import HANG_SIGNAL
+
+__all__ = ["Strike", "Striker", "Timeline"]
+
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "hang": HANG_SIGNAL,
+    "kill-server": signal.SIGKILL,
+    "stop-server": signal.SIGSTOP,
+}
+SLOW_TURN_S = 0.1
+RETRY_S = 0.05
+# A fault that finds nobody for so long is given up.
+PATIENCE_S = 30.0
+
+
+class Strike(msgspec.Struct, kw_only=True):
+    """A fault, as it struck."""
+
+    fault: Fault
+    time_s: float
+    """Wall clock, as in events."""
+    rank: int | None = None
+    slot: int | None = None
+    """A worker's; of a server, its number."""
+    pid: int | None = None
+    others: list[int] = []
+    """Processes that go with it: a lost agent's workers."""
+    step: int | None = None
+    """Where the victim said it was."""
+    until_s: float | None = None
+    skipped: str = ""
+    """Why it did not strike at all."""
+
+    @property
+    def who(self) -> str:
+        if self.fault.kind in ON_SERVERS:
+            return f"server {self.slot}"
+        if self.fault.kind not in ON_WORKERS:
+            workers = "worker" if len(self.others) == 1 else f"{len(self.others)} workers"
+            who = {"disk": "all workers", "agent": f"and its {workers}"}
+            return who.get(self.fault.kind, self.fault.kind)
+        return f"worker {self.slot}{' (chief)' if self.rank == 0 else ''}"
+
+
+class Timeline:
+    """What is to be done, and when; one thread, no waiting of its own."""
+
+    def __init__(self) -> None:
+        self._acts: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def add(self, at: float, act: Callable[[], None]) -> None:
+        """`at` is by the monotonic clock."""
+        heapq.heappush(self._acts, (at, next(self._numbers), act))
+
+    def play(self) -> None:
+        """Do whatever is due."""
+        while self._acts and self._acts[0][0] <= time.monotonic():
+            heapq.heappop(self._acts)[2]()
+
+
+class Striker:
+    """Strikes a run's processes and notes down what it did in `strikes`. `say` gets a line for each."""
+
+    def __init__(self, run_dir: Path, timeline: Timeline, agents: Agents, say: Callable[[Strike], None]) -> None:
+        self._run_dir, self._timeline, self._agents, self._say = run_dir, timeline, agents, say
+        self.strikes: list[Strike] = []
+        self._doomed: set[int] = set()
+        """Struck for good, whether their agent knows it yet or not."""
+        self._disk_full_until = 0.0
+        self._limits: dict[int, tuple[int, int] | None] = {}
+        """File-size limits, by process, as they were before."""
+
+    def strike(self, fault: Fault, *, give_up_at: float | None = None) -> None:
+        """Strike now, or as soon as there is somebody to strike."""
+        give_up_at = give_up_at or time.monotonic() + PATIENCE_S
+        status = self._status()
+        struck = status is not None and self._at(fault, status)
+        if not struck and time.monotonic() < give_up_at:
+            self._timeline.add(time.monotonic() + RETRY_S, lambda: self.strike(fault, give_up_at=give_up_at))
+        elif not struck:
+            whom = "server to strike" if fault.kind in ON_SERVERS else "worker to spare"
+            why = "the run did not answer" if status is None else f"there was no {whom}"
+            self._note(Strike(fault=fault, time_s=time.time(), skipped=f"{why} for {PATIENCE_S:g} s"))
+
+    def _status(self) -> Status | None:
+        with suppress(ManyhandsError, OSError):
+            return query(self._run_dir)
+        return None
+
+    def _at(self, fault: Fault, status: Status) -> bool:
+        match fault.kind:
+            case "coordinator":
+                return self._coordinator(fault, status)
+            case "disk":
+                return self._disk(fault, status)
+            case "agent":
+                return self._agent(fault, status)
+            case "kill-server" | "stop-server":
+                return self._server(fault, status)
+        return self._worker(fault, status)
+
+    def _worker(self, fault: Fault, status: Status) -> bool:
+        members = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
+        if len(members) < 2:
+            return False
+        victim = min(members, key=lambda one: _turns(fault, one.slot))
+        struck = Strike(
+            fault=fault, time_s=time.time(), rank=victim.rank, slot=victim.slot, pid=victim.pid, step=victim.step
+        )
+        if fault.kind == "slow":
+            struck.until_s = struck.time_s + fault.lasts_s
+            self._pause(victim.pid, time.monotonic() + fault.lasts_s)
+        elif _send(victim.pid, SIGNALS[fault.kind]):
+            self._doomed.add(victim.pid)
+        else:
+            return False
+        self._note(struck)
+        return True
+
+    def _server(self, fault: Fault, status: Status) -> bool:
+        servers = [one for one in status.servers if one.pid not in self._doomed and _serves(one)]
+        if not servers:
+            return False
+        victim, now = min(servers, key=lambda one: _turns(fault, one.server)), time.time()
+        if not _send(victim.pid, SIGNALS[fault.kind]):
+            return False
+        self._doomed.add(victim.pid)
+        self._note(Strike(fault=fault, time_s=now, slot=victim.server, pid=victim.pid, step=victim.step))
+        return True
+
+    def _pause(self, pid: int, until: float) -> None:
+        """Stop it and let it go, by turns, unless something else strikes it for good: half of its time is taken."""
+        if time.monotonic() < until and pid not in self._doomed and _send(pid, signal.SIGSTOP):
+            self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._go_on(pid, until))
+
+    def _go_on(self, pid: int, until: float) -> None:
+        if pid not in self._doomed and _send(pid, signal.SIGCONT):
+            self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._pause(pid, until))
+
+    def _coordinator(self, fault: Fault, status: Status) -> bool:
+        now = time.time()
+        if not _send(status.coordinator_pid, signal.SIGKILL):
+            return False
+        self._note(Strike(fault=fault, time_s=now, pid=status.coordinator_pid))
+        return True
+
+    def _agent(self, fault: Fault, status: Status) -> bool:
+        """A machine is gone: an agent and its workers, at once. Another comes after a while."""
+        others, now = self._agents.pids(), time.time()
+        here = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
+        if not others or not here:
+            return False
+        assert fault.slot is not None
+        victim = others[fault.slot % len(others)]
+        lost = workers_of(victim)
+        if not lost:
+            return False
+        self._agents.strike(victim)
+        self._timeline.add(time.monotonic() + RETURN_AFTER_S, self._agents.replace_lost)
+        self._note(Strike(fault=fault, time_s=now, pid=victim, others=lost))
+        return True
+
+    def _disk(self, fault: Fault, status: Status) -> bool:
+        """Every write to a file fails in every worker, as on a full disk, for a while."""
+        now = time.time()
+        try:
+            limits = {one.pid: _forbid_files(one.pid) for one in status.members if one.status == "live"}
+        except PermissionError as error:
+            self._note(Strike(fault=fault, time_s=now, skipped=f"file sizes cannot be limited here: {error.strerror}"))
+            return True
+        if not any(limits.values()):
+            return False
+        for pid, before in limits.items():  # the first word counts: the disk may be full already
+            self._limits.setdefault(pid, before)
+        self._disk_full_until = time.monotonic() + fault.lasts_s
+        self._timeline.add(self._disk_full_until, self._free_disk)
+        self._note(Strike(fault=fault, time_s=now, until_s=now + fault.lasts_s))
+        return True
+
+    def _free_disk(self) -> None:
+        if time.monotonic() >= self._disk_full_until:
+            for pid, before in self._limits.items():
+                if before is not None:
+                    with suppress(ProcessLookupError):
+                        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+            self._limits.clear()
+
+    def _note(self, struck: Strike) -> None:
+        self.strikes.append(struck)
+        self._say(struck)
+
+
+def _is_at_work(member: MemberStatus) -> bool:
+    return member.status == "live" and member.rank >= 0 and member.step is not None
+
+
+def _serves(server: ServerStatus) -> bool:
+    return server.status == "live" and server.step is not None
+
+
+def _turns(fault: Fault, slot: int | None) -> tuple[bool, int]:
+    """Whose turn it is: the scheduled one's, else that of the next one by number, and around."""
+    assert fault.slot is not None
+    assert slot is not None
+    return slot < fault.slot, slot
+
+
+def _send(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _forbid_files(pid: int) -> tuple[int, int] | None:
+    """The process's limits before, None if it is gone."""
+    try:
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    except ProcessLookupError:
+        return None
+    return before

@@ -1,0 +1,1 @@
+"""Commands that examine a script by short runs: settings, layouts, memory."""

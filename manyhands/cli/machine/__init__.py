@@ -1,0 +1,1 @@
+"""Commands about this machine: its settings, health and keys."""

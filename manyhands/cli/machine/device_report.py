@@ -1,0 +1,314 @@
+"""`mh doctor --gpu`: every strategy on the cards here against one process, speed beside DDP, and a report to paste.
+
+Each layout is a run of `manyhands.recipes.device_check` in a directory that is thrown away. What is run and what is
+said about it are plain values; the same code runs on the CPU (`--device cpu`), which is how it is tested where there
+is no card. Start reading at `examine_devices`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from manyhands import __version__
+from manyhands.errors import EnvironmentProblem, UsageError
+from manyhands.recipes.device_check import DeviceOrder, Outcome
+from manyhands.spec.load import nearest
+from manyhands.trials.check_recording import deviation
+
+__all__ = ["Compared", "DeviceReport", "Machine", "examine_devices", "layouts", "text_of", "this_machine"]
+
+# Twenty steps of fp32 in another order of additions; the numbers stand in the report whatever they are.
+TOLERANCE = 1e-3
+# On cards the whole is to take five minutes: how long a run may take, and when none is begun any more. A CPU, where
+# only this code is tried and not the machine, has more time.
+RUN_TIMEOUT_S = {"cuda": 90.0, "cpu": 600.0}
+BUDGET_S = {"cuda": 270.0, "cpu": 7200.0}
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    manyhands: str
+    python: str
+    torch: str
+    cuda: str
+    nccl: str
+    system: str
+    devices: list[str]
+
+
+class Layout(NamedTuple):
+    name: str
+    strategy: str
+    workers: int = 1
+    settings: dict[str, Any] = {}
+    servers: int = 0
+    is_alike: bool = True
+    """Whether it promises to end where one process ends."""
+
+
+class Compared(msgspec.Struct, kw_only=True):
+    layout: str
+    workers: int
+    weights: float | None = None
+    """The largest deviation of a weight from one process, relative to the largest of its tensor."""
+    rows_per_s: float = 0.0
+    peak_bytes: int = 0
+    failed: str = ""
+    is_alike: bool = True
+    slices: int = 0
+    """Forward and backward passes in a step."""
+    threads: int = 0
+    """Of each worker."""
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return "FAILED"
+        if not self.is_alike:
+            return "runs"
+        return "same" if self.weights is not None and self.weights <= TOLERANCE else "DEVIATES"
+
+
+class DeviceReport(msgspec.Struct, kw_only=True):
+    machine: Machine
+    compared: list[Compared]
+    speed: list[Compared]
+    """The same network by `mh.Mirrored` and by DDP, with as many passes, rows and threads."""
+    not_run: list[str] = []
+    seconds: float = 0.0
+
+    @property
+    def is_fine(self) -> bool:
+        return all(one.verdict in ("same", "runs") for one in self.compared) and not any(
+            one.failed for one in self.speed
+        )
+
+
+def layouts(workers: int, device: str) -> list[Layout]:
+    """One of every strategy, with as many workers as there are cards: 1 or 2.
+
+    `CentralStorage` is refused where the workers of several cards share no memory.
+    """
+    found = [
+        Layout("mirrored", "Mirrored", workers),
+        Layout("multi_worker", "MultiWorker", workers),
+        Layout("central_storage", "CentralStorage", workers),
+        *(
+            Layout(f"sharded {level}", "Sharded", workers, {"level": level})
+            for level in ("optimizer", "gradients", "parameters")
+        ),
+        Layout("tensor", "Tensor", workers),
+        *(
+            Layout(f"pipeline {one}", "Pipeline", workers, {"schedule": one})
+            for one in ("gpipe", "1f1b", "zero_bubble")
+        ),
+        Layout("mesh data", "Mesh", workers, {"data": workers}),
+        Layout("parameter_server sync", "ParameterServer", workers, {"servers": 1, "mode": "sync"}, servers=1),
+        Layout("local_sgd", "LocalSGD", workers, {"every": 4}, is_alike=False),
+    ]
+    return [one for one in found if device == "cpu" or workers == 1 or one.strategy != "CentralStorage"]
+
+
+def this_machine(device: str) -> Machine:
+    """`EnvironmentProblem` where there is no such device."""
+    import torch
+
+    found = Machine(
+        manyhands=__version__,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda or "none",
+        nccl="none",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        devices=["CPU"],
+    )
+    if device == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        built = (
+            f"torch {found.torch} was built for CUDA {found.cuda}" if torch.version.cuda else "torch was built for CPUs"
+        )
+        raise EnvironmentProblem(
+            f"There is no CUDA device here: {built}, and it sees none.",
+            fix=[
+                "nvidia-smi, to see whether the driver does",
+                "mh doctor --gpu --device cpu, to see what would be run",
+            ],
+        )
+    found.devices = [_card(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+    found.nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _card(properties: Any) -> str:
+    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
+
+
+def examine_devices(device: str, only: Sequence[str], say: Callable[[str], None]) -> DeviceReport:
+    """Run everything; `say` gets a line for each layout. Raises where there is no device, or one process fails."""
+    began, machine = time.monotonic(), this_machine(device)
+    workers = 2 if device == "cpu" else min(2, len(machine.devices))
+    names = ("cpu",) if device == "cpu" else tuple(f"cuda:{number}" for number in range(workers))
+    chosen = _chosen(layouts(workers, device), only)
+    with tempfile.TemporaryDirectory(prefix="manyhands-devices-", ignore_cleanup_errors=True) as folder:
+        runs = _Runs(Path(folder), names)
+        alone = runs.weights_of(Layout("one process", "Single"))
+        compared, not_run = list[Compared](), list[str]()
+        if device != "cpu":
+            on_cpu = _Runs(Path(folder) / "cpu", ("cpu",)).compare(Layout("one process, CPU", "Single"), alone)
+            compared.append(on_cpu)
+            say(line_of(on_cpu))
+        for layout in chosen:
+            if time.monotonic() - began > BUDGET_S[device]:
+                not_run.append(layout.name)
+                continue
+            compared.append(runs.compare(layout, alone))
+            say(line_of(compared[-1]))
+        speed = [runs.time(Layout(name, strategy, workers), device) for name, strategy in _RIVALS]
+    return DeviceReport(
+        machine=machine, compared=compared, speed=speed, not_run=not_run, seconds=time.monotonic() - began
+    )
+
+
+_RIVALS = (("mh.Mirrored", "Mirrored"), ("DistributedDataParallel", "ddp"))
+
+
+def _chosen(fitting: list[Layout], only: Sequence[str]) -> list[Layout]:
+    known = [layout.name for layout in fitting]
+    for wanted in only:
+        if not any(name.startswith(wanted) for name in known):
+            fix = [f"--only {name!r}" for name in nearest(wanted, known) or known]
+            raise UsageError(f"No layout is called {wanted}.", where="--only", fix=fix)
+    return [layout for layout in fitting if not only or layout.name.startswith(tuple(only))]
+
+
+class _Runs:
+    """Starts runs, one after the other, each in a directory of its own below `folder`."""
+
+    def __init__(self, folder: Path, devices: tuple[str, ...]) -> None:
+        self._folder, self._devices = folder, devices
+
+    def weights_of(self, layout: Layout) -> dict[str, Any]:
+        _, weights, why = self._run(layout)
+        if weights is None:
+            raise EnvironmentProblem(f"One process fails on {self._devices[0]}, so there is nothing to compare: {why}")
+        return weights
+
+    def compare(self, layout: Layout, alone: dict[str, Any]) -> Compared:
+        outcome, weights, why = self._run(layout)
+        if outcome is None or weights is None:
+            return Compared(layout=layout.name, workers=layout.workers, failed=why)
+        unlike = [deviation(one, weights[name]) if name in weights else float("inf") for name, one in alone.items()]
+        return Compared(
+            layout=layout.name,
+            workers=layout.workers,
+            weights=max(unlike),
+            rows_per_s=outcome.rows_per_s,
+            peak_bytes=outcome.peak_bytes,
+            is_alike=layout.is_alike,
+        )
+
+    def time(self, layout: Layout, device: str) -> Compared:
+        size = {"steps": 30} if device == "cpu" else {"steps": 200, "width": 8192, "batch_size": 1024}
+        threads = max(1, len(os.sched_getaffinity(0)) // layout.workers)
+        # DDP does one pass for each worker: more slices would be more, smaller passes.
+        outcome, _, why = self._run(layout, "--threads", str(threads), slices=layout.workers, **size)
+        if outcome is None:
+            return Compared(layout=layout.name, workers=layout.workers, failed=why)
+        return Compared(
+            layout=layout.name,
+            workers=layout.workers,
+            rows_per_s=outcome.rows_per_s,
+            peak_bytes=outcome.peak_bytes,
+            slices=outcome.slices,
+            threads=outcome.threads,
+        )
+
+    def _run(self, layout: Layout, *flags: str, **size: Any) -> tuple[Outcome | None, dict[str, Any] | None, str]:
+        """What the chief wrote, and why not where it did not."""
+        from safetensors.torch import load_file
+
+        folder = self._folder / f"{layout.name.replace(' ', '-')}-{len(size)}"
+        folder.mkdir(parents=True)
+        order = DeviceOrder(
+            strategy=layout.strategy, settings=layout.settings, devices=self._devices, folder=str(folder), **size
+        )
+        servers = ["--servers", str(layout.servers)] if layout.servers else []
+        command = [
+            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(layout.workers), *servers, *flags),
+            *("--run-dir", str(folder / "run"), "--ui", "none", "--max-restarts", "0"),
+            *("-m", "manyhands.recipes.device_check", msgspec.json.encode(order).decode()),
+        ]
+        timeout_s = RUN_TIMEOUT_S[self._devices[0].partition(":")[0]]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return None, None, f"it did not end within {timeout_s:g} s"
+        if ended.returncode or not (folder / "outcome.json").exists():
+            return None, None, _last_words(ended.stderr) or f"it ended with exit code {ended.returncode}"
+        outcome = msgspec.json.decode((folder / "outcome.json").read_bytes(), type=Outcome)
+        saved = folder / "model.safetensors"
+        return outcome, load_file(saved) if saved.exists() else None, ""
+
+
+def _last_words(text: str) -> str:
+    """The line that names the error, if there is one; else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Problem", "Failed", "Lost", "Timeout"))]
+    return (named or lines or [""])[-1][:300]
+
+
+def line_of(one: Compared) -> str:
+    told = f"weights {one.weights:.1e}  {one.rows_per_s:,.0f} rows/s" if one.weights is not None else one.failed
+    return f"{one.layout:<24} {one.verdict:<9} {told}"
+
+
+def text_of(report: DeviceReport) -> str:
+    """Markdown, to be pasted into an issue."""
+    machine, alike = report.machine, [one for one in report.compared if one.is_alike]
+    lines = [
+        "### mh doctor --gpu",
+        "",
+        f"manyhands {machine.manyhands}, torch {machine.torch}, CUDA {machine.cuda}, NCCL {machine.nccl}, "
+        f"Python {machine.python}, {machine.system}",
+        *(f"- device {number}: {name}" for number, name in enumerate(machine.devices)),
+        "",
+        "| strategy | workers | against one process | weights differ by | rows/s | device memory |",
+        "|---|---|---|---|---|---|",
+        *(_row(one) for one in report.compared),
+        "",
+        "| speed | workers | passes a step | threads each | rows/s | device memory |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {one.layout} | {one.workers} | {one.slices} | {one.threads} | {_speed(one)} | {_memory(one)} |"
+            for one in report.speed
+        ),
+        "",
+        *(f"- {one.layout}: {one.failed}" for one in [*report.compared, *report.speed] if one.failed),
+        *([f"- not run, for lack of time: {', '.join(report.not_run)}"] if report.not_run else []),
+        f"{sum(one.verdict == 'same' for one in alike)} of {len(alike)} end where one process ends "
+        f"(to {TOLERANCE:g}), in {report.seconds:.0f} s.",
+    ]
+    return "\n".join(lines)
+
+
+def _row(one: Compared) -> str:
+    unlike = f"{one.weights:.1e}" if one.weights is not None else "-"
+    return f"| {one.layout} | {one.workers} | {one.verdict} | {unlike} | {_speed(one)} | {_memory(one)} |"
+
+
+def _speed(one: Compared) -> str:
+    return f"{one.rows_per_s:,.0f}" if not one.failed else "FAILED"
+
+
+def _memory(one: Compared) -> str:
+    return f"{one.peak_bytes / 1e6:,.0f} MB" if one.peak_bytes else "-"

@@ -1,0 +1,59 @@
+"""`mh agent`: this host joins a run that another one started."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from manyhands.cli.common.json_display import display_for
+from manyhands.cli.common.setting_options import BOTH_SPELLINGS
+from manyhands.control.messages.launch_request import LaunchRequest
+from manyhands.control.security.keys import read_join_file
+from manyhands.errors import UsageError
+from manyhands.launcher.launch import launch_command, worker_environment
+from manyhands.launcher.machine import this_machine
+from manyhands.spec.load import environment, resolve
+from manyhands.spec.placement import Placement
+
+__all__ = ["agent"]
+
+
+@click.command(context_settings=BOTH_SPELLINGS)
+@click.option("--join", "join_file", metavar="FILE", required=True, help="The join file that `mh run` wrote.")
+@click.option("-n", "--workers", type=int, help="Workers on this host. Default: one per accelerator, else one.")
+@click.option("--threads", type=int, help="Threads per worker. Default: cores / workers.")
+@click.option("--listen", metavar="ADDR", help="Address that tensors reach this host at. Default: the one on the way.")
+@click.option("--dir", "folder", metavar="DIR", help="Directory that the workers run in. Default: this one.")
+@click.option("--ui", type=click.Choice(["auto", "live", "plain", "none"]), help="How to show progress.")
+@click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
+def agent(join_file: str, folder: str | None, as_json: bool, **options: Any) -> int:
+    """Lend this host to a run: start its workers here, and end with it.
+
+    What to run comes from the run itself; the script and its data have to be here under the same path.
+    """
+    ticket, environ = read_join_file(join_file), environment()
+    resolved = resolve(flags=options, environ=environ)
+    launch = resolved.spec.launch
+    if folder is not None:
+        _work_in(folder)
+    request = LaunchRequest(
+        command=None,
+        join=ticket,
+        workers=launch.workers or this_machine(environ).default_workers,
+        threads=launch.threads,
+        listen=launch.listen,
+        # Gloo between hosts was agreed to where the run was started; joining it is agreeing.
+        insecure_data_plane=True,
+        environment=worker_environment(resolved, environ),
+    )
+    placement = Placement(workers=request.workers, host_rank=None, coordinates=False)
+    return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
+
+
+def _work_in(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UsageError(f"Cannot work in {folder}: {error.strerror}.", where="--dir") from error

@@ -1,0 +1,262 @@
+"""What is wrong with a launch before anything is started, and which addresses it will use.
+
+Raises `UsageError` and `EnvironmentProblem` with what to type instead. Starts nothing, and leaves nothing bound.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import ipaddress
+import platform
+import re
+import socket
+import sys
+import warnings
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from manyhands.control.messages.agent_messages import Job
+from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest, WorkerCommand
+from manyhands.control.security.keys import key_of, local_key, new_key
+from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
+from manyhands.native import why_not
+from manyhands.spec.undecodable_names import check_name
+
+__all__ = [
+    "Addresses",
+    "check_command",
+    "imports_manyhands",
+    "is_loopback",
+    "job_of",
+    "parse_address",
+    "resolve",
+    "versions",
+]
+
+IMPORTING_US = re.compile(rb"^\s*(import\b[^#\n]*\bmanyhands\b|from manyhands\b)", re.MULTILINE)
+
+
+class Addresses:
+    """Where this host's agent meets the others: it listens, it joins, or (one host) neither."""
+
+    def __init__(
+        self,
+        data: str,
+        *,
+        listen: tuple[str, int] | None = None,
+        key: bytes | None = None,
+        join: tuple[str, int] | None = None,
+        run: str = "",
+    ) -> None:
+        self.data, self.listen, self.key, self.join, self.run = data, listen, key, join, run
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on every host."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("manyhands", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    found["C extension"] = "missing" if why_not() else "built"  # with and without it, updates round differently
+    return found
+
+
+def job_of(request: LaunchRequest) -> Job | None:
+    """What every host's workers do; None where the run that is joined says so."""
+    if request.command is None:
+        return None
+    return Job(
+        command=check_command(request.command),
+        flags=request.flags,
+        grace_s=request.grace_s,
+        max_restarts=request.max_restarts,
+        threads=request.threads,
+        most_workers=request.elastic[1] if request.elastic else 0,
+        least_workers=request.elastic[0] if request.elastic else 0,
+        heartbeat_s=request.heartbeat_s,
+        hang_s=request.hang_s,
+        servers=request.servers,
+    )
+
+
+def check_command(command: WorkerCommand) -> WorkerCommand:
+    """The command with its path made absolute, or the reason why it cannot run."""
+    for number, argument in enumerate(command.args, 1):
+        check_name(argument, f"The script's argument {number},")
+    if command.kind == "script":
+        path = _existing(command.target)
+        _check_syntax(command.target)
+        return replace(command, target=path)
+    place = command.target.rpartition(":")[0] if command.kind == "call" else command.target
+    if command.kind == "call" and place.endswith(".py"):
+        return replace(command, target=f"{_existing(place)}:{command.target.rpartition(':')[2]}")
+    if not place or _find(place) is None:
+        raise UsageError(f"There is no module named {place!r}.", fix=["a name that `python -m` would find from here"])
+    return command
+
+
+def _existing(path: str) -> str:
+    if not Path(path).exists():
+        raise UsageError(f"{path} does not exist.", where="the command line", fix=["the path of a Python script"])
+    absolute = str(Path(path).absolute())
+    check_name(absolute, "The path of the script,")
+    return absolute
+
+
+def _check_syntax(path: str) -> None:
+    """Every worker would fail at it; here it is one message, before any of them has started."""
+    if not path.endswith(".py"):  # a zip file, say
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the workers warn
+            compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, ValueError):
+        return
+    except SyntaxError as error:
+        fix = [f"python -m py_compile {path}, for the line itself"]
+        raise UsageError(f"{path} is not Python: {error.msg}.", where=f"{path} line {error.lineno}", fix=fix) from None
+
+
+def imports_manyhands(command: WorkerCommand) -> bool:
+    """Whether the program's first file does, so that its workers can be expected to join the run; a function's do."""
+    if command.kind == "call":
+        return True
+    try:
+        return IMPORTING_US.search(_source(command).read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def _source(command: WorkerCommand) -> Path:
+    if command.kind == "script":
+        return Path(command.target)
+    spec = _find(command.target)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)), "__main__.py")
+    return Path((spec and spec.origin) or "")
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Look a module up without importing anything, its parents included."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    path: list[str] | None = ["", *sys.path]
+    parts = name.split(".")
+    spec: ModuleSpec | None = None
+    for number in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
+        if spec is None and number == 0:
+            spec = importlib.util.find_spec(parts[0])  # built in; an editable install has a finder of its own, too
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def parse_address(text: str, default_port: int = 0) -> tuple[str, int]:
+    """ADDR or ADDR:PORT, [IPv6]:PORT included."""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        host, port = text, ""
+    if not host or (port and not (port.isdigit() and int(port) < 65536)):
+        raise ClusterError(f"{text!r} is not an address.", fix=["ADDR or ADDR:PORT, such as 10.0.0.1:29500"])
+    if host in ("0.0.0.0", "::", "*"):
+        raise UsageError(
+            f"{host} is every interface; a run listens on one.", fix=["the one address the other hosts use"]
+        )
+    return host, int(port) if port else default_port
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve(request: LaunchRequest) -> Addresses:
+    """Who listens, who joins, on which addresses, with which key; refuses what would be open or in the clear."""
+    join = _ticket(request)
+    if join is not None:
+        host, port = parse_address(join.address)
+        data = parse_address(request.listen)[0] if request.listen else _way_to(host, port)
+        _agree_to_clear_text(data, request)
+        return Addresses(data, join=(host, port), key=key_of(join), run=join.run)
+    if request.hosts_wanted == 1 and request.listen is None and request.master is None:
+        return Addresses("127.0.0.1")
+    listen = request.master if request.master else parse_address(request.listen) if request.listen else None
+    if listen is None:
+        raise UsageError(
+            f"{request.hosts_wanted} hosts are wanted, but this one has no address to be joined at.",
+            fix=["--listen ADDR, the address the other hosts reach this one at"],
+        )
+    parse_address(f"{listen[0]}:{listen[1]}" if ":" not in listen[0] else f"[{listen[0]}]:{listen[1]}")
+    if request.hosts_wanted > 1 or request.elastic:
+        _agree_to_clear_text(listen[0], request)
+    key = request.key or (_shared_key(listen[0]) if request.master else new_key())
+    return Addresses(listen[0], listen=_free(*listen), key=key)
+
+
+def _ticket(request: LaunchRequest) -> JoinTicket | None:
+    if request.join is not None or request.master is None or not request.host_rank:
+        return request.join
+    host, port = request.master
+    key = request.key or _shared_key(host)
+    return JoinTicket(address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}", run="", key=key.hex())
+
+
+def _shared_key(host: str) -> bytes:
+    if is_loopback(host):
+        return local_key()
+    raise JoinRefused(
+        f"{host} is not a loopback address, and there is no key that the hosts share.",
+        fix=[
+            "MANYHANDS_KEY_FILE=FILE on every host: 32 bytes in hexadecimal, mode 0600",
+            "mh run --hosts-wanted N --listen ADDR, which makes a join file",
+        ],
+    )
+
+
+def _agree_to_clear_text(host: str, request: LaunchRequest) -> None:
+    if is_loopback(host) or request.insecure_data_plane:
+        return
+    raise EnvironmentProblem(
+        f"Tensors between hosts would travel in the clear at {host}: Gloo and NCCL have neither encryption nor "
+        "authentication. Control messages are encrypted either way.",
+        fix=["--insecure-data-plane, on a network where nobody else listens"],
+    )
+
+
+def _free(host: str, port: int) -> tuple[str, int]:
+    """The port, or a free one for 0. Found by binding, so a taken one is an error before anything starts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"Cannot listen on {host} port {port}: {error.strerror}.",
+                fix=["an address of this host", "another port"],
+            ) from error
+        return host, int(probe.getsockname()[1])
+
+
+def _way_to(host: str, port: int) -> str:
+    """The local address that packets to `host` leave from."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EnvironmentProblem(f"There is no way from here to {host}: {error}.") from error

@@ -1,0 +1,413 @@
+"""An elastic attempt: workers die, come and go while the others stay. Pure, as `react` is, which calls it.
+
+`worker_reports` takes in what agents say of their workers. `advance` decides, one transition at a time, and each is on
+disk before anyone is told:
+
+    a member is gone          -> a generation of the living, at once
+    a slot is vacant          -> a new incarnation, which starts, and offers itself when it is ready
+    members are asked to go,
+    or newcomers are ready    -> a generation without the ones and with the others, once everyone is in the newest
+    nobody is left            -> the attempt is over, and `attempt_end` says what comes next
+
+docs/protocols/elastic.md is the whole protocol. Start reading at `advance`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.membership.attempt_end import conclude, give_up_on_silent
+from manyhands.control.membership.failure_policy import Ended, attribute, cannot_be_retried
+from manyhands.control.membership.server_hosts import enlist, have_servers, miss_server
+from manyhands.control.membership.slots import bounds, count_death, lay_out, replicas_to_go, staff, surplus
+from manyhands.control.membership.state import Host, Member, Membership, Roster, Slot, begun, next_generation
+from manyhands.control.membership.worker_reports import (
+    alive,
+    call_of,
+    can_go_on,
+    done,
+    finished,
+    let_go,
+    lose_host,
+    lost,
+    missing,
+    offering,
+    quiet,
+    stranded,
+)
+from manyhands.control.messages.failure import WorkerEnd, short
+
+__all__ = ["advance", "could_begin", "enough", "form", "open_generations"]
+
+JOIN_WINDOW_S = 1.0
+"""How long a worker that is ready waits for others that are being started, so that one generation admits them all."""
+APART_S = 0.5
+"""A group that came apart is put together again after this long, if nobody was found to be gone."""
+MAX_APART = 10
+DONE_GRACE_S = 5.0
+"""The others are usually done soon after the first. If not, they need a group without it."""
+
+
+# ---- the first generation of an attempt ------------------------------------------------------------------------
+
+
+def enough(state: Membership, ready: Sequence[Host]) -> bool:
+    """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
+    if len(ready) >= state.settings.hosts_wanted:
+        return True
+    workers = sum(host.slots for host in ready)
+    return state.roster is not None and workers >= bounds(state)[0] and have_servers(state, ready)
+
+
+def could_begin(state: Membership, ready: Sequence[Host]) -> bool:
+    """Whether these hosts are enough for a first attempt that others join later: every server, the fewest workers.
+
+    The coordinator's own host is always among them.
+    """
+    servers = {number for host in ready for number in host.servers}
+    return (
+        state.settings.begin_with_fewer_s is not None
+        and any(host.local for host in ready)
+        and sum(host.slots for host in ready) >= bounds(state)[0]
+        and servers >= set(range(state.settings.job.servers))
+    )
+
+
+def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
+    share = lay_out(state, hosts)
+    places = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
+    members = tuple(
+        Member(
+            rank=rank,
+            agent=agent,
+            local_rank=local_rank,
+            incarnation=state.next_incarnation + rank,
+            slot=rank,
+            moved_at=now,
+            leads_since="" if rank else next_generation(state),
+        )
+        for rank, (agent, local_rank) in enumerate(places)
+    )
+    slots = {member.slot: Slot(agent=member.agent) for member in members}
+    # Where there are servers, hosts without workers have them, or at least the coordinator.
+    taking_part = tuple(host.agent for host in hosts if share[host.agent] or state.settings.job.servers)
+    return begun(state, members, taking_part, master, now, slots)
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+
+def advance(state: Membership, roster: Roster, now: float) -> Membership:
+    """One transition, if one is due; the same state otherwise."""
+    decisions: tuple[Callable[[Membership, Roster, float], Membership], ...]
+    if state.phase == "stopping":
+        decisions = (_stop,)
+    else:
+        decisions = (
+            _refuse_retrying,
+            miss_server,
+            enlist,
+            _bury,
+            _forget_hosts,
+            _finish,
+            _lose,
+            _give_up,
+            _staff,
+            _change,
+        )
+    for decide in decisions:
+        after = decide(state, roster, now)
+        if after is not state:
+            return after
+    return state
+
+
+def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membership:
+    """A member's usage error, or an error of the maths, ends the run: the others would meet it too."""
+    if state.stop is not None:
+        return state
+    for member in roster.members:
+        if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
+            return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
+    return state
+
+
+def _bury(state: Membership, roster: Roster, now: float) -> Membership:
+    """Take note, once, of each worker that has ended: in its slot's book, and in the list of what went wrong."""
+    if gone := [worker for worker in roster.dismissed if worker.ended]:
+        return replace(state, roster=let_go(roster, gone))
+    for worker in roster.joining:
+        if worker.ended or worker.status == "done":
+            return _bury_newcomer(state, roster, worker, now)
+    for member in roster.members:
+        if member.ended and member.status not in ("dead", "done"):
+            end = _end_of(state, member, now)
+            members = tuple(replace(m, status="dead") if m is member else m for m in roster.members)
+            roster = replace(roster, members=members, ends=(*roster.ends, end))
+            return count_death(state, roster, member, end.end, now)
+    return _bury_unborn(state, roster, now)
+
+
+def _bury_unborn(state: Membership, roster: Roster, now: float) -> Membership:
+    """Agents that were asked to stop start nobody: a member that was not started by then will never be."""
+    unborn = [member for member in alive(roster) if state.stop is not None and member.agent in roster.cleared]
+    if not unborn:
+        return state
+    ends = [Ended(end=replace(_end_of(state, member, now).end, kind="stopped"), at=now) for member in unborn]
+    members = tuple(replace(member, status="dead") if member in unborn else member for member in roster.members)
+    return replace(state, roster=replace(roster, members=members, ends=(*roster.ends, *ends)))
+
+
+def _bury_newcomer(state: Membership, roster: Roster, worker: Member, now: float) -> Membership:
+    roster = replace(roster, joining=tuple(other for other in roster.joining if other is not worker))
+    end = _end_of(state, worker, now)
+    if worker.status == "done" or cannot_be_retried(end.end):
+        # It found nothing left to do, or cannot run here. That is no reason to end a run that goes well without it.
+        slot = roster.slots.get(worker.slot)
+        slots = {**roster.slots, worker.slot: replace(slot, retired=True)} if slot else roster.slots
+        roster = replace(roster, slots=slots)
+    if worker.status == "done":
+        return replace(state, roster=roster)
+    if missing(roster):
+        roster = replace(roster, ends=(*roster.ends, end))
+    return count_death(state, roster, worker, end.end, now)
+
+
+def _end_of(state: Membership, worker: Member, now: float) -> Ended:
+    if worker.end is not None:
+        return worker.end
+    host = state.hosts[worker.agent].name if worker.agent in state.hosts else worker.agent
+    code = worker.exit_code or 0
+    kind = WorkerEnd(rank=worker.rank, host=host, pid=worker.pid, kind="exit", exit_code=code, step=worker.step)
+    return Ended(end=kind, at=now)
+
+
+def _forget_hosts(state: Membership, roster: Roster, now: float) -> Membership:
+    """A host that stays away takes its members and slots with it, if somebody lives elsewhere who can go on."""
+    needed = {member.agent for member in roster.members if member.status == "suspect"}
+    if any(can_go_on(member) for member in alive(roster)):
+        needed = set()
+    for host in state.hosts.values():
+        if host.silent and host.agent not in needed and now - host.heard_at > state.settings.rejoin_wait_s:
+            state = lose_host(state, roster, host.agent, gone=True)
+            return replace(state, hosts={name: other for name, other in state.hosts.items() if name != host.agent})
+    return state
+
+
+def _finish(state: Membership, roster: Roster, now: float) -> Membership:
+    """Over, when no member is left that could go on. Suspects are waited for unless the chief was done."""
+    if any(can_go_on(member) for member in alive(roster)):
+        return state
+    suspects = {member.agent for member in roster.members if member.status == "suspect" and can_go_on(member)}
+    if suspects and not finished(roster):
+        waited_out = all(
+            agent not in state.hosts or now - state.hosts[agent].heard_at > state.settings.rejoin_wait_s
+            for agent in suspects
+        )
+        return give_up_on_silent(state, _with_suspects(state, roster), suspects, now) if waited_out else state
+    # Without an end of their own, its last workers were done too early: the chief that they lost is what went wrong.
+    return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.last_loss))
+
+
+def _with_suspects(state: Membership, roster: Roster) -> Roster:
+    """With the suspects among what went wrong."""
+    suspects = [member for member in roster.members if member.status == "suspect" and member.agent in state.hosts]
+    return replace(roster, ends=(*roster.ends, *(lost(state, member) for member in suspects)))
+
+
+def _lose(state: Membership, roster: Roster, now: float) -> Membership:
+    """Go on without those who are gone, or were done long before the others."""
+    living, ready = alive(roster), done(roster)
+    early = [member for member in ready if now - member.done_at > DONE_GRACE_S]
+    apart = stranded(roster, now, APART_S)
+    gone = missing(roster) or early or roster.torn
+    if not (gone or apart) or not any(can_go_on(member) for member in living):
+        return state
+    if not gone:
+        again = roster.apart + 1 if roster.apart_at_step == roster.last_step else 1
+        roster = replace(roster, apart=again, apart_at_step=roster.last_step)
+        if again > MAX_APART:
+            return replace(
+                state, phase="stopping", since=now, roster=replace(roster, ends=(_apart(state, apart[0], now),))
+            )
+    apart_why = "one that was to leave is gone" if roster.torn else "an exchange between workers failed"
+    why = f"{len(early)} done" if early else apart_why
+    roster = _with_suspects(state, roster)
+    if roster.ends:
+        first, others, _ = attribute(roster.ends)
+        why = short(first) + (f", and {len(others)} more" if others else "")
+    roster = replace(
+        roster,
+        exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in ready)),
+        chief_done_in=roster.members[0].generation if finished(roster) else roster.chief_done_in,
+    )
+    for member in ready:
+        if member.slot in roster.slots:
+            retired = replace(roster.slots[member.slot], retired=True)
+            roster = replace(roster, slots={**roster.slots, member.slot: retired})
+    return _regroup(state, roster, living, (), lost=True, why=why)
+
+
+def _apart(state: Membership, member: Member, now: float) -> Ended:
+    end = replace(
+        _end_of(state, member, now).end,
+        kind="exception",
+        error="PeerLost",
+        message=f"the workers lost each other {MAX_APART} times in a row at step {member.step}, and all are alive",
+    )
+    return Ended(end=end, at=now)
+
+
+def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
+    """Too few members, and nobody to join them: over at once if the budget is spent, else after some patience.
+
+    The few go on to the end of their step, and wait there.
+    """
+    few = len(alive(roster)) + len(done(roster)) < bounds(state)[0]
+    if not (missing(roster) or few) or state.stop is not None:
+        return state
+    if roster.short_since is None:
+        return replace(state, roster=replace(roster, short_since=now))
+    waited = now - roster.short_since
+    held = {member.slot for member in roster.members if member.status != "dead"}
+    may_come_back = any(member.status == "suspect" and member.agent in state.hosts for member in roster.members)
+    joining = any(worker.agent in state.hosts for worker in roster.joining)
+    hopeful = joining or any(
+        number not in held and not slot.retired and slot.agent in state.hosts for number, slot in roster.slots.items()
+    )
+    spent = any(slot.retired for slot in roster.slots.values())
+    if hopeful or not ((spent and not may_come_back) or waited > state.settings.rejoin_wait_s):
+        return state
+    return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.last_loss))
+
+
+def _staff(state: Membership, roster: Roster, now: float) -> Membership:
+    if state.stop is not None or done(roster):
+        return state
+    return staff(state, roster, now)
+
+
+def _change(state: Membership, roster: Roster, now: float) -> Membership:
+    """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest.
+
+    While one of them cannot come to a step's end, `_lose` comes first: the others have to be told to leave.
+    """
+    if state.stop is not None:
+        return state
+    if _missed(roster):
+        return _take_back(state, roster)
+    if not quiet(roster) or stranded(roster, now, 0.0):
+        return state
+    leaving = _to_dismiss(state, roster)
+    newcomers = _ready(state, roster, now)
+    staying = [member for member in roster.members if member not in leaving]
+    if not leaving and not newcomers:
+        return state
+    if len(staying) + len(newcomers) < bounds(state)[0] or not any(can_go_on(member) for member in staying):
+        return state
+    words = [f"{len(newcomers)} joined"] * bool(newcomers) + [f"{len(leaving)} left"] * bool(leaving)
+    gone = {member.slot for member in leaving}
+    roster = replace(
+        roster,
+        slots={number: slot for number, slot in roster.slots.items() if number not in gone},
+        dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in leaving)),
+    )
+    return _regroup(state, roster, staying, newcomers, lost=False, why=", ".join(words))
+
+
+def _missed(roster: Roster) -> bool:
+    """Whether the call that newcomers wait in ended before the members came to the end of another step of it."""
+    newcomers = {member.incarnation for member in roster.members if member.generation != roster.before}
+    return bool(roster.before and roster.call) and any(
+        member.call > roster.call and member.generation == roster.before
+        for member in alive(roster)
+        if member.incarnation not in newcomers
+    )
+
+
+def _take_back(state: Membership, roster: Roster) -> Membership:
+    """Members go on without those whom they should have admitted; others are started in their slots."""
+    newcomers = [member for member in roster.members if not can_go_on(member)]
+    staying = [member for member in roster.members if can_go_on(member)]
+    roster = replace(roster, dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in newcomers)))
+    # As after a loss: whoever has gone over to the generation with the newcomers leaves it at once.
+    return _regroup(state, roster, staying, (), lost=True, why="their call ended before newcomers were admitted")
+
+
+def _to_dismiss(state: Membership, roster: Roster) -> list[Member]:
+    going = [member for member in roster.members if not _stays(state, member)]
+    rest = [member for member in roster.members if _stays(state, member)]
+    if state.replica > 1:
+        replicas = replicas_to_go(state, roster)
+        return going + [member for member in rest if member.slot // state.replica in replicas]
+    extra = max(0, surplus(state, roster))
+    return going + rest[len(rest) - extra :]
+
+
+def _stays(state: Membership, member: Member) -> bool:
+    host = state.hosts.get(member.agent)
+    return host is not None and not host.leaving
+
+
+def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
+    """Those who offer themselves; nobody yet, while others that are being started may soon be ready too.
+
+    Of a replica that lacks others, nobody: all who train would wait for them.
+    """
+    ready = offering(state, roster)
+    there = Counter(worker.slot // state.replica for worker in (*alive(roster), *ready))
+    ready = [worker for worker in ready if there[worker.slot // state.replica] == state.replica]
+    if not ready or len(ready) == len(roster.joining):
+        return ready
+    return ready if now - min(worker.offered_at for worker in ready) >= JOIN_WINDOW_S else []
+
+
+def _regroup(
+    state: Membership, roster: Roster, staying: Sequence[Member], newcomers: Sequence[Member], *, lost: bool, why: str
+) -> Membership:
+    staying = [replace(member, stranded_at=0.0) for member in staying]
+    admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
+    members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
+    generation = next_generation(state)
+    members = (replace(members[0], leads_since=members[0].leads_since or generation), *members[1:])
+    names = {worker.incarnation for worker in newcomers}
+    roster = replace(
+        roster,
+        generation=generation,
+        members=members,
+        joining=tuple(worker for worker in roster.joining if worker.incarnation not in names),
+        lost=lost,
+        call=call_of(roster) if newcomers else 0,
+        before="" if lost else roster.generation,
+        why=why,
+        ends=(),
+        last_loss=roster.ends or roster.last_loss,
+        cleared=(),
+        short_since=None,
+        torn=False,
+    )
+    return replace(state, counter=state.counter + 1, roster=roster)
+
+
+def _stop(state: Membership, roster: Roster, now: float) -> Membership:
+    """Wait until every process is gone, by the agents' word; not for silent hosts once the chief was done."""
+    well = finished(roster) and not roster.fatal
+    owed = {agent for agent in roster.agents if agent in state.hosts and not state.hosts[agent].silent}
+    suspects = {member.agent for member in roster.members if member.status == "suspect"}
+    if not well:
+        owed |= suspects
+    if owed <= set(roster.cleared):
+        return conclude(state, roster, now)
+    silent = owed & suspects
+    hosts = [state.hosts.get(agent) for agent in silent]
+    if any(host is None or now - host.heard_at > state.settings.rejoin_wait_s for host in hosts):
+        return give_up_on_silent(state, _with_suspects(state, roster), silent, now)
+    return state
+
+
+def open_generations(roster: Roster) -> list[str]:
+    """Those that members may speak for: after a planned change also the one before, which they leave in their time."""
+    return [roster.before, roster.generation] if roster.before else [roster.generation]

@@ -1,0 +1,132 @@
+"""What membership has decided, as the orders that each host is sent. Pure; start reading at `orders_for`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.membership.server_hosts import backups_for
+from manyhands.control.membership.slots import bounds
+from manyhands.control.membership.state import Host, Member, Membership, Roster
+from manyhands.control.membership.worker_reports import call_of, finished, living
+from manyhands.control.messages.agent_messages import Orders, Place, Plan, PlannedWorker
+from manyhands.control.messages.worker_messages import WorkerPosition
+
+__all__ = ["orders_for"]
+
+
+def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = False) -> Orders:
+    """How this host should stand."""
+    roster, outcome = state.roster, state.outcome
+    orders = Orders(
+        term=state.term,
+        revision=state.revision,
+        run=state.settings.run,
+        do="wait",
+        stop=state.stop,
+        stop_signal=state.stop_signal,
+        run_dir=state.run_dir,
+        log_base=state.log_base,
+        job=state.settings.job if with_job else None,
+        generation=roster.generation if roster else None,
+    )
+    if outcome is not None:
+        return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
+    if state.phase == "gathering":
+        return replace(orders, waiting_for=_missing(state))
+    if roster is None or agent not in roster.agents:
+        return orders
+    elastic = state.settings.elastic is not None
+    if state.phase == "stopping":
+        return replace(orders, do="stop", well=elastic and finished(roster) and not roster.fatal)
+    return replace(
+        orders,
+        do="run",
+        plan=_elastic_plan(state, roster, agent) if elastic else _plan(roster, agent),
+        positions=_elsewhere(roster, agent, now),
+        run_call=call_of(roster) if elastic else 0,
+    )
+
+
+def _missing(state: Membership) -> str:
+    wanted = state.settings.hosts_wanted
+    ready = [host for host in state.hosts.values() if not host.silent]
+    if len(ready) >= wanted:
+        return ""
+    ranks = {host.host_rank for host in ready}
+    missing = sorted(set(range(wanted)) - ranks) if None not in ranks else []
+    names = f"; missing: {', '.join(f'host {rank}' for rank in missing)}" if ready and missing else ""
+    joined = f"{len(ready)} of {wanted} hosts {'has' if len(ready) == 1 else 'have'} joined{names}"
+    if state.could_begin_at is not None:
+        return f"{joined}; training begins soon without them, and they may join later"
+    if state.settings.begin_with_fewer_s is not None and (needed := _needed(state, ready)):
+        return f"{joined}; needed to begin: {' and '.join(needed)}"
+    return joined
+
+
+def _needed(state: Membership, ready: Sequence[Host]) -> list[str]:
+    """What an elastic run lacks to begin without all of its hosts."""
+    there = {number for host in ready for number in host.servers}
+    servers = sorted(set(range(state.settings.job.servers)) - there)
+    workers = bounds(state)[0] - sum(host.slots for host in ready)
+    return [
+        *(f"server {number}" for number in servers),
+        *([f"{workers} more worker{'' if workers == 1 else 's'}"] if workers > 0 else []),
+    ]
+
+
+def _plan(roster: Roster, agent: str) -> Plan:
+    mine = [member for member in roster.members if member.agent == agent]
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len(roster.agents),
+        host=roster.agents.index(agent),
+        first_rank=mine[0].rank,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+    )
+
+
+def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
+    """As `_plan`, and which processes should be there. A host may have none in the group."""
+    mine = [member for member in roster.members if member.agent == agent]
+    number = {name: place for place, name in enumerate(roster.agents)}
+    return Plan(
+        generation=roster.generation,
+        attempt=roster.attempt,
+        world_size=len(roster.members),
+        num_hosts=len({member.agent for member in roster.members}),
+        host=number[agent],
+        first_rank=mine[0].rank if mine else -1,
+        incarnations=[member.incarnation for member in mine],
+        master=roster.master,
+        why=roster.why,
+        workers=[
+            *(_planned(member, joining=False) for member in mine if member.status != "dead"),
+            *(_planned(worker, joining=True) for worker in roster.joining if worker.agent == agent),
+        ],
+        dismissed=[worker.incarnation for worker in roster.dismissed if worker.agent == agent],
+        group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
+        lost=roster.lost,
+        call=roster.call,
+        servers=state.settings.job.servers if state.servers_wanted is None else state.servers_wanted,
+        servers_at={number: at for host in state.hosts.values() for number, at in host.servers.items()},
+        backups=backups_for(state, agent),
+        living=living(roster),
+    )
+
+
+def _planned(worker: Member, *, joining: bool) -> PlannedWorker:
+    return PlannedWorker(slot=worker.slot, incarnation=worker.incarnation, joining=joining)
+
+
+def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
+    return {
+        member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
+        for member in roster.members
+        if member.agent != agent and member.step is not None
+    }

@@ -1,0 +1,329 @@
+"""Who is in the run, decided: `react(state, event, now) -> (state, outputs)`, with no socket, clock or process.
+
+Agents report how their hosts stand, `orders` says how they should stand, and between the two lies a small machine:
+
+    gathering --all hosts there--> running --a member failed--> stopping --every host clear--> gathering or ended
+                                   running --every host clear-----------------------------------------> ended
+
+A generation is (term, counter): terms grow with every start of a coordinator, counters with every generation, so none
+repeats. A new one needs every agent's word ("clear") that its members of the one before are dead. The shell performs
+outputs in order: `Persist` is on disk before any `Tell` of the same reaction leaves. Start reading at `react`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from manyhands.control.membership import elastic, worker_reports
+from manyhands.control.membership.attempt_end import conclude, end_run, give_up_on_silent, stopped_code
+from manyhands.control.membership.failure_policy import Ended
+from manyhands.control.membership.slots import rescaled
+from manyhands.control.membership.state import (
+    Event,
+    Heard,
+    Host,
+    Member,
+    Membership,
+    Output,
+    Persist,
+    Refuse,
+    Roster,
+    Settings,
+    Tell,
+    Ticked,
+    begun,
+    parse_generation,
+)
+from manyhands.control.messages.agent_messages import Commit, HostReport, MemberReport
+from manyhands.control.messages.failure import WorkerEnd
+
+__all__ = ["begin", "parse_generation", "react", "restored"]
+
+
+def begin(settings: Settings, term: int, now: float) -> Membership:
+    return Membership(settings=settings, term=term, since=now)
+
+
+def restored(state: Membership, term: int, now: float) -> Membership:
+    """The state a restarted coordinator goes on with: a higher term, and nobody heard of yet."""
+    assert term > state.term
+    hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
+    roster = worker_reports.resumed(state.roster) if state.roster and state.settings.elastic else state.roster
+    return replace(state, term=term, hosts=hosts, roster=roster, since=now, could_begin_at=None)
+
+
+def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
+    outputs: list[Output] = []
+    match event:
+        case Heard(report=report):
+            refusal = _objection(state, report)
+            if refusal is not None:
+                return state, [refusal]
+            known = state
+            state = _hear(state, report, now)
+            news = _of_interest_to_all(state) != _of_interest_to_all(known)
+            if state.servers_wanted != known.servers_wanted:
+                # On disk before anybody starts or ends one: a successor that had forgotten it would take it back.
+                state = replace(state, revision=state.revision + 1)
+                outputs.append(Persist(state=state))
+            outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
+        case Ticked():
+            state = _note_silence(state, now)
+    before = state
+    while (after := _advance(state, now)) is not state:
+        state = after
+    if state is not before:
+        # The new state is durable before anyone acts on it; every agent then hears of it, the asking one included.
+        state = replace(state, revision=state.revision + 1)
+        outputs = [Persist(state=state), *(Tell(agent=agent) for agent in state.hosts)]
+    return state, outputs
+
+
+def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
+    if state.roster is None or state.settings.elastic is None:
+        return state.stop, state.run_dir
+    return (
+        state.stop,
+        state.run_dir,
+        state.servers_wanted,
+        worker_reports.call_of(state.roster),
+        worker_reports.living(state.roster),
+    )
+
+
+# ---- hearing ---------------------------------------------------------------------------------------------------
+
+
+def _objection(state: Membership, report: HostReport) -> Refuse | None:
+    settings = state.settings
+    if report.run not in ("", settings.run):
+        return Refuse(agent=report.agent, what=f"This is run {settings.run}, not {report.run}.")
+    if report.agent in state.hosts:
+        return None
+    for name, ours in settings.versions.items():
+        theirs = report.versions.get(name, "none")
+        if theirs != ours:
+            what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
+            return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
+    most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
+    # Where hosts come and go, another may come for one that is silent; if that comes back, both may stay.
+    present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]
+    if len(present) >= most_hosts:
+        return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
+    if report.host_rank is not None and report.host_rank in [host.host_rank for host in present]:
+        return Refuse(agent=report.agent, what=f"There already is a host with rank {report.host_rank}.")
+    return None
+
+
+def _hear(state: Membership, report: HostReport, now: float) -> Membership:
+    known = state.hosts.get(report.agent)
+    host = Host(
+        agent=report.agent,
+        name=report.host,
+        slots=report.slots,
+        local=report.local,
+        data_address=report.data_address,
+        order=known.order if known else state.next_order,
+        host_rank=report.host_rank,
+        master=report.master,
+        heard_at=now,
+        leaving=report.leaving or (known is not None and known.leaving),
+        servers=report.servers,
+        backup=report.backup,
+    )
+    state = replace(
+        state,
+        hosts={**state.hosts, report.agent: host},
+        next_order=state.next_order + (known is None),
+        committed=_newest(state.committed, report.committed),
+        run_dir=report.run_dir if report.local and report.run_dir else state.run_dir,
+        log_base=report.log_base if report.local else state.log_base,
+        stop=state.stop or report.stop,
+        stop_signal=state.stop_signal or report.stop_signal,
+        servers_wanted=(report.servers_wanted if report.local else None) or state.servers_wanted,
+        replica=max(report.replica, state.replica),
+    )
+    if state.settings.elastic is not None:
+        state = rescaled(state, report.workers_wanted) if report.local else state
+        state = worker_reports.hear(state, state.roster, report, now) if state.roster is not None else state
+    elif report.generation is not None and state.roster is not None:
+        if report.generation == state.roster.generation:
+            state = _hear_members(state, state.roster, report, now)
+        elif report.members:
+            state = replace(state, stale=state.stale + 1)
+    if report.leaving and report.clear:
+        return _leave(state, report.agent, now)
+    return state
+
+
+def _newest(one: Commit | None, other: Commit | None) -> Commit | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.step >= one.step else one
+
+
+def _hear_members(state: Membership, roster: Roster, report: HostReport, now: float) -> Membership:
+    said = {member.rank: member for member in report.members}
+    ended = {entry.end.rank for entry in roster.ends}
+    members, ends, stale = [], list(roster.ends), state.stale
+    first_step, last_step = roster.first_step, roster.last_step
+    for member in roster.members:
+        word = said.get(member.rank)
+        if member.agent != report.agent or word is None:
+            members.append(member)
+            continue
+        if word.incarnation != member.incarnation:
+            stale += 1
+            members.append(member)
+            continue
+        members.append(_updated(member, word, report.clear, now))
+        if word.end is not None and member.rank not in ended:
+            ends.append(Ended(end=word.end, at=now - word.ended_s_ago))
+        for step in (word.first_step, word.step, word.end.step if word.end else None):
+            if step is not None:
+                first_step = step if first_step is None else min(step, first_step)
+                last_step = max(step, last_step or 0)
+    cleared = tuple(sorted({*roster.cleared, report.agent})) if report.clear else roster.cleared
+    roster = replace(
+        roster, members=tuple(members), ends=tuple(ends), cleared=cleared, first_step=first_step, last_step=last_step
+    )
+    return replace(state, roster=roster, stale=stale)
+
+
+def _updated(member: Member, word: MemberReport, clear: bool, now: float) -> Member:
+    status = "dead" if clear and word.status != "done" else word.status
+    return replace(
+        member,
+        status=status,
+        exit_code=word.exit_code,
+        pid=word.pid,
+        step=word.step,
+        phase=word.phase,
+        moved_at=now - word.age_s,
+    )
+
+
+def _leave(state: Membership, agent: str, now: float) -> Membership:
+    """An agent that goes on its own, having given its word. Its members are lost to this generation."""
+    if state.settings.elastic is not None and state.roster is not None:
+        state = worker_reports.lose_host(state, state.roster, agent, gone=True)
+    elif state.roster is not None and state.phase == "running" and agent in state.roster.agents:
+        state = _lose(state, state.roster, agent, now)
+    return replace(state, hosts={name: host for name, host in state.hosts.items() if name != agent})
+
+
+def _note_silence(state: Membership, now: float) -> Membership:
+    limit = state.settings.silent_after_s
+    for host in list(state.hosts.values()):
+        if host.local or host.silent or now - host.heard_at <= limit:
+            continue
+        state = replace(state, hosts={**state.hosts, host.agent: replace(host, silent=True)})
+        if state.settings.elastic is not None and state.roster is not None and state.phase in ("running", "stopping"):
+            state = worker_reports.lose_host(state, state.roster, host.agent, gone=False)
+        elif state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
+            state = _lose(state, state.roster, host.agent, host.heard_at)
+        elif state.phase == "gathering" and (state.roster is None or host.agent not in state.roster.agents):
+            state = replace(state, hosts={name: h for name, h in state.hosts.items() if name != host.agent})
+    return state
+
+
+def _lose(state: Membership, roster: Roster, agent: str, at: float) -> Membership:
+    members, ends = [], list(roster.ends)
+    ended = {entry.end.rank for entry in ends}
+    name = state.hosts[agent].name
+    for member in roster.members:
+        if member.agent == agent and member.status == "live":
+            member = replace(member, status="suspect")
+            if member.rank not in ended:
+                end = WorkerEnd(rank=member.rank, host=name, pid=member.pid, kind="lost", step=member.step)
+                ends.append(Ended(end=end, at=at))
+        members.append(member)
+    return replace(state, roster=replace(roster, members=tuple(members), ends=tuple(ends)))
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+
+def _advance(state: Membership, now: float) -> Membership:
+    """One transition, if one is due; the same state otherwise."""
+    match state.phase:
+        case "gathering":
+            return _gather(state, now)
+        case "running" | "stopping":
+            assert state.roster is not None
+            watch = elastic.advance if state.settings.elastic is not None else _watch
+            return watch(state, state.roster, now)
+        case _:
+            return state
+
+
+def _gather(state: Membership, now: float) -> Membership:
+    if state.stop is not None:
+        return end_run(state, now, stopped_code(state), "stopped before its workers were started")
+    ready = [host for host in state.hosts.values() if not host.silent and not host.leaving]
+    chief = _in_order(ready)[0] if ready else None
+    if _enough(state, ready) and chief is not None and chief.master is not None:
+        form = elastic.form if state.settings.elastic is not None else _form
+        return form(state, _in_order(ready), chief.master, now)
+    again = state.roster is not None
+    if state.settings.elastic is not None and not again and elastic.could_begin(state, ready):
+        return _begin_with_fewer(state, _in_order(ready), now)
+    if state.could_begin_at is not None:
+        return replace(state, could_begin_at=None)  # one that was needed has gone again
+    if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
+        reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
+        return end_run(state, now, 4 if again else 3, reason)
+    return state
+
+
+def _begin_with_fewer(state: Membership, ready: list[Host], now: float) -> Membership:
+    """After some patience, as a host that joins while the others train costs them a regroup."""
+    if state.could_begin_at is None:
+        return replace(state, could_begin_at=now)
+    patience_s, master = state.settings.begin_with_fewer_s, ready[0].master
+    if patience_s is None or master is None or now - state.could_begin_at < patience_s:
+        return state
+    why = f"{len(ready)} of {state.settings.hosts_wanted} hosts are there, others may join"
+    return elastic.form(replace(state, why=why), ready, master, now)
+
+
+def _enough(state: Membership, ready: Sequence[Host]) -> bool:
+    if state.settings.elastic is not None:
+        return elastic.enough(state, ready)
+    return len(ready) == state.settings.hosts_wanted
+
+
+def _in_order(hosts: Sequence[Host]) -> list[Host]:
+    """The coordinator's own host first, then by the rank that was asked for, then by who came first."""
+    return sorted(hosts, key=lambda h: (not h.local, h.host_rank if h.host_rank is not None else 2**31, h.order))
+
+
+def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
+    members: list[Member] = []
+    for host in hosts:
+        for local_rank in range(host.slots):
+            number = len(members)
+            members.append(
+                Member(
+                    rank=number,
+                    agent=host.agent,
+                    local_rank=local_rank,
+                    incarnation=state.next_incarnation + number,
+                    moved_at=now,
+                )
+            )
+    return begun(state, tuple(members), tuple(host.agent for host in hosts), master, now)
+
+
+def _watch(state: Membership, roster: Roster, now: float) -> Membership:
+    if set(roster.cleared) >= set(roster.agents):
+        return conclude(state, roster, now)
+    missing = [state.hosts.get(agent) for agent in roster.agents if agent not in roster.cleared]
+    if any(host is None or (host.silent and now - host.heard_at > state.settings.rejoin_wait_s) for host in missing):
+        return give_up_on_silent(state, roster, set(roster.agents) - set(roster.cleared), now)
+    # While a stop is under way the agents' grace time rules; one worker that fails then must not cut it short.
+    if state.phase == "running" and roster.ends and state.stop is None:
+        return replace(state, phase="stopping", since=now)
+    return state

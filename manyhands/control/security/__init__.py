@@ -1,0 +1,1 @@
+"""The keys of a run, and the peers that were rejected."""

@@ -1,0 +1,151 @@
+"""From one shared 32-byte key to the CURVE keys of a run, and the join file that carries it.
+
+Whoever holds the key may join, and nobody else. Both ends derive the same server and client pair from it, so there is
+nothing to register. The key travels in a join file of mode 0600 and is in no argument, environment or log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from manyhands.comm.transport import Curve
+from manyhands.control.messages.launch_request import JoinTicket
+from manyhands.errors import ClusterError, EnvironmentProblem
+
+__all__ = [
+    "client_curve",
+    "local_key",
+    "new_key",
+    "read_join_file",
+    "server_curve",
+    "weights_client_curve",
+    "weights_server_curve",
+    "why_not_private",
+    "write_join_file",
+]
+
+KEY_BYTES = 32
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def server_curve(key: bytes) -> Curve:
+    public, secret = _pair(key, b"server")
+    return Curve(public=public, secret=secret)
+
+
+def client_curve(key: bytes) -> Curve:
+    public, secret = _pair(key, b"client")
+    return Curve(public=public, secret=secret, server_key=_pair(key, b"server")[0])
+
+
+def weights_server_curve(key: bytes) -> Curve:
+    """Of parameter servers towards other hosts. Workers and servers are given these; the key itself they never see."""
+    public, secret = _pair(key, b"weights server")
+    return Curve(public=public, secret=secret)
+
+
+def weights_client_curve(key: bytes) -> Curve:
+    public, secret = _pair(key, b"weights client")
+    return Curve(public=public, secret=secret, server_key=_pair(key, b"weights server")[0])
+
+
+def _pair(key: bytes, role: bytes) -> tuple[bytes, bytes]:
+    # BLAKE2b with a key is a pseudorandom function: knowing one derived pair tells nothing about the other.
+    secret = z85.encode(hashlib.blake2b(role, key=key, digest_size=32, person=b"manyhands.curve1").digest())
+    return zmq.curve_public(secret), secret
+
+
+def write_join_file(path: Path, ticket: JoinTicket) -> None:
+    """Write the ticket where only its owner can read it; an older file there is replaced."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(ticket) + b"\n")
+    os.replace(temporary, path)
+
+
+def read_join_file(path: str | Path) -> JoinTicket:
+    where = str(path)
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(65536)
+    except OSError as error:
+        raise ClusterError(f"The join file cannot be read: {error.strerror}.", where=where) from error
+    if (why := why_not_private(found)) is not None:
+        raise ClusterError(
+            f"The join file {why}, so its key is no secret.",
+            where=where,
+            fix=[f"chmod 600 {where}, or start the run again for a new key"]
+            if found.st_uid == os.geteuid()
+            else [f"a copy of your own, from a source that you trust: install -m 600 {where} run.join"],
+        )
+    try:
+        ticket = msgspec.json.decode(content, type=JoinTicket)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ClusterError(
+            f"This is not a join file: {error}.",
+            where=where,
+            fix=["pass the file that `mh run --hosts-wanted 2 --listen ADDR` wrote"],
+        ) from error
+    key_of(ticket, where)
+    return ticket
+
+
+def why_not_private(found: os.stat_result) -> str | None:
+    """Why what a file holds is not its reader's secret: others can read it, or somebody else wrote it; None if it is.
+
+    Root could read it anyway, and is trusted.
+    """
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {found.st_uid}; you are {os.geteuid()})"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"can be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def key_of(ticket: JoinTicket, where: str = "the join ticket") -> bytes:
+    try:
+        key = bytes.fromhex(ticket.key)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ClusterError(f"The key is not {KEY_BYTES} bytes in hexadecimal.", where=where)
+    return key
+
+
+def local_key() -> bytes:
+    """The key that agents of one user on one machine share, for runs that stay on loopback.
+
+    Kept in a directory that only this user can enter; anyone else's directory under that name is refused.
+    """
+    folder = Path(tempfile.gettempdir()) / f"manyhands-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise EnvironmentProblem(f"{folder} is not a private directory of this user.", fix=[f"remove {folder}"])
+    path = folder / "loopback.key"
+    try:
+        fd = os.open(folder / f"new-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(new_key().hex(), file)
+        os.link(folder / f"new-{os.getpid()}", path)  # the first one wins
+    except FileExistsError:
+        pass
+    finally:
+        (folder / f"new-{os.getpid()}").unlink(missing_ok=True)
+    return bytes.fromhex(json.loads(path.read_text()))

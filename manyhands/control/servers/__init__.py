@@ -1,0 +1,1 @@
+"""This host's parameter server processes, the spare server, and the backup of other hosts' logs."""

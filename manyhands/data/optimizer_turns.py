@@ -1,0 +1,62 @@
+"""Each batch once for every optimizer: the steps of a loop in which several of them take turns.
+
+`Turns` stands between `Batches`, which counts batches, and a loop, which counts updates. Start reading at it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.data.batches import Batches, Piece, Step
+from manyhands.data.sample_order import Position, slice_key
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turn(Step):
+    """One optimizer's step on a batch. All turns of a batch but the last leave the run where the batch begins."""
+
+    def __init__(self, batch: Step, number: int, turn: int, turns: int, total: int | None, *, is_fetched: bool) -> None:
+        """`is_fetched`: a turn before this one has had the batch's rows, which have to be fetched again."""
+        super().__init__(batch._batches, batch._plan, batch.load_s)
+        self._batch, self._total, self._is_fetched = batch, total, is_fetched
+        self.number, self.turn = number, (turn, turns)
+        self.last_of_epoch = self.last_of_epoch and turn == turns - 1
+
+    @property
+    def last(self) -> bool:
+        return self.last_of_epoch or self.number == self._total
+
+    @property
+    def after(self) -> Position:
+        turn, turns = self.turn
+        position = self._batch.after
+        return position if turn == turns - 1 else Position(position.seed, self.epoch, self.start)
+
+    def _piece(self, v: int, *, again: bool) -> Piece:
+        piece = super()._piece(v, again=again or self._is_fetched)
+        key = slice_key(self._batches.schedule.position.seed, self.number, v, "compute")
+        return Piece(v, piece.batch, piece.rows, key, self.number)
+
+
+class Turns:
+    """The steps of `batches`, which began after `done` updates, in `turns` turns each."""
+
+    def __init__(self, batches: Batches, turns: int, done: int) -> None:
+        self._batches, self._turns, self._next = batches, turns, done + 1
+        self._batch: Step | None = None
+        self.total_steps = batches.total_steps * turns if batches.total_steps is not None else None
+
+    def __iter__(self) -> Turns:
+        return self
+
+    def __next__(self) -> Turn:
+        turn = (self._next - 1) % self._turns
+        is_fetched = self._batch is not None and turn > 0
+        if self._batch is None or turn == 0:
+            self._batch = next(self._batches)
+        number, self._next = self._next, self._next + 1
+        return Turn(self._batch, number, turn, self._turns, self.total_steps, is_fetched=is_fetched)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

@@ -1,0 +1,80 @@
+"""What workers tell each other about data, and how it is put into bytes.
+
+The transport is somebody else's: anything with `all_gather_bytes`. Values are msgpack with arrays as an extension type:
+no pickle, nothing in a message can run. Used for files that no host holds whole (`file_source`) and to see that all
+workers were given the same data (`agree`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import DataError
+
+__all__ = ["RowExchange", "agree", "decode", "encode"]
+
+_ARRAY = 1
+
+
+class RowExchange(Protocol):
+    """Carried between all workers of a generation.
+
+    Every worker makes the same calls in the same order, from the thread that runs the steps; so an implementation
+    may be a plain collective.
+    """
+
+    def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
+        """Every worker's `data`, by rank."""
+
+
+def encode(value: Any) -> bytes:
+    """None, booleans, numbers, text, bytes, lists, dicts and numpy arrays of numbers."""
+    return msgspec.msgpack.encode(value, enc_hook=_encode_array)
+
+
+def decode(data: bytes) -> Any:
+    """The inverse of `encode`; tuples come back as lists, arrays read-only. Raises `DataError` for anything else."""
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_decode_array)
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"Rows sent by another worker cannot be read: {error}.") from error
+
+
+def _encode_array(value: object) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
+        raise TypeError(f"{type(value).__name__} cannot be sent between workers")
+    head = json.dumps([value.dtype.str, list(value.shape)]).encode()
+    return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(4, "little") + head + np.ascontiguousarray(value).tobytes())
+
+
+def _decode_array(code: int, data: memoryview) -> npt.NDArray[Any]:
+    if code != _ARRAY:
+        raise ValueError(f"extension {code} is unknown")
+    start = 4 + int.from_bytes(data[:4], "little")
+    name, shape = json.loads(bytes(data[4:start]))
+    dtype = np.dtype(name)
+    if dtype.kind not in "biufc" or len(data) - start != dtype.itemsize * math.prod(shape):
+        raise ValueError(f"an array of {name} {shape} does not fit its {len(data) - start} bytes")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+
+
+def agree(exchange: RowExchange | None, kind: str, num_rows: int | None) -> None:
+    """Refuse data that differs between workers in its kind, order or length: their steps would differ too."""
+    if exchange is None:
+        return
+    told = [decode(data) for data in exchange.all_gather_bytes("data/agree", encode([kind, num_rows]))]
+    if any(answer != told[0] for answer in told):
+        seen = "; ".join(f"rank {rank}: {kind}, {rows} rows" for rank, (kind, rows) in enumerate(told))
+        raise DataError(
+            f"The workers were given different data: {seen}.",
+            fix=[
+                "the same data on every worker; manyhands shares out the rows",
+                "lambda context: ... for data per slice",
+            ],
+        )

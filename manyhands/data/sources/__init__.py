@@ -1,0 +1,1 @@
+"""The kinds of data that a user can pass, each as a source of rows, of a stream, or of data per slice."""

@@ -1,0 +1,289 @@
+"""The calls and variables of a cluster: what is sent to members, and what becomes of what they say.
+
+What counts, `dispatch.call_queue` and `dispatch.variable_ledger` decide; here decisions become messages, and
+payloads meet the memory that outlives servers. One thread at a time: the hub sees to that. Start reading at `Desk.take`
+and `Desk.pump`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from manyhands.comm.host_memory import HostMemory
+from manyhands.comm.tensor_messages import Frame, tensor_bytes, tensor_from
+from manyhands.dispatch.call_queue import MOST_WAITING, Queue
+from manyhands.dispatch.messages import (
+    Applied,
+    Apply,
+    CallDone,
+    CallFailed,
+    CannotFinish,
+    FromMember,
+    Kept,
+    Map,
+    Read,
+    Run,
+    ServerHello,
+    ServerWelcome,
+    Value,
+)
+from manyhands.dispatch.variable_ledger import Change, Ledger, VariableInfo
+from manyhands.dispatch.variable_server import region_bytes
+from manyhands.errors import CallCancelled, ManyhandsError, StepFailed, UsageError
+
+__all__ = ["Desk", "Outcome", "Peer"]
+
+Peer = tuple[str, bytes]
+"""The port that a member came through, and its identity there."""
+
+
+class Outcome:
+    """What a call came to."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] | None = None
+        self.error: ManyhandsError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.frames is not None or self.error is not None
+
+
+class _Call(msgspec.Struct):
+    step: str
+    frames: Sequence[Frame]
+    outcome: Outcome
+
+
+class _Reading(msgspec.Struct):
+    info: VariableInfo
+    snapshot: int
+    after: int
+    answer: Any
+    sent_to: Peer | None = None
+
+
+class Desk:
+    def __init__(
+        self, memory: HostMemory, send: Callable[[Peer, Any, Sequence[Frame]], None], most_waiting: int = MOST_WAITING
+    ) -> None:
+        self.queue: Queue[Peer] = Queue(most_waiting)
+        self.ledger = Ledger()
+        self.refused = 0
+        """Messages that did not count: of strangers, late, or malformed."""
+        self._memory, self._send = memory, send
+        self._calls: dict[int, _Call] = {}
+        self._kept: dict[str, Kept] = {}
+        self._servers: dict[int, tuple[Peer, dict[str, str]]] = {}
+        """Those that are there: how they came in, and where they are read."""
+        self._addresses: dict[int, dict[str, str]] = {}
+        self._maps: dict[Peer, tuple[int, int]] = {}
+        """How many servers and variables each worker was last told of."""
+        self._tickets = itertools.count(1)
+        self._readings: dict[int, _Reading] = {}
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    def schedule(self, step: str, frames: Sequence[Frame]) -> Outcome:
+        """A new call; only where the queue has room."""
+        call = _Call(step, frames, Outcome())
+        self._calls[self.queue.schedule()] = call
+        return call.outcome
+
+    def take_failure(self) -> ManyhandsError | None:
+        """The failure that is due, once."""
+        call = self.queue.failure_due
+        if call is None:
+            return None
+        self.queue.raised()
+        return self._calls.pop(call).outcome.error
+
+    def lost(self, peer: Peer, who: str) -> None:
+        """A worker is gone."""
+        self._maps.pop(peer, None)
+        loss = self.queue.lost(peer)
+        if loss.failed and loss.call is not None:
+            call = self._calls[loss.call]
+            what = f"Step {call.step!r} (call {loss.call}) was given to {loss.losses} workers, and each died in it."
+            call.outcome.error = StepFailed(
+                what, fix=[f"what {who} wrote to standard error", "more memory for workers"]
+            )
+        self._cancel(loss.cancelled)
+
+    def left(self, peer: Peer) -> None:
+        """A worker has gone of its own accord. A call that it was just given says nothing against the call."""
+        given = self.queue.running.get(peer)
+        if given is not None and not self.queue.begin_again(peer, given.call, given.attempt):
+            self._cancel([given.call])
+        self._maps.pop(peer, None)
+        self.queue.lost(peer)
+
+    def cancel_all(self, why: str) -> None:
+        for call in self._calls.values():
+            if not call.outcome.ended:
+                call.outcome.error = CallCancelled(why)
+        self._calls.clear()
+
+    def _cancel(self, calls: Iterable[int]) -> None:
+        for number in calls:
+            call = self._calls.pop(number)
+            call.outcome.error = CallCancelled(
+                f"Step {call.step!r} (call {number}) was cancelled: another call failed."
+            )
+
+    # ---- what members say ------------------------------------------------------------------------------------
+
+    def take(self, peer: Peer, message: FromMember, frames: list[bytes]) -> None:
+        """Of a worker that is there, or of a server."""
+        match message:
+            case CallDone() if self._is_at(peer, message):
+                self._done(peer, message, frames)
+            case CallFailed() if self._is_at(peer, message):
+                self._fail(peer, message, self._raised(message))
+            case CannotFinish() if self._is_at(peer, message):
+                if not self.queue.begin_again(peer, message.call, message.attempt):
+                    self._cancel([message.call])
+            case Applied() if (server := self.server_of(peer)) is not None:
+                self.ledger.applied(server, message.commit)
+            case Value() if self.server_of(peer) is not None:
+                self._answered(message, frames)
+            case _:
+                self.refused += 1
+
+    def _is_at(self, peer: Peer, message: CallDone | CallFailed | CannotFinish) -> bool:
+        return self.queue.is_at(peer, message.call, message.attempt)
+
+    def _done(self, peer: Peer, message: CallDone, frames: list[bytes]) -> None:
+        payloads = frames[message.value_frames :]
+        if not 1 <= message.value_frames <= len(frames) or not _fit(message.changes, payloads):
+            self.refused += 1
+            return
+        try:
+            self.commit(message.changes, payloads, f"step {self._calls[message.call].step!r} (call {message.call})")
+        except ManyhandsError as error:
+            self._fail(peer, message, StepFailed(error.what, where=error.where, fix=error.fix))
+            return
+        self.queue.done(peer, message.call, message.attempt)
+        self._calls.pop(message.call).outcome.frames = frames[: message.value_frames]
+
+    def _raised(self, message: CallFailed) -> StepFailed:
+        step = self._calls[message.call].step
+        what = f"Step {step!r} (call {message.call}) raised {message.error}: {message.message}"
+        return StepFailed(f"{what}\n{message.traceback}".rstrip())
+
+    def _fail(self, peer: Peer, message: CallDone | CallFailed, error: StepFailed) -> None:
+        call = self._calls[message.call]
+        call.outcome.error = error
+        self._cancel(self.queue.failed(peer, message.call, message.attempt) or [])
+        # Of several failures one is raised; the others are told to those who ask for their values.
+        if not self.queue.fails_for(message.call):
+            del self._calls[message.call]
+
+    # ---- variables -------------------------------------------------------------------------------------------
+
+    def commit(self, changes: Sequence[Change], payloads: Sequence[Frame], where: str) -> None:
+        """Make the changes of one call count, all of them; or none, with the reason."""
+        why = self.ledger.refusal(changes)
+        if why is not None:
+            raise UsageError(why, where=where, fix=["cluster.variables(), for what there is"])
+        fresh = self.ledger.place(changes)
+        offsets = [self._memory.allot(f"variable {info.name}", region_bytes(info.num_bytes)) for info in fresh]
+        for info, offset in zip(fresh, offsets, strict=True):
+            self._kept[info.name] = Kept(info.name, info.shape, info.dtype, offset)
+        self.ledger.commit(changes, payloads, fresh)
+
+    def read(self, name: str) -> Future[Tensor | None]:
+        """A variable as all commits so far have made it; None: to be asked for again."""
+        info = self.ledger.catalogue.get(name)
+        if info is None:
+            raise UsageError(f"No variable is called {name!r}; there are {', '.join(self.ledger.catalogue) or 'none'}.")
+        answer: Future[Tensor | None] = Future()
+        reading = _Reading(info, self.ledger.commits, self.ledger.marks[info.server], answer)
+        self._readings[next(self._tickets)] = reading
+        return answer
+
+    def _answered(self, message: Value, frames: list[bytes]) -> None:
+        reading = self._readings.pop(message.ticket, None)
+        if reading is None:
+            self.refused += 1
+        elif message.found == "there" and len(frames) == 1:
+            reading.answer.set_result(tensor_from(frames[0], message.shape, message.dtype))
+        else:
+            reading.answer.set_result(None)
+
+    def server_of(self, peer: Peer) -> int | None:
+        return next((number for number, (known, _) in self._servers.items() if known == peer), None)
+
+    def server_came(self, peer: Peer, hello: ServerHello) -> None:
+        self._servers[hello.server] = (peer, hello.addresses)
+        self._addresses[hello.server] = hello.addresses
+        catalogue = self.ledger.catalogue
+        kept = [kept for name, kept in self._kept.items() if catalogue[name].server == hello.server]
+        self._send(peer, ServerWelcome(applied=self.ledger.started_again(hello.server), kept=kept), [])
+
+    @property
+    def server_peers(self) -> list[Peer]:
+        return [peer for peer, _ in self._servers.values()]
+
+    def server_lost(self, number: int) -> None:
+        self._servers.pop(number, None)
+
+    # ---- what members are sent -------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what can be sent now."""
+        for number, (peer, _) in self._servers.items():
+            self._send_commits(number, peer)
+        while not self.ledger.behind and (given := self.queue.hand_out(self.ledger.commits)) is not None:
+            self._send_map(given.worker)
+            call = self._calls[given.call]
+            run = Run(
+                call=given.call,
+                attempt=given.attempt,
+                step=call.step,
+                snapshot=given.snapshot,
+                marks=self.ledger.marks,
+            )
+            self._send(given.worker, run, call.frames)
+        for ticket, reading in self._readings.items():
+            self._send_reading(ticket, reading)
+
+    def _send_commits(self, number: int, peer: Peer) -> None:
+        newest = min([self.ledger.commits, *(reading.snapshot for reading in self._readings.values())])
+        oldest = self.queue.oldest_snapshot(newest)
+        for commit in self.ledger.due(number):
+            kept = [self._kept[change.name] for change in commit.changes]
+            apply = Apply(commit=commit.number, oldest=min(oldest, newest), changes=list(commit.changes), kept=kept)
+            self._send(peer, apply, commit.payloads)
+
+    def _send_map(self, worker: Peer) -> None:
+        """Where variables are, if it does not know yet. Servers keep their address when they are started again."""
+        newest = (len(self._addresses), len(self._kept))
+        if self._maps.get(worker) != newest:
+            self._maps[worker] = newest
+            places = {name: info.server for name, info in self.ledger.catalogue.items()}
+            servers = {number: addresses[worker[0]] for number, addresses in self._addresses.items()}
+            self._send(worker, Map(servers=servers, places=places), [])
+
+    def _send_reading(self, ticket: int, reading: _Reading) -> None:
+        peer, _ = self._servers.get(reading.info.server, (None, {}))
+        if peer is not None and reading.sent_to != peer:
+            reading.sent_to = peer
+            read = Read(ticket=ticket, name=reading.info.name, snapshot=reading.snapshot, after=reading.after)
+            self._send(peer, read, [])
+
+
+def _fit(changes: Sequence[Change], payloads: Sequence[Frame]) -> bool:
+    """Whether every change came with the bytes of its tensor."""
+    try:
+        wanted = [tensor_bytes(change.shape, change.dtype) for change in changes]
+    except ValueError:
+        return False
+    announced = [change.num_bytes for change in changes]
+    return wanted == announced == [len(payload) for payload in payloads]

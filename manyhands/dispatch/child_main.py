@@ -1,0 +1,75 @@
+"""What a child process of a cluster does: it is a worker or a variable server, told on its standard input which.
+
+Run as `python -m manyhands.dispatch.child_main PARENT`. Start reading at `main`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import msgspec
+
+from manyhands import signals
+from manyhands.control.processes.fence import die_with_parent
+from manyhands.dispatch.child_processes import ChildConfig, become_child
+from manyhands.launcher.worker_process.bootstrap import leave
+from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
+
+__all__ = ["main"]
+
+TRACEBACK_CHARS = 6000
+
+
+def main() -> NoReturn:
+    die_with_parent(int(sys.argv[1]))
+    signals.ignore()  # its parent says when
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildConfig)
+    become_child(config.role)
+    sys.path[:] = config.path
+    load_compiler_late()
+    try:
+        _serve(config)
+    except Exception as error:
+        _tell(config, error)
+        raise
+    leave(0)
+
+
+def _serve(config: ChildConfig) -> None:
+    import torch
+
+    torch.set_num_threads(config.threads)
+    if config.role == "server":
+        from manyhands.dispatch.variable_server import ServerConfig, VariableServer
+
+        server = VariableServer(msgspec.convert(config.server, ServerConfig))
+        try:
+            server.run()
+        finally:
+            server.close()
+    else:
+        from manyhands.dispatch.remote_worker import Worker
+        from manyhands.dispatch.worker_session import WorkerConfig
+
+        Worker(WorkerConfig(address=config.hub, number=config.number, steps=tuple(config.steps))).run()
+
+
+def _tell(config: ChildConfig, error: Exception) -> None:
+    """Let the cluster know why this process cannot go on; it would start another one for nothing."""
+    import zmq
+
+    from manyhands.comm.tensor_messages import open_parcel_port
+    from manyhands.dispatch.messages import NotReady
+
+    context: zmq.Context[Any] = zmq.Context()
+    port = open_parcel_port(context, zmq.DEALER, config.hub, NotReady)
+    what = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
+    port.send(NotReady(role=config.role, number=config.number, what=what))
+    port.socket.close(1000)
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

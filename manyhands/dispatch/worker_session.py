@@ -1,0 +1,249 @@
+"""A worker's line to its cluster: it takes calls, runs their steps, and sends back what they return and change.
+
+Variables are read from their servers when a step asks for them, as they were when the call began.
+Start reading at `WorkerSession.serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+from torch import Tensor
+
+from manyhands.comm.tensor_messages import (
+    Frame,
+    ParcelPort,
+    Placeholder,
+    check_parcel,
+    dtype_name,
+    open_parcel_port,
+    pack,
+    raw_bytes,
+    tensor_from,
+    unpack,
+)
+from manyhands.comm.transport import Curve
+from manyhands.data.randomness import randomness
+from manyhands.data.sample_order import slice_key
+from manyhands.dispatch.heartbeat import Pulse
+from manyhands.dispatch.messages import (
+    CallDone,
+    CallFailed,
+    CannotFinish,
+    Hello,
+    Leaving,
+    Map,
+    Read,
+    Run,
+    Stop,
+    ToWorker,
+    Value,
+    Welcome,
+)
+from manyhands.dispatch.step_functions import Context, DatasetContext, find_step
+from manyhands.dispatch.variable_ledger import Change
+from manyhands.errors import EnvironmentProblem, PeerLost, UsageError
+
+__all__ = ["WorkerConfig", "WorkerSession"]
+
+TICK_MS = 200
+JOIN_TIMEOUT_S = 60.0
+# A server that died while it was asked is asked again when another has taken its place.
+ASK_AGAIN_S = 0.5
+TRACEBACK_CHARS = 6000
+MESSAGE_CHARS = 1000
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker finds its cluster, and where it finds its steps."""
+
+    address: str
+    """Of the cluster: "ipc://…" on its host, else "tcp://host:port"."""
+    steps: tuple[str, ...] = ()
+    """Modules to import, or paths of Python files."""
+    number: int = -1
+    """-1: the cluster gives it one."""
+
+
+class _SnapshotGone(Exception):
+    pass
+
+
+class WorkerSession:
+    """A worker's line to its cluster. Anyone may read `number`, `seed` and `num_calls`; the rest is for one thread."""
+
+    def __init__(self, config: WorkerConfig, curve: Curve | None = None) -> None:
+        self._curve, self._token = curve, secrets.token_bytes(16)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._hub: ParcelPort[ToWorker] = open_parcel_port(
+            self._context, zmq.DEALER, config.address, ToWorker, identity=self._token, curve=curve
+        )
+        self._servers: dict[int, tuple[str, ParcelPort[Value]]] = {}
+        self._map = Map(servers={}, places={})
+        self._tickets = 0
+        self._made: dict[tuple[str, int], Any] = {}
+        """Datasets and their iterators, by kind and number."""
+        self.num_calls = 0
+        """How many it has finished."""
+        self._hub.send(Hello(number=config.number, pid=os.getpid(), host=socket.gethostname()))
+        try:
+            welcome = self._welcome(config.address)
+        except BaseException:
+            self.close()
+            raise
+        self.number, self.seed = welcome.number, welcome.seed
+        # A connection that was cut may have lost a message: whoever joins again begins anew.
+        self._cut = self._hub.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._pulse = Pulse(self._context, config.address, curve, self._token, welcome.silent_s, self._cut)
+
+    def _welcome(self, address: str) -> Welcome:
+        if self._hub.socket.poll(round(JOIN_TIMEOUT_S * 1000)):
+            for _, message, _ in self._hub.receive(most=1):
+                if isinstance(message, Welcome):
+                    return message
+        raise EnvironmentProblem(
+            f"The cluster at {address} did not answer within {JOIN_TIMEOUT_S:g} s.",
+            fix=["a join file that this cluster wrote", "is it still there?"],
+        )
+
+    def serve(self, stopping: Callable[[], bool]) -> None:
+        """Take calls until `stopping`, or until the cluster says so. `PeerLost` where it is silent."""
+        while True:
+            if stopping():
+                self._hub.send(Leaving())
+                return
+            if self._pulse.lost:
+                raise PeerLost(f"Worker {self.number}: {self._pulse.lost}")
+            if not self._hub.socket.poll(TICK_MS):
+                continue
+            for _, message, frames in self._hub.receive(most=1):
+                match message:
+                    case Stop():
+                        return
+                    case Map():
+                        self._map = message
+                    case Run():
+                        self._run(message, frames)
+
+    def close(self) -> None:
+        if hasattr(self, "_pulse"):
+            self._pulse.close()
+            # In this order: it would wait for ever for whoever reads its last event, and everybody with it.
+            self._hub.socket.disable_monitor()
+            self._cut.close(0)
+        # What was sent last, such as the result of the last call, still has to leave.
+        self._hub.socket.close(1000)
+        for _, port in self._servers.values():
+            port.close()
+        self._context.term()
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    def _run(self, run: Run, frames: list[bytes]) -> None:
+        names = self._map.places
+        context = Context(run.call, self.number, names, lambda name: self._read(name, run.snapshot, run.marks))
+        try:
+            with randomness(slice_key(self.seed, run.call, 0, "compute")):
+                args, kwargs = unpack(frames, self._fill)
+                result = find_step(run.step)(context, *args, **kwargs)
+            done, parts = _done(run, result, context.changes)
+        except _SnapshotGone:
+            self._hub.send(CannotFinish(call=run.call, attempt=run.attempt))
+        except Exception as error:
+            if self._pulse.lost:
+                raise
+            self._hub.send(_failure(run, error))
+        else:
+            self._hub.send(done, parts)  # one message: the cluster has all of it, or nothing
+            self.num_calls += 1
+
+    # ---- variables -------------------------------------------------------------------------------------------
+
+    def _read(self, name: str, snapshot: int, marks: dict[int, int]) -> Tensor:
+        server = self._map.places[name]
+        port, after = self._port(server), marks.get(server, 0)
+        self._tickets += 1
+        read = Read(ticket=self._tickets, name=name, snapshot=snapshot, after=after)
+        while True:
+            port.send(read)
+            ask_again = time.monotonic() + ASK_AGAIN_S
+            while (left := ask_again - time.monotonic()) > 0:
+                if self._pulse.lost:
+                    raise PeerLost(f"Worker {self.number}: {self._pulse.lost}")
+                if port.socket.poll(max(1, round(left * 1000))):
+                    for _, value, frames in port.receive():
+                        if value.ticket == read.ticket:
+                            return _tensor(name, value, frames)
+
+    def _port(self, server: int) -> ParcelPort[Value]:
+        address = self._map.servers[server]
+        known = self._servers.get(server)
+        if known is None or known[0] != address:
+            port = open_parcel_port(self._context, zmq.DEALER, address, Value, curve=self._curve)
+            self._servers[server] = known = (address, port)
+        return known[1]
+
+    # ---- datasets --------------------------------------------------------------------------------------------
+
+    def _fill(self, found: Placeholder) -> Any:
+        """What this worker has in the place of a dataset, or of an iterator over it; made when first needed."""
+        key = (found.kind, found.number)
+        if key not in self._made:
+            self._made[key] = self._make(found)
+        return self._made[key]
+
+    def _make(self, found: Placeholder) -> Any:
+        if found.kind == "iterator":
+            dataset, _, name = found.name.partition(" ")
+            return iter(self._fill(Placeholder("dataset", int(dataset), name)))
+        with randomness(slice_key(self.seed, found.number, self.number, "fetch")):
+            return find_step(found.name)(DatasetContext(self.number, self.seed))
+
+
+def _done(run: Run, result: Any, changes: dict[str, tuple[str, Tensor]]) -> tuple[CallDone, list[Frame]]:
+    """What a call has come to; `UsageError` where that cannot be sent."""
+    value = pack(result, f"what {run.step} returned")
+    done = CallDone(
+        call=run.call,
+        attempt=run.attempt,
+        value_frames=len(value),
+        changes=[_change(name, op, tensor) for name, (op, tensor) in changes.items()],
+    )
+    parts = [*value, *(raw_bytes(tensor) for _, tensor in changes.values())]
+    check_parcel(done, parts, f"what {run.step} returned and changed")
+    return done, parts
+
+
+def _change(name: str, op: Any, tensor: Tensor) -> Change:
+    shape = tuple(tensor.shape)
+    return Change(name=name, op=op, shape=shape, dtype=dtype_name(tensor), num_bytes=tensor.nbytes)
+
+
+def _tensor(name: str, value: Value, frames: list[bytes]) -> Tensor:
+    if value.found == "gone":
+        raise _SnapshotGone
+    if value.found == "absent" or len(frames) != 1:
+        raise UsageError(f"Variable {name!r} was not there when this call began.")
+    return tensor_from(frames[0], value.shape, value.dtype)
+
+
+def _failure(run: Run, error: Exception) -> CallFailed:
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename == __file__:
+        place = place.tb_next
+    text = "".join(traceback.format_exception(type(error), error, place))
+    return CallFailed(
+        call=run.call,
+        attempt=run.attempt,
+        error=type(error).__name__,
+        message=str(error)[:MESSAGE_CHARS],
+        traceback=text[-TRACEBACK_CHARS:],
+    )

@@ -1,0 +1,1 @@
+"""Embeddings for any 64-bit id: layers, row tables and the optimizers of their rows."""

@@ -1,0 +1,42 @@
+"""TensorFlow's `Server`: this process as one task of a cluster, said in code instead of TF_CONFIG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.errors import UsageError
+from manyhands.launcher.launch import wait_for_end
+from manyhands.spec.cluster import ClusterSpec, ClusterTask
+
+__all__ = ["Server"]
+
+
+class Server:
+    """This process as one task of a cluster. Chief and worker tasks hand it to their strategy (`cluster=server`); the
+    others `join`.
+
+    Args:
+        cluster: The jobs and their addresses, as a `mh.ClusterSpec` or the dict that makes one.
+        job: Which job this process is in: "chief", "worker", "ps" or "evaluator".
+        index: Its number there, from 0.
+    """
+
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Any], job: str = "worker", index: int = 0) -> None:
+        self.task = ClusterTask(cluster, job, index, where=f'Server(cluster, "{job}", {index})')
+
+    @property
+    def target(self) -> str:
+        """The address this task is listed at; empty for an evaluator outside the cluster."""
+        address = self.task.address
+        return f"{address[0]}:{address[1]}" if address else ""
+
+    def join(self) -> int:
+        """Wait for the end of the run, as a ps or evaluator task does under the mirrored strategies. Returns 0."""
+        if self.task.trains:
+            raise UsageError(
+                f"Task {self.task.job} {self.task.index} trains, so it cannot just wait.",
+                where="Server.join",
+                fix=["mh.Trainer(..., strategy=mh.MultiWorker(cluster=server))"],
+            )
+        return wait_for_end(self.task.chief_address)

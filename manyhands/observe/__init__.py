@@ -1,0 +1,1 @@
+"""Observing a run: its recorded events, progress display, status, TensorBoard. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Local SGD and related methods: when workers average, what they average, and by which rule."""

@@ -1,0 +1,1 @@
+"""What every strategy does to the user's model: buffers, precision, blocks, activation checkpointing."""

@@ -1,0 +1,141 @@
+"""From a model to its stages: blocks, what they cost, where to cut.
+
+The one place that knows which kinds of models can be cut, and how. Start reading at `blocks_of` and `cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import SpecError
+from manyhands.parallel.pipeline.exported_stages import Traced
+from manyhands.parallel.pipeline.partition import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
+from manyhands.torch_private import pytree
+
+__all__ = ["blocks_of", "check_enough", "cut", "measure", "sizes_of"]
+
+
+def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
+    """A Sequential's own; another model's as they are called with these inputs. The model itself is left alone."""
+    return Chain(model) if is_chain(model) else Traced(model, inputs, stages, at)
+
+
+def check_enough(blocks: Blocks, workers: int, chunks: int) -> None:
+    """`SpecError` where there are fewer blocks than stages."""
+    count = len(blocks.names)
+    if count < workers * chunks > workers:
+        fewer = [f"chunks={count // workers}"] if count >= workers else [f"stages={count}, chunks=1"]
+        raise SpecError(
+            f"{workers} workers with {chunks} stages each need {workers * chunks} blocks; the model has {count}.",
+            fix=[*fewer, "smaller blocks: a longer nn.Sequential, or more modules in the model"],
+        )
+
+
+def cut(
+    blocks: Blocks,
+    stages: int,
+    *,
+    at: Sequence[str] = (),
+    costs: Sequence[float] | None = None,
+    place: Mapping[str, int] | None = None,
+) -> Sequence[Part]:
+    """Parts for so many stages: beginning at the blocks that the user named, else balanced by what blocks cost.
+
+    Without costs by their sizes; `place` says which stage has the blocks that match a pattern. Every rank must cut with
+    the same numbers.
+    """
+    if at:
+        return blocks.parts(starts_at(blocks.names, at, stages))
+    sizes = sizes_of(blocks)
+    return blocks.parts(balance(costs or sizes, stages, sizes, _pins(blocks, place or {}, stages)))
+
+
+def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, int]:
+    """Which stage has which block, by patterns of blocks' names, or of modules that hold them."""
+    pins: dict[int, int] = {}
+    for pattern, stage in place.items():
+        found = [
+            number
+            for number, name in enumerate(blocks.names)
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        ]
+        if not found:
+            raise SpecError(f"place: no block is called {pattern!r}.", fix=[f"one of {', '.join(blocks.names)}"])
+        if not 0 <= stage < stages:
+            raise SpecError(
+                f"place: {pattern!r} is to be on stage {stage}, of {stages}.",
+                fix=[f"place={{{pattern!r}: {stages - 1}}}"],
+            )
+        pins |= dict.fromkeys(found, stage)
+    return pins
+
+
+def sizes_of(blocks: Blocks) -> list[float]:
+    """Bytes of each block's parameters."""
+    return [
+        float(sum(param.numel() * param.element_size() for param in {id(p): p for p in part.params.values()}.values()))
+        for part in _one_by_one(blocks)
+    ]
+
+
+def measure(
+    blocks: Blocks, inputs: Inputs, times: int = 3, loss: Callable[[Any], Any] = lambda output: output
+) -> list[float]:
+    """Seconds of each block's forward and backward on such inputs: the median of `times`, after one to warm up.
+
+    The `loss` of the model's output is where that is, and counts with the last block. Leaves no trace: gradients go
+    nowhere, buffers and the generator are put back.
+    """
+    parts = _one_by_one(blocks)
+    state = torch.default_generator.get_state()
+    buffers = {id(b): b for part in parts for module in part.modules.values() for b in module.buffers()}.values()
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    rounds = []
+    try:
+        for _ in range(times + 1):
+            rounds.append(_measure_once(parts, inputs, loss))
+            for buffer, value in before:
+                buffer.copy_(value)
+    finally:
+        torch.default_generator.set_state(state)
+    return [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def _one_by_one(blocks: Blocks) -> Sequence[Part]:
+    return blocks.parts(range(len(blocks.names)))
+
+
+def _measure_once(parts: Sequence[Part], inputs: Inputs, loss: Callable[[Any], Any]) -> list[float]:
+    seconds, entered = [], None
+    for part in parts:
+        began = perf_counter()
+        with torch.enable_grad():
+            left = part(inputs, entered)
+            if part is parts[-1]:
+                left = loss(left)
+        _backward(left, part, entered)
+        seconds.append(perf_counter() - began)
+        entered = pytree.tree_map_only(Tensor, _fresh, left)
+    return seconds
+
+
+def _backward(left: Any, part: Part, entered: Any) -> None:
+    """Gradients of the block's weights, and of what came in, as other stages need them."""
+    outputs = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    came = [leaf for leaf in pytree.tree_leaves(entered) if isinstance(leaf, Tensor)]
+    wanted = [one for one in (*part.params.values(), *came) if one.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """As it comes from another stage."""
+    alone = tensor.detach()
+    return alone.requires_grad_().clone() if tensor.requires_grad else alone

@@ -1,0 +1,233 @@
+"""Where a model is cut into stages, and what a stage is: blocks in the order in which the model calls them.
+
+A `nn.Sequential` is its own list of blocks; any other model's come from `exported_stages`. Where to cut is arithmetic
+over what each block costs: `balance`, or where the user says: `starts_at`. Start reading at `Part` and `balance`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from manyhands.errors import SpecError
+
+__all__ = ["Blocks", "Chain", "Inputs", "Part", "balance", "is_chain", "shared_between", "starts_at"]
+
+
+class Inputs(NamedTuple):
+    """What a model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Part(Protocol):
+    """Some blocks in a row, on the very modules and parameters of the user's model.
+
+    Every part is given the model's inputs, which all ranks have; and what the part before it returned, but for the
+    first. The last part returns the model's output.
+    """
+
+    @property
+    def names(self) -> list[str]:
+        """Of its blocks, as in the user's model."""
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """By their names in the user's model. A weight that is tied may be in several parts."""
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that it calls, by name."""
+
+    def __call__(self, inputs: Inputs, carried: Any) -> Any: ...
+
+    def to_send(self, output: Any) -> Any:
+        """The model's output as plain lists and tensors, for ranks that did not compute it; from the last part."""
+
+    def from_sent(self, inputs: Inputs, sent: Any) -> Any:
+        """The model's output again. Any part can tell."""
+
+
+class Blocks(Protocol):
+    """A model that can be cut between any two of its blocks."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def parts(self, starts: Sequence[int]) -> Sequence[Part]:
+        """Cut before the blocks with these numbers, of which the first is 0."""
+
+
+# ---- where to cut ----------------------------------------------------------------------------------------------
+
+
+def balance(
+    costs: Sequence[float], stages: int, memory: Sequence[float] | None = None, pins: Mapping[int, int] | None = None
+) -> list[int]:
+    """Where each stage begins, so that the most expensive stage costs least; among those, the largest is smallest.
+
+    `pins` say which stage has a block. `SpecError` where that cannot be.
+    """
+    pins = pins or {}
+    count = len(costs)
+    if stages > count:
+        raise SpecError(
+            f"{stages} stages need as many blocks; the model has {count}.",
+            fix=[f"stages={count}", "smaller blocks: a longer nn.Sequential, or more modules in the model"],
+        )
+    sizes = [0.0] * count if memory is None else list(memory)
+    cheapest = _smallest(costs, stages, sizes, math.inf, pins)
+    if cheapest is None:
+        told = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
+        raise SpecError(
+            f"No cut into {stages} stages has {told}: a stage is blocks in a row, and none is empty.",
+            fix=["other stages for these blocks, in the order of the blocks", "no place="],
+        )
+    smallest = _smallest(sizes, stages, costs, cheapest[0], pins)
+    assert smallest is not None
+    return smallest[1]
+
+
+_Cut = tuple[float, list[int]]
+"""What its largest stage has, and where stages begin."""
+
+
+def _smallest(
+    values: Sequence[float], stages: int, others: Sequence[float], cap: float, pins: Mapping[int, int]
+) -> _Cut | None:
+    """The cut whose largest stage has least of `values`, with at most `cap` of `others` in any; None: there is none."""
+    best: list[_Cut | None] = [(0.0, [])] + [None] * len(values)
+    for stage in range(stages):
+        elsewhere = {block for block, wanted in pins.items() if wanted != stage}
+        best = [None, *(_one_more(best, values, others, stop, cap, elsewhere) for stop in range(1, len(values) + 1))]
+    return best[-1]
+
+
+def _one_more(
+    before: Sequence[_Cut | None],
+    values: Sequence[float],
+    others: Sequence[float],
+    stop: int,
+    cap: float,
+    elsewhere: Collection[int],
+) -> _Cut | None:
+    """The best way to cover the first `stop` blocks with one stage more than in `before`; some belong elsewhere."""
+    found: _Cut | None = None
+    value = other = 0.0
+    for start in range(stop - 1, -1, -1):
+        value, other = value + values[start], other + others[start]
+        if other > cap or start in elsewhere:
+            break
+        rest = before[start]
+        if rest is not None and (found is None or max(rest[0], value) < found[0]):
+            found = (max(rest[0], value), [*rest[1], start])
+    return found
+
+
+def starts_at(names: Sequence[str], at: Sequence[str], stages: int) -> list[int]:
+    """Where each stage begins if the second and later ones begin with these blocks, or with modules that hold them."""
+    if len(at) != stages - 1:
+        raise SpecError(
+            f"{stages} stages begin at {stages - 1} blocks besides the first; {len(at)} are named: {', '.join(at)}.",
+            fix=[f"stages={len(at) + 1}"],
+        )
+    starts = [0, *(_number(names, name) for name in at)]
+    if sorted(set(starts)) != starts:
+        raise SpecError(
+            f"Stages begin at blocks {', '.join(at)}, which the model does not call in that order, or calls first.",
+            fix=[f"blocks in the order of their calls: {', '.join(names[1:])}"],
+        )
+    return starts
+
+
+def _number(names: Sequence[str], wanted: str) -> int:
+    for number, name in enumerate(names):
+        if name == wanted or name.startswith(f"{wanted}."):
+            return number
+    raise SpecError(f"No block of the model is {wanted!r}.", fix=[f"one of {', '.join(names)}"])
+
+
+def shared_between(parts: Sequence[Part]) -> dict[str, list[int]]:
+    """Tied weights that several stages have, by the first of their names: their gradients are to be summed."""
+    places: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    for number, part in enumerate(parts):
+        for name, param in part.params.items():
+            names.setdefault(id(param), name)
+            stages = places.setdefault(id(param), [])
+            if number not in stages:
+                stages.append(number)
+    return {names[key]: stages for key, stages in places.items() if len(stages) > 1}
+
+
+# ---- a Sequential ----------------------------------------------------------------------------------------------
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether calling it is calling its children one after the other, and nothing else."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+class Chain:
+    """A `nn.Sequential`, also with others inside it, as its blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        assert is_chain(model)
+        self._model = model
+        self.names = [name for name, _ in _links("", model)]
+
+    def parts(self, starts: Sequence[int]) -> list[_Links]:
+        stops = [*starts[1:], len(self.names)]
+        return [_Links(self._model, self.names[a:b], a == 0) for a, b in zip(starts, stops, strict=True)]
+
+
+def _links(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():  # named_children leaves out a module's second place
+        assert child is not None
+        if is_chain(child):
+            yield from _links(f"{prefix}{name}.", child)
+        else:
+            yield f"{prefix}{name}", child
+
+
+class _Links:
+    def __init__(self, model: nn.Module, names: list[str], first: bool) -> None:
+        self._model, self.names, self._first = model, names, first
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: self._model.get_submodule(name) for name in self.names}
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        return params_below(self.modules)
+
+    def __call__(self, inputs: Inputs, carried: Any) -> Any:
+        value = _only_argument(inputs) if self._first else carried
+        for module in self.modules.values():
+            value = module(value)
+        return value
+
+    def to_send(self, output: Any) -> Any:
+        return output
+
+    def from_sent(self, inputs: Inputs, sent: Any) -> Any:
+        return sent
+
+
+def params_below(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Their parameters, by name."""
+    return {
+        f"{prefix}.{name}": param for prefix, module in modules.items() for name, param in module.named_parameters()
+    }
+
+
+def _only_argument(inputs: Inputs) -> Any:
+    if len(inputs.args) != 1 or inputs.kwargs:
+        raise TypeError(f"nn.Sequential takes one argument, not {len(inputs.args) + len(inputs.kwargs)}")
+    return inputs.args[0]

@@ -1,0 +1,1 @@
+"""Sharded replicas (ZeRO, FSDP): each rank keeps a shard of parameters, gradients and optimizer state."""

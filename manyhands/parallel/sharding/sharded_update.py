@@ -1,0 +1,82 @@
+"""What may be divided over ranks row by row, and what each rank's optimizer then does with its part.
+
+Both ways to hold such parts stand on it: `fsdp_backend`, whose blocks come and go, and `gather_per_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
+
+from manyhands.comm.axis import Axis
+from manyhands.errors import SpecError
+from manyhands.optim.ftrl import FTRL
+from manyhands.parallel.gradients.gradient_norm import blocks_of, squares_of
+from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
+from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
+from manyhands.parallel.model.step_buffers import MAX_SHADOW_NUMEL
+from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.weights.fused_update import has_fused
+from manyhands.parallel.weights.local_update import LocalUpdate
+
+__all__ = ["ShardedUpdate", "check_dividable", "cut_states_", "stays_whole"]
+
+_ELEMENTWISE = {Adadelta, Adamax, ASGD, FTRL, NAdam, RAdam, Rprop}
+
+
+def elementwise(optimizer: Optimizer) -> bool:
+    """Whether an element's new value is known to depend on that element alone, so that parts of tensors will do.
+
+    As with tensors and their owners, it cannot be told from outside. Adafactor, Muon and LBFGS look at more.
+    """
+    if isinstance(optimizer, SeveralOptimizers):
+        return all(elementwise(one) for one in optimizer.optimizers.values())
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return (has_fused(optimizer) or type(optimizer) in _ELEMENTWISE) and not hooks
+
+
+def check_dividable(model: nn.Module, optimizer: Optimizer) -> None:
+    if not elementwise(optimizer):
+        raise SpecError(
+            f"{type(optimizer).__name__} is not known to treat every element by itself, and no worker has all of a "
+            "parameter.",
+            fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"; of a mesh, sharded=False'],
+        )
+    for name, param in model.named_parameters():
+        if param.ndim == 0 and param.requires_grad:
+            raise SpecError(
+                f"{name} is a single number, which cannot be divided.",
+                fix=["torch.nn.Parameter(torch.ones(1)), of one dim"],
+            )
+
+
+def stays_whole(param: nn.Parameter) -> bool:
+    """A frozen one that a forward pass may change, as `StepBuffers` sees it, or that has no dim to divide."""
+    return not param.requires_grad and (param.numel() <= MAX_SHADOW_NUMEL or param.ndim == 0)
+
+
+def cut_states_(optimizer: Optimizer, shares: Mapping[int, Share]) -> None:
+    """Some optimizers have states before their first step; `shares` are by the parameter's id."""
+    for param, values in optimizer.state.items():
+        share = shares.get(id(param))
+        if share is not None:
+            cut = [key for key, value in values.items() if isinstance(value, Tensor) and share.fits(value)]
+            values |= {key: share.cut(values[key]) for key in cut}
+
+
+class ShardedUpdate(LocalUpdate):
+    """Every rank updates its own part, with the optimizer that knows nothing of the others'."""
+
+    def __init__(self, gradients: ShardedSum, optimizer: Optimizer, axis: Axis) -> None:
+        super().__init__(gradients, optimizer)
+        self._axis = axis
+
+    def norm(self) -> float:
+        """Over all ranks, the same on each."""
+        mine = squares_of(list(blocks_of(self._grads()))).sum().reshape(1).cpu()
+        everyone = torch.empty(self._axis.size, dtype=torch.float64)
+        self._axis.all_gather_start(everyone, mine, "norm of gradients").wait()
+        return float(everyone.cumsum(0)[-1].sqrt())

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers that are sharded over ranks."""

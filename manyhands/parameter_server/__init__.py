@@ -1,0 +1,4 @@
+"""Parameter servers: protocol, memory, log, server, worker and the loop, one folder each; this folder has no module.
+The folders are on different floors of the order of imports: `engine` is above `strategies`, `loop` above
+`training.loop`, the others below `strategies`.
+"""

@@ -1,0 +1,1 @@
+"""`fit`, a user loop and the server's process, where weights are on servers."""

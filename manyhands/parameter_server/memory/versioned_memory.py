@@ -1,0 +1,295 @@
+"""What workers and parameter servers of one host have in common: weights, states, gradients, and what was applied.
+
+All of it is memory that the host's agent holds: it outlives whoever dies. Version n of the weights, which n updates
+have made, lies in copy n of a ring; an update reads one version and writes the next, so whoever is killed in it
+leaves the version before whole. What counts is the server's `Register`, written last. Gradients lie in rows, each with
+the number of its filling. Start reading at `ServedMemory`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.comm.host_memory import Segment
+from manyhands.parallel.model.flat_layout import Flat, lay_out
+from manyhands.parallel.weights.shared_memory_weights import Kept
+
+__all__ = [
+    "JOURNAL_LENGTH",
+    "Attendance",
+    "Journal",
+    "Memory",
+    "Register",
+    "ServedMemory",
+    "StateTorn",
+    "course_register",
+    "layout_name",
+]
+
+Memory = Callable[[str, int], Segment]
+"""A region by name, the same for everybody who asks; `EnvironmentProblem` where there is no room."""
+
+REGISTER_BYTES = 2**21
+JOURNAL_LENGTH = 4096
+_ENTRY_BYTES = 256
+_PAGE = 4096
+_HEADER = struct.Struct("<QII")
+
+
+class StateTorn(Exception):
+    """A server was in the middle of an update that it made in place: its states are those of no version."""
+
+    def __init__(self, server: int, version: int) -> None:
+        super().__init__(f"server {server} had made {version} updates")
+        self.server, self.version = server, version
+
+
+def layout_name(names: Sequence[str], params: Sequence[Tensor]) -> str:
+    """What the memory of these trained parameters is called: another name when others are trained."""
+    told = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in zip(names, params, strict=True)]
+    return "served " + hashlib.blake2s("\n".join(told).encode(), digest_size=8).hexdigest()
+
+
+class Register:
+    """A value that is the old or the new one, whenever its writer is killed; empty at first. One writer at a time."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment, self._room = segment, segment.num_bytes // 2
+        self._number, self.value = self._newest()
+
+    @property
+    def most_bytes(self) -> int:
+        return self._room - _HEADER.size
+
+    def read(self) -> bytes:
+        """What is there now, whoever wrote it."""
+        self._number, self.value = self._newest()
+        return self.value
+
+    def write(self, value: bytes) -> None:
+        number = self._number + 1
+        _write(self.segment, number % 2 * self._room, self._room, number, value)
+        self._number, self.value = number, value
+
+    def _newest(self) -> tuple[int, bytes]:
+        found = [_read(self.segment, at, self._room) for at in (0, self._room)]
+        return max((one for one in found if one is not None), default=(0, b""))
+
+
+class Journal:
+    """The last `JOURNAL_LENGTH` of numbered entries, each of at most a few hundred bytes."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def write(self, number: int, value: bytes) -> None:
+        """Before what it tells of is committed: an entry beyond that counts for nothing, and is written again."""
+        _write(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES, number, value)
+
+    def read(self, number: int) -> bytes | None:
+        found = _read(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES)
+        return found[1] if found is not None and found[0] == number else None
+
+
+def _write(segment: Segment, at: int, room: int, number: int, value: bytes) -> None:
+    assert _HEADER.size + len(value) <= room, f"{len(value)} bytes do not fit"
+    start = at + _HEADER.size
+    segment.buffer[start : start + len(value)] = value
+    _HEADER.pack_into(segment.buffer, at, number, len(value), zlib.crc32(value, number & 0xFFFFFFFF))
+
+
+def _read(segment: Segment, at: int, room: int) -> tuple[int, bytes] | None:
+    number, length, crc = _HEADER.unpack_from(segment.buffer, at)
+    if number == 0 or length > room - _HEADER.size:
+        return None
+    value = bytes(segment.buffer[at + _HEADER.size : at + _HEADER.size + length])
+    return (number, value) if zlib.crc32(value, number & 0xFFFFFFFF) == crc else None
+
+
+class Attendance:
+    """Which servers are up, as each says of itself; a dead one still seems to be, and is replaced."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._segment = memory("attendance of servers", _PAGE)
+
+    def mark(self, server: int, *, up: bool) -> None:
+        self._segment.buffer[server] = up
+
+    def has_all(self, servers: int) -> bool:
+        return self._segment.buffer[:servers] == b"\1" * servers
+
+
+def course_register(memory: Memory, server: int) -> Register:
+    """What a server was last told to do; its place does not depend on any layout."""
+    return Register(memory(f"course of server {server}", REGISTER_BYTES))
+
+
+class ServedMemory:
+    """The memory of one layout of trained parameters, and of the model's buffers.
+
+    Regions are allotted when they are first looked at.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        memory: Memory,
+        layout: str,
+        *,
+        copies: int,
+        num_rows: int,
+        statistics_numel: int = 0,
+        slices_per_row: int = 1,
+        state_copies: int = 2,
+    ) -> None:
+        """Beside each row there is room for the batch statistics of so many slices.
+
+        With one copy of the states, an update that was begun and not committed has left none that count.
+        """
+        self.state_copies = state_copies
+        self._statistics_numel, self._slices_per_row = statistics_numel, slices_per_row
+        self.flat: Flat = lay_out(params)
+        self.params, self.layout, self.copies, self.num_rows = list(params), layout, copies, num_rows
+        self._buffers, self._flat_buffers = list(buffers), lay_out(buffers)
+        self._memory = memory
+        self._regions: dict[str, Kept] = {}
+        self._segments: dict[str, Segment] = {}
+
+    def weights(self, version: int) -> Kept:
+        return self._keep(f"weights {version % self.copies} of {self.copies}")
+
+    def states(self, name: str, version: int) -> Kept:
+        """Two copies do: nobody but servers looks at them while there are updates."""
+        return self._keep(f"state {name} {version % self.state_copies}")
+
+    def row(self, number: int) -> Kept:
+        return self._keep(f"row {number}")
+
+    def buffers(self, version: int) -> list[Tensor]:
+        """What version n of the weights has for buffers."""
+        name, segment = self._buffers_name(version), self.buffers_segment(version)
+        if name not in self._regions:
+            self._regions[name] = Kept(segment, self._flat_buffers.views(self._buffers, segment))
+        return self._regions[name].views
+
+    def buffers_segment(self, version: int) -> Segment:
+        return self.segment(self._buffers_name(version), _pages(self._flat_buffers.num_bytes))
+
+    def _buffers_name(self, version: int) -> str:
+        return f"buffers {version % self.copies} of {self.copies}"
+
+    def write_statistics(self, row: int, slices: Sequence[Tensor]) -> None:
+        """What each slice of this row's gradient made of the batch statistics, in order."""
+        if self._statistics_numel:
+            region = self._statistics(row)
+            region[0, 0] = len(slices)
+            region[1 : 1 + len(slices)] = torch.stack(list(slices))
+
+    def read_statistics(self, row: int) -> list[Tensor]:
+        if not self._statistics_numel:
+            return []
+        region = self._statistics(row)
+        return list(region[1 : 1 + int(region[0, 0])].clone())
+
+    def statistics(self, row: int) -> Segment | None:
+        """Where they lie; None where the model keeps none."""
+        numel = (1 + self._slices_per_row) * self._statistics_numel
+        return self.segment(f"statistics {row}", _pages(8 * numel)) if numel else None
+
+    def _statistics(self, row: int) -> Tensor:
+        shape, segment = (1 + self._slices_per_row, self._statistics_numel), self.statistics(row)
+        assert segment is not None
+        return torch.frombuffer(segment.buffer, dtype=torch.float64, count=shape[0] * shape[1]).view(shape)
+
+    def segment(self, name: str, num_bytes: int) -> Segment:
+        if name not in self._segments:
+            self._segments[name] = self._memory(f"{self.layout}/{name}", num_bytes)
+        return self._segments[name]
+
+    def num_bytes(self, states: Sequence[str], more_rows: int = 0) -> int:
+        """How long all regions of weights, buffers, states and gradients are together."""
+        whole, buffers = _pages(self.flat.num_bytes), _pages(self._flat_buffers.num_bytes)
+        regions = self.copies + len(states) * self.state_copies + self.num_rows + more_rows
+        return regions * whole + self.copies * buffers
+
+    def allot_all(self, states: Sequence[str]) -> None:
+        """Have it all now: where there is no room, nothing has begun yet."""
+        for version in range(self.copies):
+            self.weights(version)
+            self.buffers(version)
+        for name in states:
+            for version in range(self.state_copies):
+                self.states(name, version)
+        for number in range(self.num_rows):
+            self.row(number)
+
+    # ---- who stands where ----
+
+    def standing(self, server: int) -> Register:
+        """What a server has applied, and what else its successor needs; committed with every update."""
+        return Register(self.segment(f"standing of server {server}", REGISTER_BYTES))
+
+    def intent(self, server: int) -> Register:
+        """The update of rows that a server has begun."""
+        return Register(self.segment(f"intent of server {server}", _PAGE))
+
+    def minutes(self) -> Register:
+        """What the next book of leases must know."""
+        return Register(self.segment("minutes", _PAGE))
+
+    def journal(self) -> Journal:
+        """What each update was, as watchers see it."""
+        return Journal(self.segment("journal", JOURNAL_LENGTH * _ENTRY_BYTES))
+
+    def set_version(self, server: int, version: int) -> None:
+        self._clock.words()[server] = version
+
+    def version(self, server: int) -> int:
+        """The newest version of a server's part, once it was committed."""
+        number: int = self._clock.words()[server]
+        return number
+
+    def begin_update(self, server: int, number: int) -> None:
+        """Whoever finds that it is not committed knows that it may have been begun."""
+        self._begun.words()[server] = number
+
+    def update_begun(self, server: int) -> int:
+        number: int = self._begun.words()[server]
+        return number
+
+    @property
+    def _begun(self) -> Segment:
+        return self.segment("begun", _PAGE)
+
+    @property
+    def _clock(self) -> Segment:
+        return self.segment("clock", _PAGE)
+
+    def begin_filling(self, row: int, filling: int) -> None:
+        """Whoever had found another filling there knows now that it is gone."""
+        self._fillings.words()[row] = filling
+
+    def filling(self, row: int) -> int:
+        number: int = self._fillings.words()[row]
+        return number
+
+    @property
+    def _fillings(self) -> Segment:
+        return self.segment("fillings", _pages(8 * self.num_rows))
+
+    def _keep(self, name: str) -> Kept:
+        if name not in self._regions:
+            segment = self.segment(name, _pages(self.flat.num_bytes))
+            self._regions[name] = Kept(segment, self.flat.views(self.params, segment))
+        return self._regions[name]
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE

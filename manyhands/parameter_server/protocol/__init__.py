@@ -1,0 +1,1 @@
+"""The protocol between workers and parameter servers: messages, leases, shards. Pure."""

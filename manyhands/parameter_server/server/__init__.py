@@ -1,0 +1,1 @@
+"""One parameter server, without its sockets: messages in, messages out, and updates in between."""

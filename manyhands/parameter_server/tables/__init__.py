@@ -1,0 +1,1 @@
+"""Embedding tables on servers, in memory that outlives a server."""

@@ -1,0 +1,1 @@
+"""The worker's side: how it reaches servers, weights and embedding rows."""

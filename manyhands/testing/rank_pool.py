@@ -1,0 +1,130 @@
+"""Warm worker processes that run a function as ranks 0 to n - 1, with real collectives between them.
+
+Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the
+function `mh.Trainer` and `mh.join` find themselves in a run of n workers, without an agent. Functions must be
+importable, arguments and results picklable by multiprocessing. Start reading at `RankPool.__call__`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailed", "RankPool"]
+
+
+class RankFailed(AssertionError):
+    """Each failed rank's traceback."""
+
+
+class RankPool:
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def __call__(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        run_dir: Path | None = None,
+        flags: dict[str, Any] | None = None,
+        hosts: int = 1,
+        deadline_s: float = 240.0,
+    ) -> list[Any]:
+        """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
+
+        `flags` are settings by dotted key, as if given on the command line. With `hosts`, ranks believe to be on so
+        many, and share memory with those of their own only.
+        """
+        self.start(world_size)
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            home = run_dir or Path(folder) / "run"
+            for rank in range(world_size):
+                self._workers[rank][1].send((fn, args, rank, world_size, folder, str(home), flags or {}, hosts))
+            try:
+                return self._collect(world_size, time.monotonic() + deadline_s)
+            except BaseException:
+                self.close()  # whatever state they are in, the next call starts with fresh processes
+                raise
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        results, failures = [], []
+        for rank in range(world_size):
+            process, pipe = self._workers[rank]
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} (pid {process.pid}) did not answer in time")
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, f"ended with exit code {process.exitcode}"
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def start(self, world_size: int) -> None:
+        """Have that many processes, without waiting for them. A call starts those that it needs."""
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world_size:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, self._threads), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def pids(self) -> set[int | None]:
+        return {process.pid for process, _ in self._workers}
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(pipe: Connection, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            fn, args, *place = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, _run(fn, args, *place)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        torch.set_deterministic_debug_mode("default")
+        torch.set_num_threads(threads)
+
+
+def _run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str,
+    run_dir: str,
+    flags: dict[str, Any],
+    hosts: int,
+) -> Any:
+    from manyhands.testing.pool_session import PoolSession
+    from manyhands.training.worker.worker import seated
+
+    session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir), flags, hosts)
+    with seated(session):
+        return fn(*args)

@@ -1,0 +1,1 @@
+"""The training loop, for the trainer and for a user loop."""

@@ -1,0 +1,230 @@
+"""Keras 3 models on the torch backend: how to recognise, load and save them, and the state they keep.
+
+A Keras model is an `nn.Module`, but ignores `train()` and keeps moving averages and random seeds as parameters without
+gradient: `foreign_state` says so to the step. What it compiled is `keras_compiled`'s business. Keras is never imported
+here unless a file of its own is to be read: whoever has a Keras model has imported it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import CheckpointMismatch, EnvironmentProblem, SpecError
+from manyhands.parallel.model.step_buffers import ForeignState, NormLayer
+
+__all__ = [
+    "SUFFIXES",
+    "call",
+    "check_usable",
+    "foreign_state",
+    "has_layers",
+    "is_keras",
+    "load",
+    "load_weights",
+    "randomness_in",
+    "save",
+]
+
+SUFFIXES = (".keras", ".h5")
+MAX_SEED = 2**31 - 1
+
+_in_slice: ContextVar[bool] = ContextVar("manyhands_keras_in_slice", default=False)
+
+
+def _keras() -> Any:
+    """Keras, if somebody has imported it."""
+    module = sys.modules.get("keras")
+    return module if hasattr(module, "Model") else None
+
+
+def is_keras(model: Any) -> bool:
+    keras = _keras()
+    return keras is not None and isinstance(model, keras.Model)
+
+
+def check_usable(model: Any) -> None:
+    backend = _keras().config.backend()
+    if backend != "torch":
+        raise SpecError(
+            f"The model is a Keras model on the {backend} backend; only torch can train it here.",
+            fix=["KERAS_BACKEND=torch mh run train.py: Keras reads it when it is imported"],
+        )
+    # A subclassed model calls itself built after build((None, ...)), whatever became of the layers inside.
+    plain = _keras().Layer.build
+    unbuilt = [x.name for x in model._flatten_layers() if not x.built and type(x).build is not plain]
+    if unbuilt or not model.built:
+        raise SpecError(
+            f"The Keras model {model.name!r} is not built, so its weights do not exist yet: {unbuilt or model.name}.",
+            fix=["call the model once on a batch, or give it keras.Input(shape=(...,)) as its first layer"],
+        )
+    known = {id(param) for param in model.parameters()}
+    if any(id(variable.value) not in known for variable in model.variables):
+        model._track_variables()  # Keras lists a model's parameters for torch once, which may have been too early
+
+
+def load(path: Path) -> Any:
+    """The whole model of a `.keras` or `.h5` file. Code in the file (lambdas) is refused by Keras, not run."""
+    if not path.is_file():
+        raise SpecError(f"There is no model file {path}.", where="model=")
+    try:
+        keras = importlib.import_module("keras")
+        model = keras.models.load_model(path)
+    except ImportError as error:  # also when Keras was left to its default, TensorFlow
+        raise EnvironmentProblem(
+            f"{path} needs Keras on the torch backend: {error}.",
+            fix=["KERAS_BACKEND=torch mh run train.py", "pip install 'manyhands[keras]'"],
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise SpecError(f"Keras cannot load {path}: {error}", where="model=") from error
+    optimizer = getattr(model, "optimizer", None)
+    if path.suffix == ".h5" and optimizer is not None:
+        # Keras 3.15 builds it for the model's own variables, without those of its layers: it could not train any.
+        model.optimizer = optimizer.from_config(optimizer.get_config())
+    return model
+
+
+def save(model: Any, path: Path) -> None:
+    """Architecture, weights and what was compiled, as Keras saves it; whole or not at all."""
+    if not is_keras(model):
+        raise SpecError(
+            f"{path.suffix} files hold Keras models, and this is a {type(model).__name__}.", fix=['"model.safetensors"']
+        )
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        model.save(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(model: Any, path: Path) -> None:
+    if not is_keras(model):
+        raise SpecError(f"{path.suffix} files hold Keras models, and this is a {type(model).__name__}.")
+    try:
+        model.load_weights(path)
+    except ValueError as error:
+        raise CheckpointMismatch(f"{path} does not fit the model: {error}") from error
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """A batch that is a pair or longer is (input, target, ...); a dict is one input with named parts."""
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+# State: training mode, moving averages, seeds.
+
+
+def foreign_state(model: nn.Module) -> ForeignState:
+    """What Keras keeps in `model`, which is a Keras model or has Keras layers; also makes those obey the mode."""
+    layers = _layers(model)
+    if not layers:
+        return ForeignState()
+    for layer in layers:
+        _obey_mode(layer)
+    seeds = _seeds(layers)
+    return ForeignState(
+        norms=tuple(_norms(layers)),
+        seeds=seeds,
+        in_slice=lambda: _slice_of(seeds),
+        out_of_slice=lambda: _outside(seeds),
+    )
+
+
+def randomness_in(model: nn.Module) -> list[str]:
+    layers = _layers(model)
+    found = ["dropout"] if any(_own_seeds(layer) for layer in layers) else []
+    return [*found, "BatchNorm"] if _norms(layers) else found
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether it is, or has in it, something of Keras's."""
+    return bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    keras = _keras()
+    if keras is None:
+        return []
+    # A Keras model's layers are not torch submodules of it, so each has to be asked for its own.
+    found = [layer for top in model.modules() if isinstance(top, keras.Layer) for layer in top._flatten_layers()]
+    return list({id(layer): layer for layer in found}.values())
+
+
+def _obey_mode(layer: Any) -> None:
+    """Have a call without `training=` train inside a slice, and infer where the module is in evaluation mode.
+
+    Elsewhere Keras's own rule holds. The call context is where Keras looks first, before defaults in a signature, and
+    what hands the mode on to layers inside; a torch hook would run after both.
+    """
+    inherited: Callable[[], Any] = layer._get_call_context
+    if "_get_call_context" in vars(layer):
+        return
+
+    def context() -> Any:
+        found = inherited()
+        if found.entry_layer is layer and getattr(found, "training", None) is None:
+            found.training = layer.training and (True if _in_slice.get() else None)
+        return found
+
+    vars(layer)["_get_call_context"] = context
+
+
+def _norms(layers: list[Any]) -> list[NormLayer]:
+    kind = _keras().layers.BatchNormalization if layers else ()
+    return [
+        NormLayer((layer.moving_mean.value, layer.moving_variance.value), layer.momentum, None)
+        for layer in layers
+        if isinstance(layer, kind) and layer.built and not getattr(layer, "renorm", False)
+    ]
+
+
+def _own_seeds(layer: Any) -> list[Tensor]:
+    return [v.value for v in layer.variables if v.name == "seed_generator_state"]
+
+
+def _seeds(layers: list[Any]) -> tuple[Tensor, ...]:
+    # What is drawn with no seed at all comes from a generator that belongs to no layer.
+    unowned = importlib.import_module("keras.src.random.seed_generator").global_seed_generator().state.value
+    found = [seed for layer in layers for seed in _own_seeds(layer)]
+    return tuple({id(seed): seed for seed in [*found, unowned]}.values())
+
+
+@contextmanager
+def _slice_of(seeds: tuple[Tensor, ...]) -> Iterator[None]:
+    """Training mode, with every generator set from the slice's randomness and put back afterwards."""
+    drawn = torch.randint(MAX_SEED, (len(seeds),)).tolist()
+    with _keeping(seeds, in_slice=True):
+        with torch.no_grad():
+            for seed, number in zip(seeds, drawn, strict=True):
+                seed.copy_(torch.tensor([number, 0]))
+        yield
+
+
+@contextmanager
+def _outside(seeds: tuple[Tensor, ...]) -> Iterator[None]:
+    """The mode that layers are in, whatever slice is under way; what is drawn is drawn again afterwards."""
+    with _keeping(seeds, in_slice=False):
+        yield
+
+
+@contextmanager
+def _keeping(seeds: tuple[Tensor, ...], *, in_slice: bool) -> Iterator[None]:
+    before = [seed.detach().clone() for seed in seeds]
+    token = _in_slice.set(in_slice)
+    try:
+        yield
+    finally:
+        _in_slice.reset(token)
+        with torch.no_grad():
+            for seed, value in zip(seeds, before, strict=True):
+                seed.copy_(value)

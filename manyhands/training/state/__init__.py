@@ -1,0 +1,1 @@
+"""What a checkpoint holds, and when it is taken."""

@@ -1,0 +1,1 @@
+"""What happens around a step: hooks, evaluation, stragglers, garbage collection, reports."""

@@ -1,0 +1,1 @@
+"""A worker process in its run: rank, device, mesh, connections, trainings of the script."""

@@ -1,0 +1,345 @@
+"""Tuning by measurement: runs the script for a few seconds with each setting, and tells which was fastest.
+
+A trial is a real run in a directory that is thrown away. It is killed in the middle of its training, so nothing that
+the script does afterwards happens; it writes no checkpoint, and `save` does nothing in it. What to try and what to
+choose is decided in `tuning`. Start reading at `tune`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+
+from manyhands import errors
+from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.errors import ManyhandsError, TrainingFailed, UsageError
+from manyhands.events import RunEnded, RunStarted, StepDone
+from manyhands.launcher.launch import own_command, place
+from manyhands.launcher.machine import this_machine
+from manyhands.observe.event_text import clean, count, duration
+from manyhands.observe.recorder import parse_line
+from manyhands.spec.load import KEYS, TRIAL_VARIABLE, Resolved, environment, resolve
+from manyhands.spec.run import AVERAGING
+from manyhands.trials import tuning_search
+from manyhands.trials.trial_process import Failed, Order, Wrote
+from manyhands.trials.tuning_search import Choice, Gauge, Ground, Measured, Result, Trial
+
+__all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "ended_by_signals", "tune", "tune_this_script"]
+
+SECONDS = 3.0
+WAIT_S = 120.0
+# What a trial's processes get to be gone after a kill, before the kill is repeated for its launcher.
+GONE_AFTER_S = 15.0
+AGAIN_AFTER_S = 0.1
+IN_A_TRIAL = {"run.max_restarts": 0, "launch.ui": "none"}
+LINES_KEPT = 12
+WORDS_KEPT = 100
+
+_told: msgspec.json.Decoder[Failed | Wrote] = msgspec.json.Decoder(Failed | Wrote)
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    command: WorkerCommand
+    flags: dict[str, Any] = {}
+    """Settings that are to stay as given, by name."""
+    arguments: dict[str, Any] = {}
+    """What the script's constructor said, where it is known; a trial may override it."""
+    config_file: str | None = None
+    most_workers: int | None = None
+    """Default: the cores; with accelerators, their number."""
+    seconds: float = SECONDS
+    """How long each trial is measured, after its first steps."""
+    wait_s: float = WAIT_S
+    """How long a trial may take to its first step, and from there to its end beyond `seconds`."""
+    allow_maths: bool = False
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    ground: Ground
+    results: list[Result]
+    choice: Choice
+    notes: list[str]
+    flags: dict[str, Any]
+    """Of the choice, by dotted key; empty where the plain run is best."""
+    settings: dict[str, dict[str, Any]]
+    """Of the choice, as sections of a config file."""
+    seconds: float
+
+    def text(self) -> str:
+        lines = [tuning_search.table(self.ground, self.results, self.choice), self._outcome(), *self.notes]
+        return "\n".join(lines)
+
+    def _outcome(self) -> str:
+        choice, worth = self.choice, "the default, which nothing beat"
+        if self.flags:
+            apart = f"two runs of which were {100 * choice.noise:.0f}% apart"
+            worth = f"{choice.ratio:.2f} times the rows per second of the default, {apart}"
+        if choice.too_noisy:
+            return (
+                f"too noisy, try again: the same setting measured twice here differs by {100 * choice.noise:.0f}%, so "
+                "nothing is chosen. End what else runs on this machine, or measure longer: --seconds 30"
+            )
+        return f"chosen: {_worded(choice.trial)}: {worth}"
+
+
+def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:
+    """Try, measure and choose; `say` gets a line for each trial. Takes some seconds for each, and always ends.
+
+    Raises what the script itself fails with when it is run plainly; another setting that fails is just not chosen.
+    """
+    environ, started_at = environment(), time.monotonic()
+    resolved = resolve(flags=asked.flags, arguments=asked.arguments, environ=environ, config_file=asked.config_file)
+    if place(resolved, environ).num_hosts > 1:
+        raise UsageError("Tuning measures one host, and this run has several.", fix=["mh tune on one of them"])
+    with ended_by_signals():
+        first = _Trial(asked, {}, environ).run()
+        if first.started is None or first.measured is None:
+            raise first.error()
+        ground = _ground(asked, resolved, first.started, environ)
+        results: list[Result] = []
+        trial: Trial | None = ground.default
+        while trial is not None:
+            outcome = (
+                first if not results else _Trial(asked, tuning_search.flags_of(trial, ground.default), environ).run()
+            )
+            results.append(Result(trial=trial, measured=outcome.measured, failed=outcome.reason))
+            say(f"{len(results)}. {_worded(trial)}: {_speed(results[-1])}")
+            trial = tuning_search.next_trial(ground, results)
+    choice = tuning_search.choose(ground, results)
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in tuning_search.settings_of(choice.trial, ground.default).items():
+        settings.setdefault(KEYS[name].section, {})[name] = value
+    return Tuned(
+        ground=ground,
+        results=results,
+        choice=choice,
+        notes=[*tuning_search.notes(ground, results, choice), *_overruled(first.started, settings)],
+        flags=tuning_search.flags_of(choice.trial, ground.default),
+        settings=settings,
+        seconds=time.monotonic() - started_at,
+    )
+
+
+def _ground(asked: Tuning, resolved: Resolved, started: RunStarted, environ: Mapping[str, str]) -> Ground:
+    machine, launch = this_machine(environ), resolved.spec.launch
+    default = Trial(
+        workers=started.workers,
+        threads=started.threads,
+        memory_format=launch.memory_format,
+        allocator=launch.allocator,
+        precision=started.precision,
+    )
+    most = 1 if started.strategy == "single" else asked.most_workers or machine.accelerators or machine.cores
+    return Ground(
+        default=default,
+        slices=started.slices,
+        cores=machine.cores,
+        most_workers=most,
+        allow_maths=asked.allow_maths,
+        exact=started.exact,
+        averages=started.strategy in AVERAGING,
+        slices_given="train.slices" in started.origins,
+        depends_on_slices=started.depends_on_slices,
+        pinned=frozenset(asked.flags),
+    )
+
+
+def _overruled(started: RunStarted, settings: dict[str, dict[str, Any]]) -> list[str]:
+    """A script's own arguments win over a config file, so a choice written there would be in vain."""
+    names = [name for section in settings for name in settings[section]]
+    own = [name for name in names if started.origins.get(KEYS[name].dotted) == "constructor"]
+    return [f"The script itself gives {', '.join(own)}: flags win over that, a config file does not."] if own else []
+
+
+def _worded(trial: Trial) -> str:
+    split = f"{trial.workers} worker{'s' * (trial.workers > 1)} x {trial.threads} thread{'s' * (trial.threads > 1)}"
+    slices = [f"V={trial.slices}"] if trial.slices is not None else []
+    return ", ".join([split, *slices, trial.memory_format, trial.allocator, trial.precision])
+
+
+def _speed(result: Result) -> str:
+    return f"{count(result.measured.rows_per_s)} rows/s" if result.measured else f"failed: {result.failed}"
+
+
+class _Trial:
+    """One run of the script with these flags, from its start to the last of its processes."""
+
+    def __init__(self, asked: Tuning, flags: dict[str, Any], environ: Mapping[str, str]) -> None:
+        self.started: RunStarted | None = None
+        self._asked, self._flags = asked, flags
+        self._environ = {**environ, TRIAL_VARIABLE: "1"}
+        self._gauge = Gauge(asked.seconds)
+        self._failed: Failed | None = None
+        self._ended = False
+        self._stderr: deque[str] = deque(maxlen=LINES_KEPT)
+        self._first_step_at: float | None = None
+
+    def run(self) -> _Trial:
+        with tempfile.TemporaryDirectory(prefix="manyhands-tune-", ignore_cleanup_errors=True) as folder:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.trials.trial_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=self._environ,
+                start_new_session=True,  # Ctrl-C is for us; we end the trial
+            )
+            try:
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                    stdin.write(msgspec.json.encode(self._order(folder)))
+                self._watch(process, time.monotonic())
+            finally:
+                _end(process)
+        return self
+
+    def _order(self, folder: str) -> Order:
+        # The flags of the launch, then what the trial changes, then what makes it a trial: the last one wins.
+        given = {KEYS[name].dotted: value for name, value in self._asked.flags.items()}
+        return Order(
+            command=self._asked.command,
+            run_dir=os.path.join(folder, "run"),
+            parent=os.getpid(),
+            flags={**given, **self._flags, **IN_A_TRIAL, "run.run_dir": os.path.join(folder, "run")},
+            arguments=dict(self._asked.arguments),
+            config_file=self._asked.config_file,
+        )
+
+    def _watch(self, process: subprocess.Popen[bytes], started_at: float) -> None:
+        """Read what the trial tells until it was measured, is over, or has taken too long."""
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not self._gauge.enough and (left_s := self._deadline(started_at) - time.monotonic()) > 0:
+                if not selector.select(left_s):
+                    continue
+                data = os.read(process.stdout.fileno(), 2**16)
+                if not data:
+                    self._ended = True
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take(line)
+
+    def _deadline(self, started_at: float) -> float:
+        if self._first_step_at is None:
+            return started_at + self._asked.wait_s
+        return self._first_step_at + self._asked.seconds + self._asked.wait_s
+
+    def _take(self, line: bytes) -> None:
+        match parse_line(line) or _parse(line):
+            case StepDone() as step:
+                self._first_step_at = self._first_step_at or time.monotonic()
+                self._gauge.add(step.rows, step.took_s)
+            case RunStarted() as started:
+                self.started = self.started or started
+            case Failed() as failed:
+                self._failed = failed
+            case Wrote(text=text):
+                self._stderr.extend(text.splitlines())
+            case RunEnded():
+                self._ended = True
+
+    @property
+    def measured(self) -> Measured | None:
+        return self._gauge.measured(self.started.slices if self.started else 0)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no measurement, in a few words; empty where there is one."""
+        if self.measured is not None:
+            return ""
+        if self._failed is not None:
+            return clean(self._failed.reason)[:WORDS_KEPT]
+        steps = f"after {self._gauge.steps} steps" if self._gauge.steps else "without a step of mh.Trainer or mh.join"
+        if self._ended:
+            return f"the training ended {steps}"
+        return f"no step within {self._asked.wait_s:g} s" if not self._gauge.steps else "its steps take too long"
+
+    def error(self) -> ManyhandsError:
+        """For a script that cannot be measured at all."""
+        if self._failed is not None:
+            kind = getattr(errors, self._failed.error, TrainingFailed)
+            return (
+                kind(self._failed.details)
+                if self._failed.error
+                else TrainingFailed(f"The script fails, so there is nothing to tune.\n{self._failed.details}")
+            )
+        said = "".join(f"\n  {clean(line)}" for line in self._stderr)
+        script = shlex.join([self._asked.command.target, *self._asked.command.args])
+        fix = [f"mh run {script}, to see what it does", f"--wait {2 * self._asked.wait_s:g}"]
+        return TrainingFailed(
+            f"The script cannot be measured: {self.reason}." + (f" Its last words:{said}" if said else ""),
+            fix=fix[:1] if self._ended else fix,
+        )
+
+
+def _parse(line: bytes) -> Failed | Wrote | None:
+    with contextlib.suppress(msgspec.DecodeError):
+        return _told.decode(line)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the trial's workers through its launcher, and wait until all are gone: the next trial needs their cores."""
+    with process:
+        assert process.stdout is not None
+        process.stdout.close()  # or a launcher that has much to tell would wait for us to read it
+        give_up_at = time.monotonic() + GONE_AFTER_S
+        while process.poll() is None and time.monotonic() < give_up_at:
+            # The second Ctrl-C ends a run at once, without a checkpoint; but two in a row may arrive as one.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(AGAIN_AFTER_S)
+        if process.poll() is None:
+            process.kill()  # its guard ends what it leaves
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM unwinds the stack as Ctrl-C does, so that no process or directory of a trial stays."""
+
+    def on_signal(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def tune_this_script(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """For `tune=True` in a script started by hand: print the table to stderr, and return the choice as flags."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    command = own_command(environment(), "tune=True was asked for")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    say("tune=True: trying settings for a few seconds each; `mh tune --write FILE` remembers the choice")
+    tuned = tune(Tuning(command=command, arguments=given), say)
+    say(tuned.text())
+    say(f"tuned in {duration(tuned.seconds)}")
+    return tuned.flags

@@ -1,0 +1,104 @@
+"""When a worker is taken for hung, as a pure rule; and what is read out of its stack."""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+
+import pytest
+
+from manyhands.comm import shared_memory
+from manyhands.control.membership.hang_detection import (
+    Limits,
+    Pulse,
+    judge,
+    main_stack,
+    pace_of,
+    place_in,
+    waits_for_others,
+)
+from manyhands.parameter_server.worker import server_connection
+
+LIMITS = Limits(heartbeat_s=3.0, hang_s=10.0)
+QUICK = (0.1,) * 5
+
+
+def pulse(**known) -> Pulse:
+    usual = {"judged": True, "training": True, "heard_at": 100.0, "moved_at": 100.0, "step_s": QUICK}
+    return Pulse(**{"joined": True, **usual, **known})
+
+
+@pytest.mark.parametrize(("now", "verdict"), [(102.9, "fine"), (103.1, "silent"), (200.0, "silent")])
+def test_a_member_without_a_sign_of_life_is_silent(now, verdict):
+    assert judge(pulse(), LIMITS, now) == verdict
+    assert judge(pulse(training=False, step_s=()), LIMITS, now) == verdict
+
+
+def test_whoever_has_not_reported_a_step_may_take_its_time_unless_it_is_stopped():
+    assert judge(pulse(judged=False), LIMITS, 129.9) == "fine"
+    assert judge(pulse(judged=False), LIMITS, 130.1) == "silent so far", "then somebody looks whether it is stopped"
+    assert judge(pulse(judged=False, joined=False), LIMITS, 1000.0) == "fine"
+    assert judge(pulse(judged=False), Limits(heartbeat_s=60.0), 159.9) == "fine"
+
+
+@pytest.mark.parametrize(("now", "verdict"), [(109.9, "fine"), (110.1, "slow"), (119.9, "slow"), (120.1, "stuck")])
+def test_whoever_lives_but_gets_nowhere_is_slow_and_then_stuck(now, verdict):
+    assert judge(pulse(heard_at=now), LIMITS, now) == verdict
+
+
+def test_ten_of_its_slowest_steps_are_waited_for():
+    slow = pulse(heard_at=180.0, step_s=(8.0,) * 20)
+    assert judge(slow, LIMITS, 179.0) == "fine"
+    assert judge(slow, LIMITS, 181.0) == "slow"
+
+
+def test_progress_is_expected_while_training_and_once_the_pace_is_known():
+    assert judge(pulse(heard_at=500.0, training=False), LIMITS, 500.0) == "fine"
+    assert judge(pulse(heard_at=500.0, step_s=(0.1, 0.1)), LIMITS, 500.0) == "fine"
+
+
+def test_what_was_missed_while_the_agent_itself_stood_still_does_not_count():
+    assert judge(pulse(), LIMITS, 150.0, since=149.0) == "fine"
+    assert judge(pulse(), LIMITS, 152.1, since=149.0) == "silent"
+    assert judge(pulse(heard_at=200.0), LIMITS, 158.0, since=149.0) == "fine"
+
+
+def test_one_slow_step_in_a_hundred_does_not_set_the_pace():
+    assert pace_of((0.1,) * 99 + (50.0,)) == 0.1
+    assert pace_of((0.1, 0.1)) is None
+
+
+def _stuck_in_user_code(ready: threading.Event, end: threading.Event) -> None:
+    ready.set()
+    end.wait(60)
+
+
+def test_the_stack_that_python_writes_is_understood(tmp_path):
+    """The oracle is faulthandler itself, with another thread in it that must not be taken for the main one."""
+    ready, end = threading.Event(), threading.Event()
+    other = threading.Thread(target=_stuck_in_user_code, args=(ready, end))
+    other.start()
+    assert ready.wait(60)
+    with (tmp_path / "dump").open("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    end.set()
+    other.join()
+    frames = main_stack(text)
+    assert "_stuck_in_user_code" in text
+    assert not any("_stuck_in_user_code" in frame for frame in frames)
+    assert place_in(frames).startswith("test_hang.py line ")
+    assert place_in(frames).endswith("in test_the_stack_that_python_writes_is_understood")
+    assert not waits_for_others(frames)
+
+
+@pytest.mark.parametrize("module", [shared_memory, server_connection])
+def test_a_thread_inside_a_collective_or_a_question_to_a_server_waits_for_others(module):
+    frames = [
+        f'  File "{module.__file__}", line 110 in meet',
+        '  File "/x/train.py", line 9 in main',
+    ]
+    assert waits_for_others(frames)
+    assert not waits_for_others(frames[1:])
+    assert place_in([]) == ""

@@ -1,0 +1,84 @@
+"""Slices that are fetched ahead in any order: each is given once, and no others are kept than those that are wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.data.batches import Batches
+from manyhands.data.fetchers import Job
+from manyhands.data.lease_prefetch import Ahead, how_far
+from manyhands.data.sample_order import Position
+from manyhands.data.sources.as_source import as_source
+from manyhands.errors import DataFetchFailed
+
+
+def job(step: int, *rows: int) -> Job:
+    return Job(step, 0, np.array(rows), 0)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> tuple[int, float, int]:
+        if row == 11:
+            raise ValueError("row 11 is spoiled")
+        return row, float(torch.rand(1)), os.getpid()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    np.save(tmp_path / "rows.npy", np.arange(20))
+    return str(tmp_path / "*.npy")
+
+
+@pytest.fixture
+def ahead(files: str) -> Iterator[Ahead]:
+    one = Ahead(as_source(files))
+    yield one
+    one.close()
+
+
+def test_what_is_wanted_is_given_in_any_order_and_once(ahead: Ahead) -> None:
+    ahead.want([job(1, 4, 5), job(2, 7), job(3, 0)])
+    assert ahead.take(3, 0).tolist() == [0]
+    assert ahead.take(1, 0).tolist() == [4, 5]
+    assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, False]
+
+
+def test_what_goes_to_somebody_else_is_dropped(ahead: Ahead) -> None:
+    ahead.want([job(1, 4), job(2, 7)])
+    ahead.want([job(2, 7), job(3, 0)])
+    assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, True]
+    ahead.want([job(1, 4)])
+    assert ahead.take(1, 0).tolist() == [4], "it came back, and is fetched again"
+
+
+def test_only_sources_that_somebody_can_read_ahead_ask_for_leases_ahead(files: str) -> None:
+    assert how_far(as_source(torch.arange(9))) == 0, "rows in memory are copied by the step"
+    assert how_far(as_source(Rows())) == 0, "user code runs where it may draw"
+    assert how_far(as_source(files)) == 2
+    assert [how_far(as_source(Rows(), num_workers=count)) for count in (1, 4)] == [2, 4]
+
+
+@pytest.mark.slow
+def test_loader_processes_give_what_the_caller_would_get() -> None:
+    settings: dict[str, Any] = {"batch_size": 6, "slices": 2, "rank": 0, "world_size": 1, "seed": 3, "shuffle": False}
+    settings |= {"position": Position(3, 0, 0), "epochs": 2}
+    here, away = (Batches(as_source(Rows(), num_workers=count), **settings) for count in (0, 1))
+    away.expect([(1, 0), (2, 0), (3, 0)], whole=True)
+    for step, v in ((3, 1), (1, 0), (2, 0)):
+        (rows, noise, by), (same_rows, same_noise, by_me) = (one.at(step).slice(v).batch for one in (away, here))
+        assert (rows.tolist(), noise.tolist()) == (same_rows.tolist(), same_noise.tolist())
+        assert os.getpid() in by_me and os.getpid() not in by
+    assert os.getpid() in away.at(1).slice(0).batch[2], "it was given before, and nobody expects it"
+    with pytest.raises(DataFetchFailed, match="row 11 is spoiled"):
+        away.at(2).slice(1)
+    away.close()

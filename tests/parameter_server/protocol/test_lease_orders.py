@@ -1,0 +1,130 @@
+"""Leases in any order of events: no row has two writers, and left alone everybody ends with the course."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lease_talks import course
+
+from manyhands.parameter_server.protocol.leases import Book, Grant, Held, Item, Meet, Minutes, Rule, Standing
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Workers that ask, fill, hold and die; one server that applies what is there, in order."""
+
+    @initialize(
+        ahead=st.sampled_from([0, 1, 2]),
+        backups=st.integers(0, 2),
+        slices=st.integers(1, 3),
+        soon=st.sampled_from([0, 1, 3]),
+    )
+    def begin(self, ahead: int, backups: int, slices: int, soon: int) -> None:
+        self.soon = soon
+        self.rule = Rule(ahead=ahead, backups=backups)
+        self.course = course(last=9, slices=slices, batch_size=2 * slices, num_rows=7 * slices)
+        self.low, self.number = 0, 1
+        self.book = self._new_book(Minutes.before(1))
+        self.holding: dict[int, list[Held]] = {worker: [] for worker in range(3)}
+        self.writing: dict[int, Held] = {}
+        self.met = dict.fromkeys(range(3), 0)
+        self.filled: set[Item] = set()
+        self.tickets = 0
+
+    def _new_book(self, minutes: Minutes) -> Book:
+        standings = [Standing(self.low)]
+        return Book(self.course, self.rule, standings, num_rows=5, number=self.number, minutes=minutes)
+
+    @rule(data=st.data(), wish=st.sampled_from([0, 0, 0, 1]))
+    def ask(self, data: st.DataObject, wish: int) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.holding)))
+        self.tickets += 1
+        holding = self.holding[worker] = [held for held in self.holding[worker] if held.step > self.low]
+        if worker in self.writing and self.writing[worker] not in holding:
+            holding.append(self.writing[worker])
+        answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], wish, tuple(holding))
+        if isinstance(answer, Grant):
+            assert answer.held not in holding
+            assert answer.version >= answer.held.step - 1 - self.rule.ahead
+            assert answer.held.row not in {held.row for held in self.writing.values()}, "two would write to one row"
+            self.writing[worker] = answer.held
+            holding.append(answer.held)
+            self.look_ahead(worker)
+        if isinstance(answer, Meet):
+            assert answer.step == self.low
+            assert not any(held.step > self.low for held in self.writing.values())
+            self.met[worker] = answer.step
+
+    def look_ahead(self, worker: int) -> None:
+        expected = self.book.soon(worker, self.soon)
+        assert len(expected) <= self.soon
+        assert all(item.step <= self.course.last for item in expected)
+        others = [item for other in self.holding if other != worker for item in self.book.soon(other, 0)]
+        assert not {*expected} & {*others, *(held.item for held in self.writing.values())}
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.writing)))
+        held = self.writing.pop(worker)
+        self.book.filled(held)
+        self.filled.add(held.item)
+
+    @rule()
+    def apply(self) -> None:
+        step = self.low + 1
+        if step <= self.course.last and all((step, place) in self.filled for place in range(self.course.items(step))):
+            self.low = step
+        self.book.stands(0, Standing(self.low, has=frozenset(item for item in self.filled if item.step > self.low)))
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.holding)))
+        self.writing.pop(worker, None)
+        del self.holding[worker], self.met[worker]
+        newcomer = worker + 10
+        self.holding[newcomer], self.met[newcomer] = [], 0
+        self.book.lose(list(self.holding))
+
+    @rule()
+    def lose_book(self) -> None:
+        self.number += 1
+        self.book = self._new_book(self.book.minutes)
+        self.book.lose(list(self.holding))
+        self.book.expect(self.holding)
+        self.filled = {item for item in self.filled if item.step <= self.low}
+
+    @invariant()
+    def rows_are_bounded(self) -> None:
+        assert self.book.rows_used <= 5
+
+    def teardown(self) -> None:
+        """Left alone, everybody ends with the course."""
+        for _ in range(400):
+            for worker in list(self.holding):
+                self._one_round(worker)
+            self.apply()
+            if set(self.met.values()) == {self.course.last}:
+                break
+        assert self.low == self.course.last
+        assert set(self.met.values()) == {self.course.last}
+
+    def _one_round(self, worker: int) -> None:
+        if worker in self.writing:
+            held = self.writing.pop(worker)
+            self.filled.add(held.item)
+        self.tickets += 1
+        holding = self.holding[worker] = [held for held in self.holding[worker] if held.step > self.low]
+        for held in holding:
+            self.book.filled(held)
+            self.filled.add(held.item)
+        answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], 0, tuple(holding))
+        if isinstance(answer, Grant):
+            self.writing[worker] = answer.held
+            holding.append(answer.held)
+        if isinstance(answer, Meet):
+            self.met[worker] = answer.step
+
+
+AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyOrderOfEvents = AnyOrder.TestCase

@@ -1,0 +1,208 @@
+"""Who gives whom what when a group changes, decided without a process: only from where its members stand."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.training.elastic.recovery_decision import Doing, Standing, can_join, decide, has_behind_it, told_result
+
+EVALUATED = ({"loss": 0.5}, 40)
+
+
+def standing(
+    step: int,
+    operation: int = 0,
+    *,
+    call: int = 1,
+    done: bool = False,
+    division: str = "",
+    doing: Doing = "an evaluation",
+) -> Standing:
+    return Standing(
+        call=call,
+        step=step,
+        operation=operation,
+        doing=doing if operation else "steps",
+        done=done,
+        has_state=True,
+        division=division,
+        result=EVALUATED if operation and done else None,
+    )
+
+
+NEWCOMER = Standing(call=1, step=0, operation=0, doing="steps", done=False, has_state=False, is_newcomer=True)
+
+
+def test_all_in_the_middle_of_the_same_step_go_on_with_it() -> None:
+    members = [standing(7, division="1.1") for _ in range(3)]
+    source, needed, arrival = decide(members, 1)
+    assert (source, needed) == (0, False)
+    assert arrival.same_step and not arrival.received
+
+
+def test_a_step_that_was_divided_by_different_groups_begins_anew() -> None:
+    _, _, arrival = decide([standing(7, division="1.1"), standing(7, division="1.2")], 0)
+    assert not arrival.same_step
+
+
+def test_whoever_is_a_step_behind_gets_the_state_of_one_who_is_not() -> None:
+    members = [standing(7, division="1.1"), standing(8), standing(8, division="1.1")]
+    source, needed, arrival = decide(members, 0)
+    assert (source, needed, arrival.received) == (1, True, True)
+    assert not decide(members, 2)[2].same_step, "the one behind has not begun the step that this one is in"
+
+
+def test_a_newcomer_gets_the_state_and_members_keep_theirs() -> None:
+    members = [standing(7, done=True), NEWCOMER]
+    assert decide(members, 1)[2].received
+    assert not decide(members, 0)[2].received
+
+
+def test_among_workers_without_a_state_nobody_gives_one() -> None:
+    assert decide([NEWCOMER, NEWCOMER], 0)[:2] == (None, False)
+
+
+def test_what_all_have_the_result_of_is_not_done_again() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2, done=True), standing(7, 3)]
+    assert decide(members, 0)[2].all_done, "the third is past it"
+    assert not decide(members, 2)[2].all_done
+
+
+def test_nor_if_the_others_went_on_to_the_next_step() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2, doing="steps", division="1.1")]
+    assert decide(members, 0)[2].all_done, "an exchange may fail for one, and not for the others"
+
+
+def test_what_one_lacks_the_result_of_is_done_again_by_all() -> None:
+    members = [standing(7, 2, done=True), standing(7, 2)]
+    assert not decide(members, 0)[2].all_done
+    assert not decide(members, 1)[2].all_done
+
+
+def test_a_newcomer_is_told_what_nobody_evaluates_again_and_else_takes_part() -> None:
+    done, past = standing(7, 1, done=True), standing(7, 2)
+    for members in ([done, done], [done, past]):
+        assert decide([*members, NEWCOMER], 0)[2].all_done
+        assert told_result([*members, NEWCOMER], done) == EVALUATED
+    assert not decide([done, standing(7, 1), NEWCOMER], 0)[2].all_done
+    assert told_result([done, standing(7, 1), NEWCOMER], done) is None
+    assert told_result([between := standing(7), NEWCOMER], between) is None, (
+        "between two steps there is nothing to tell"
+    )
+
+
+def test_a_newcomer_has_behind_it_what_the_one_has_whose_state_it_gets() -> None:
+    """What all workers do together is numbered; one that counted otherwise would never be where the others are."""
+    assert has_behind_it(standing(7)) == 0
+    assert has_behind_it(standing(7, 2, doing="steps")) == 2, "done, and then admitted"
+    assert has_behind_it(standing(7, 2, doing="an evaluation")) == 1, "which it takes part in, or is told"
+
+
+def test_the_state_of_the_one_who_has_come_farthest_is_given() -> None:
+    members = [NEWCOMER, standing(6, 5), standing(7, 1, done=True), standing(7, 2), standing(7, 2)]
+    assert decide(members, 0)[0] == 3
+
+
+def test_newcomers_join_steps_and_evaluations_and_nothing_else() -> None:
+    saving = standing(7, 1, doing="something else")
+    for done, there in ((saving, saving), (saving, standing(7, 2))):
+        assert can_join([done, there], done)
+    assert not can_join([saving, NEWCOMER], saving)
+    assert can_join([saving, standing(7, 2), NEWCOMER], standing(7, 2)), "who has come farthest is in an evaluation"
+    began_with_us = msgspec.structs.replace(NEWCOMER, is_newcomer=False)
+    assert can_join([saving, began_with_us], saving), "it lost a worker while it got ready, and saves next"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from(["", "1.1", "1.2"])), min_size=1, max_size=5)
+)
+def test_all_members_come_to_the_same_decision(told: list[tuple[int, bool, str]]) -> None:
+    members = [
+        Standing(call=1, step=step, operation=0, doing="steps", done=False, has_state=has, division=division)
+        for step, has, division in told
+    ]
+    decisions = [decide(members, rank) for rank in range(len(members))]
+    assert len({decision[:2] for decision in decisions}) == 1
+    source, needed, _ = decisions[0]
+    assert needed == (source is not None and any(decision[2].received for decision in decisions))
+    if source is not None:
+        assert not decisions[source][2].received
+        assert len({decision[2].same_step for decision in decisions}) == 1
+
+
+class _Follower:
+    """A worker in a script of "step" and things that all do together, as the worker's side of the protocol has it."""
+
+    def __init__(self, script: list[Doing], at: int = 0, *, is_newcomer: bool = False) -> None:
+        self.script, self.at, self.is_newcomer, self.has_result = script, at, is_newcomer, False
+
+    @property
+    def doing(self) -> Doing:
+        return "steps" if self.is_newcomer else self.script[self.at]
+
+    def succeed(self) -> None:
+        """An exchange: a step has one, and anything else two, the second of which is its end."""
+        if self.doing == "steps" or self.has_result:
+            self.at, self.has_result = self.at + 1, False
+        else:
+            self.has_result = True
+
+    def stand(self) -> Standing:
+        behind = self.script[: self.at]
+        since = list(reversed(behind)).index("steps") if "steps" in behind else len(behind)
+        return Standing(
+            call=1,
+            step=behind.count("steps"),
+            operation=since + (self.doing != "steps"),
+            doing=self.doing,
+            done=self.has_result,
+            has_state=not self.is_newcomer,
+            is_newcomer=self.is_newcomer,
+            result=EVALUATED if self.doing == "an evaluation" and self.has_result else None,
+        )
+
+    def go_over(self, standings: list[Standing], rank: int) -> None:
+        source, _, arrival = decide(standings, rank)
+        assert source is not None
+        giver = standings[source]
+        if arrival.received:
+            steps = [at + 1 for at, one in enumerate(self.script) if one == "steps"]
+            self.at = ([0, *steps])[giver.step] + has_behind_it(giver)
+            self.at += self.is_newcomer and told_result(standings, giver) is not None
+        elif self.doing != "steps" and arrival.all_done:
+            self.at += 1
+        self.is_newcomer = self.has_result = False
+
+
+def _play(seed: int) -> None:
+    """Whoever hears what: all that are there do the same next."""
+    chance = random.Random(seed)
+    doings: list[Doing] = ["steps", "an evaluation", "something else"]
+    script = ["steps", *chance.choices(doings, k=chance.randint(1, 8)), "steps"]
+    workers = [_Follower(script) for _ in range(chance.randint(1, 4))]
+    for _ in range(40):
+        if workers[0].at == len(script) - 1:
+            return
+        heard = [chance.random() < 0.7 for _ in workers]
+        for worker in (worker for worker, hears in zip(workers, heard, strict=True) if hears):
+            worker.succeed()
+        if not all(heard):  # who has heard waits for the others in what comes next
+            coming = [_Follower(script, is_newcomer=True)] * (len(workers) < 4 and chance.random() < 0.5)
+            standings = [worker.stand() for worker in (*workers, *coming)]
+            source = decide(standings, 0)[0]
+            assert source is not None
+            if can_join(standings, standings[source]):
+                workers += coming
+            standings = standings[: len(workers)]
+            for rank, worker in enumerate(workers):
+                worker.go_over(standings, rank)
+        assert len({(worker.at, worker.has_result) for worker in workers}) == 1, f"seed {seed}: they go apart"
+
+
+def test_whoever_misses_what_all_do_next_together_the_same_things_in_turn() -> None:
+    for seed in range(500):
+        _play(seed)
