@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long soak lint lock bench test-gpu wheel clean help
+.PHONY: demo test test-long soak lint lock bench test-gpu wheel changelog clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
@@ -15,6 +15,7 @@ help:
 	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
 	@echo "make test-gpu  every strategy on one or two CUDA devices, with a report to paste"
 	@echo "make wheel  a source distribution and a wheel for any Linux with glibc, in dist/"
+	@echo "make changelog VERSION=X.Y.Z  move what is in changes/ into CHANGELOG.md, with today's date or DATE=unreleased"
 	@echo "make bench  side-by-side measurements against named peers"
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
 	@echo "make lint   ruff and mypy --strict alone (part of make test)"
@@ -76,6 +77,13 @@ wheel:
 	mv dist/plain/*.tar.gz dist/
 	rm -r dist/plain
 
+# towncrier stages what it writes and removes; it is for you to commit.
+changelog:
+	@test -n "$(VERSION)" || { echo "make changelog VERSION=X.Y.Z"; exit 2; }
+	$(PYTHON) -m venv .changelog-venv
+	.changelog-venv/bin/pip install --quiet --disable-pip-version-check towncrier==26.9.0
+	.changelog-venv/bin/towncrier build --yes --version '$(VERSION)' $(if $(DATE),--date '$(DATE)')
+
 # Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
 BENCH_PEERS := accelerate lightning ray tensorflow
 PEERS_INSTALLED := $(BENCH_PEERS:%=.bench-venvs/%/installed)
@@ -89,4 +97,4 @@ bench: $(INSTALLED) $(PEERS_INSTALLED)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) .bench-venvs .wheel-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench-venvs .wheel-venv .changelog-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

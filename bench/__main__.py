@@ -1,7 +1,7 @@
 """`python -m bench [NAME ...]`: side-by-side measurements on this machine; without a name, all that can run here.
 
-A name is a row's or a benchmark's; `--list` has them. What cannot run is printed with the reason, and counts as neither
-met nor missed.
+A name is that of a row or of a benchmark; `--list` has them. A row that cannot run is printed with the reason, and
+counts as neither met nor missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lossy sums cost in accuracy: the handwritten digits on two hosts, exact and lossy, once per seed."""
+"""What lossy gradient compression costs in accuracy: handwritten digits on two hosts, exact and lossy, per seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 900.0
 
 
 def measure(_workload: str, size: Size) -> Measured:
-    """360 pictures are held out, so that half a point is two of them: only the mean over seeds can say anything."""
+    """360 pictures are held out, so half a point is two of them: only the mean over seeds is significant."""
     seeds = range(min(NUM_SEEDS, size.num_blocks))
     with two_hosts() as hosts:
         found = {name: [_accuracy(hosts, options, seed) for seed in seeds] for name, options in REDUCERS.items()}
@@ -31,7 +31,7 @@ def measure(_workload: str, size: Size) -> Measured:
 def _accuracy(hosts: Hosts, options: Sequence[str], seed: int) -> float:
     script = ("-m", "manyhands.recipes.digits", "--epochs", str(EPOCHS))
     with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
-        options = (*options, "--strategy", "multi_worker", "--seed", str(seed))
+        options = (*options, "--strategy", "mirrored", "--seed", str(seed))
         output = run_to_end(run_on(hosts, folder, options, script))
     right = re.search(r"([\d.]+)% right", output)
     if right is None:
@@ -40,7 +40,7 @@ def _accuracy(hosts: Hosts, options: Sequence[str], seed: int) -> float:
 
 
 def run_to_end(processes: Sequence[Process]) -> str:
-    """What the first process wrote; all of them end with it, or after `TIMEOUT_S`."""
+    """The output of the first process; all of them end with it, or after `TIMEOUT_S`."""
     started: list[subprocess.Popen[str]] = []
     deadline = time.monotonic() + TIMEOUT_S
     try:
@@ -63,7 +63,7 @@ def run_to_end(processes: Sequence[Process]) -> str:
 
 
 def _wait_until_it_may_start(process: Process, started: Sequence[subprocess.Popen[str]], deadline: float) -> None:
-    """Not once another has ended: what is waited for may then never come, and the first process says why."""
+    """Stop waiting once another process has ended: then the file may never appear, and the first process says why."""
     while process.after is not None and not process.after.exists():
         if any(other.poll() is not None for other in started):
             return

@@ -1,7 +1,7 @@
-"""`python -m bench.auto_cut [--json]`: the automatic cut of an uneven model of 12 blocks beside all cuts there are.
+"""`python -m bench.auto_cut [--json]`: the automatic cut of an uneven model of 12 blocks, compared with all cuts.
 
-Two stages, each a process with one thread. All eleven cuts take turns, so that a busy moment of the machine hits all;
-the automatic one is among them, and what counts is its time over that of the quickest.
+Two stages, each a process with one thread. All eleven cuts run in turn, so that a busy moment of the machine affects
+all; the automatic one is among them, and its time is compared with that of the fastest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from manyhands.parallel.pipeline.stage_runner import StageRunner
 from manyhands.testing import RankPool
 
 WIDTHS = (64, 512, 256, 1024, 128, 768, 2048, 96, 384, 640, 160, 896)
-"""Of the hidden layer of each block: no two cost the same."""
+"""The hidden size of each block: no two blocks cost the same."""
 ROWS, SIDE, MICROBATCHES = 64, 512, 8
 ROUNDS = 7
 
@@ -35,7 +35,7 @@ def uneven() -> nn.Module:
 
 
 class _Blocks(Chain):
-    """Whole blocks: a chain would be cut inside them, too."""
+    """Cuts between whole blocks only; a `Chain` would also cut inside them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -1,7 +1,7 @@
-"""Two hosts on a slow link: averaging weights every 32 steps against summing gradients in each; in speed, and in loss.
+"""Two hosts on a slow link: averaging weights every 32 steps, compared with summing gradients in each; speed and loss.
 
-Speed is that of steps of as many tokens on either side. It is worth something if the loss after as many of them is as
-good, so that is measured, too: on this machine without the link, which changes no value.
+A step has the same number of tokens on both sides. Speed only matters if the loss after as many steps is as good, so
+that is measured, too: on this machine without the link, which changes no value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.workloads import WORKLOADS
 __all__ = ["measure", "why_not"]
 
 RATE, EVERY, MODEL = "100mbit", 32, "text"
-# Any 32 steps of ours hold one average. The peer does the same in each step, a few of which are enough.
+# Any 32 steps of ours contain one average. The peer does the same work in each step, so a few of its steps are enough.
 OUR_STEPS, PEER_STEPS = EVERY, 4
 LOSS_STEPS, NUM_SEEDS = 320, 3
 
@@ -37,9 +37,9 @@ def _speeds(size: Size) -> Measured:
         with taking_turns([*ours, *peers]) as baton:
             steps = {side.name: OUR_STEPS for side in ours} | {side.name: PEER_STEPS for side in peers}
             seconds = _blocks(baton, steps, size.num_blocks)
-            told = {name: baton.facts(name) for name in steps}
+            facts = {name: baton.facts(name) for name in steps}
     batch, model = 2 * WORKLOADS[MODEL].batch, WORKLOADS[MODEL].model
-    settings = {"model": model, "batch": batch, "workers": 2, "threads": 1, "link": RATE, "of_sides": told}
+    settings = {"model": model, "batch": batch, "workers": 2, "threads": 1, "link": RATE, "of_sides": facts}
     return Measured([seconds], settings)
 
 

@@ -1,7 +1,8 @@
-"""The driver's end of the baton: sides that cannot share a process take turns, one at a time, in one run.
+"""The driver of a comparison: sides that cannot share a process run in turn, one at a time, in one run.
 
 A side is one or more processes with one or more ranks; each rank connects to the socket made here (see `turns`). Only
-the side that holds the baton runs; the others wait in a read, which costs nothing. Start reading at `interleave`.
+the side that the driver has sent a number of steps runs; the others block in a read, which costs nothing. Start reading
+at `interleave`.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ MIN_STEPS, MAX_STEPS = 4, 2000
 
 
 Watch = Callable[[list[int]], None]
-"""Given the ids of the processes that were started for the side at work."""
+"""Called with the ids of the processes of the side that is running."""
 
 
 class Process(NamedTuple):
     command: Sequence[str]
     environment: Mapping[str, str]
     after: Path | None = None
-    """Started when this file is there."""
+    """Started once this file exists."""
 
 
 class Side(NamedTuple):
     name: str
     num_ranks: int
     processes: Callable[[str], Sequence[Process]]
-    """Given a folder for the side's files, which is gone afterwards."""
+    """Called with a folder for the side's files, which is removed afterwards."""
 
 
 class _Rank:
@@ -63,7 +64,7 @@ class _Rank:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def tell(self, steps: int) -> None:
+    def send(self, steps: int) -> None:
         self.socket.sendall(json.dumps({"run": steps}).encode() + b"\n")
 
     def close(self) -> None:
@@ -72,7 +73,7 @@ class _Rank:
 
 
 class Baton:
-    """Sides that are up and wait for their turn."""
+    """Sides that have started and wait for their turn."""
 
     def __init__(self, watch: Watch | None) -> None:
         self._watch = watch
@@ -80,10 +81,10 @@ class Baton:
         self._started: dict[str, list[subprocess.Popen[bytes]]] = {}
 
     def run(self, side: str, steps: int) -> float:
-        """Give the baton to a side. Seconds per step, averaged over its ranks."""
+        """Let a side run; returns seconds per step, averaged over its ranks."""
         ranks = self._ranks[side]
         for rank in ranks:
-            rank.tell(steps)
+            rank.send(steps)
         deadline = time.monotonic() + BLOCK_S
         waiting = {rank.socket: rank for rank in ranks}
         seconds = []
@@ -97,7 +98,7 @@ class Baton:
         return fmean(seconds)
 
     def facts(self, side: str) -> dict[str, Any]:
-        """What rank 0 of a side told of itself."""
+        """The facts that rank 0 of a side reported, such as versions and threads."""
         known = self._ranks[side][0].facts
         return {name: value for name, value in known.items() if name not in ("side", "rank")}
 
@@ -105,11 +106,11 @@ class Baton:
         return [process.pid for process in self._started[side]]
 
     def _start(self, side: Side, listener: socket.socket, folder: Path) -> None:
-        """Side after side, so that none waits for a peer longer than it has to."""
+        """Start one side after the other, so that none waits for a peer longer than necessary."""
         folder.mkdir()
         deadline = time.monotonic() + START_S
         started = self._started[side.name] = []
-        told = {ADDRESS_VARIABLE: listener.getsockname(), SIDE_VARIABLE: side.name, "PYTHONPATH": str(ROOT)}
+        variables = {ADDRESS_VARIABLE: listener.getsockname(), SIDE_VARIABLE: side.name, "PYTHONPATH": str(ROOT)}
         for process in side.processes(str(folder)):
             while process.after is not None and not process.after.exists():
                 self._check(side.name, deadline)
@@ -119,7 +120,7 @@ class Baton:
                     subprocess.Popen(
                         process.command,
                         cwd=ROOT,
-                        env={**process.environment, **told},
+                        env={**process.environment, **variables},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -142,10 +143,10 @@ class Baton:
             raise ScriptFailed(f"{side} was not up after {START_S:g} s")
 
     def _end(self) -> None:
-        """Everybody hears that there is no more to do; who does not go is killed."""
-        for rank in self._everybody():
+        """Ask every rank to end; kill the processes that do not."""
+        for rank in self._all_ranks():
             with contextlib.suppress(OSError):
-                rank.tell(0)
+                rank.send(0)
         deadline = time.monotonic() + END_S
         for process in (process for started in self._started.values() for process in started):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,18 +158,18 @@ class Baton:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # workers of a killed `mh run` end with it
                 process.wait()
-        for rank in self._everybody():
+        for rank in self._all_ranks():
             rank.close()
 
-    def _everybody(self) -> list[_Rank]:
+    def _all_ranks(self) -> list[_Rank]:
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
 
 @contextlib.contextmanager
 def taking_turns(sides: Sequence[Side], watch: Watch | None = None) -> Iterator[Baton]:
-    """All sides up, none running. What they wrote is in the `ScriptFailed` that any failure becomes.
+    """All sides started, none running. On any failure, the `ScriptFailed` contains the output of the sides.
 
-    `watch` is called many times a second while a side starts or runs; what it raises ends all sides at once.
+    `watch` is called many times a second while a side starts or runs; an exception from it ends all sides at once.
     """
     with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/baton")
@@ -187,7 +188,7 @@ def taking_turns(sides: Sequence[Side], watch: Watch | None = None) -> Iterator[
 
 
 def interleave(sides: Sequence[Side], num_blocks: int, block_s: float) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds per step of each block, by side, and what the sides told of themselves. The fastest sets the length."""
+    """Seconds per step of each block, by side, and the facts of the sides. The fastest side sets the block length."""
     names = [side.name for side in sides]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with taking_turns(sides) as baton:
@@ -204,7 +205,7 @@ def steps_per_block(step_s: float, block_s: float, most: int = MAX_STEPS) -> int
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: everybody is first in turn."""
+    """The order of a round: each side is first in turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 

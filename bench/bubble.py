@@ -1,8 +1,8 @@
-"""`python -m bench.bubble [--json]`: the waiting of a real pipeline beside the schedule's theory.
+"""`python -m bench.bubble [--json]`: the bubble of a real pipeline, compared with the schedule's theory.
 
-Blocks sleep for a known time, so what is measured is the schedule and the stages' own cost, whatever else the machine
-does: a forward sleeps once, a backward twice, each of its halves once. With `--rows` they compute, for as many rows per
-microbatch, each as much as the others: `--ranks 2 --rows 128`, on a machine that does nothing else.
+Blocks sleep for a known time, so the schedule and the overhead of the stages are measured independently of other load
+on the machine: a forward sleeps once, a backward twice, each of its halves once. With `--rows` blocks compute instead,
+with so many rows per microbatch, all the same amount: `--ranks 2 --rows 128`, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.comm.shared_memory_axis import PlaneAxis, connect_plane
-from manyhands.comm.shared_memory_messages import SharedValues
+from manyhands.comm.shared_memory_messages import SharedMemoryPointToPoint
 from manyhands.parallel.pipeline.partition import Chain
 from manyhands.parallel.pipeline.schedule import SCHEDULES, make_schedule
 from manyhands.parallel.pipeline.stage_runner import StageRunner
-from manyhands.parallel.pipeline.timeline import Span, Timeline, play
+from manyhands.parallel.pipeline.timeline import Timeline, TimelineSpan, play
 from manyhands.testing import RankPool
 
 STEPS = 3
 LAYERS, SIDE = 12, 1024
-"""Of a model that computes: as many layers as two, three, four or six stages share evenly."""
+"""Layers of a model that computes: divisible by two, three, four and six stages."""
 
 
 class _Nap(torch.autograd.Function):
-    """Passes on, both ways; backward takes its time."""
+    """The identity; its backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -57,7 +57,7 @@ class Sleeper(nn.Module):
 
 
 class Layer(nn.Module):
-    """Computes; also the first one of a model has a gradient to pass through all of it."""
+    """A layer that computes; its input gradient is computed even in the first layer of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
 
 class Nothing:
-    """An engine that does nothing with its slices."""
+    """An engine that does nothing with slices."""
 
     @contextmanager
     def slice_context(self, piece: Piece) -> Iterator[None]:
@@ -101,17 +101,19 @@ class Adding(Nothing):
                 param.grad = None
 
 
-def line() -> tuple[PlaneAxis, SharedValues]:
-    """This pool's ranks, as workers of one host are connected."""
-    from manyhands.training.worker.worker import _seated
+def line() -> tuple[PlaneAxis, SharedMemoryPointToPoint]:
+    """Connects this pool's ranks as the workers of one host."""
+    from manyhands.training.worker.worker import _current_session
 
-    session, _ = _seated.get()
-    rank, size, memory = session.seat.rank, session.seat.world_size, session.shared_memory
+    session, _ = _current_session.get()
+    rank, size, memory = session.identity.rank, session.identity.world_size, session.shared_memory
     axis = connect_plane(lambda num_bytes: memory("plane", num_bytes, size), rank, size, timeout_s=120, missing=str)
-    return axis, SharedValues(rank, range(size), lambda name, num_bytes: memory(name, num_bytes, 2), timeout_s=120)
+    return axis, SharedMemoryPointToPoint(
+        rank, range(size), lambda name, num_bytes: memory(name, num_bytes, 2), timeout_s=120
+    )
 
 
-def run(name: str, microbatches: int, seconds: float, rows: int, steps: int) -> list[list[Span]]:
+def run(name: str, microbatches: int, seconds: float, rows: int, steps: int) -> list[list[TimelineSpan]]:
     axis, messages = line()
     ranks = axis.size
     stages = make_schedule(name, ranks, 1).stages
@@ -127,8 +129,8 @@ def run(name: str, microbatches: int, seconds: float, rows: int, steps: int) -> 
         axis.barrier("before the step")
         runner.train(pieces, f"step {step}")
         found.append(runner.spans)
-    axis.barrier("the end")  # before the first rank takes the memory away
-    return found[1:]  # the first has what is done once
+    axis.barrier("the end")  # before the first rank frees the memory
+    return found[1:]  # without the first, which includes one-time work
 
 
 def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,8 +138,8 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
     ranks, microbatches = asked.ranks, asked.microbatches
     try:
         for name in SCHEDULES:
-            told = pool(ranks, run, name, microbatches, asked.seconds, asked.rows, asked.steps, deadline_s=600.0)
-            bubbles = [Timeline(tuple(map(tuple, step)), ()).bubble for step in zip(*told, strict=True)]
+            spans = pool(ranks, run, name, microbatches, asked.seconds, asked.rows, asked.steps, deadline_s=600.0)
+            bubbles = [Timeline(tuple(map(tuple, step)), ()).bubble for step in zip(*spans, strict=True)]
             theory = play(make_schedule(name, ranks, microbatches)).bubble
             found.append({"schedule": name, "theory": theory, "measured": median(bubbles), "each": bubbles})
     finally:

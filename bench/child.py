@@ -1,4 +1,4 @@
-"""Runs a benchmark's script in a process of its own, in a folder that is gone afterwards."""
+"""Runs a benchmark's script in a new process, in a folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ScriptFailed(Exception):
-    """A benchmark's script ended with an error; the text is what it wrote."""
+    """A benchmark's script ended with an error; the text is its output."""
 
 
 def run_script(command: Callable[[str], list[str]]) -> dict[str, Any]:
-    """What the script printed as its last line, read as JSON. `command` is given the folder for the run's files.
+    """The last line that the script printed, read as JSON. `command` is called with the folder for the run's files.
 
     Progress goes to a pipe, as in a job under a batch system, and is read here.
     """
@@ -37,7 +37,7 @@ def run_script(command: Callable[[str], list[str]]) -> dict[str, Any]:
 
 
 def measure_script(workload: str, size: Size, workers: int, command: Callable[[int, str], list[str]]) -> Measured:
-    """Blocks of one workload over several launches; `command` gets the blocks of one, and a folder for its files."""
+    """Blocks of one workload over several launches; `command` gets a launch's number of blocks, and a folder."""
     found = [run_script(partial(command, num_blocks)) for num_blocks in divide(size)]
     settings = {
         "model": WORKLOADS[workload].model,

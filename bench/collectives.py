@@ -30,18 +30,18 @@ def why_not(workload: str) -> str | None:
 def measure(workload: str, size: Size) -> Measured:
     found = [_launch(workload, blocks, size.block_s) for blocks in divide(size)]
     settings = {"bytes": NUM_BYTES[workload], "workers": WORLD, "threads": 1}
-    told = {"calls_per_block": [launch["calls"] for launch in found]}
-    return Measured([launch["seconds"] for launch in found], {**settings, **told})
+    facts = {"calls_per_block": [launch["calls"] for launch in found]}
+    return Measured([launch["seconds"] for launch in found], {**settings, **facts})
 
 
 def _launch(workload: str, num_blocks: int, block_s: float) -> dict[str, Any]:
     """Two ranks, each with one thread; all sides in the same processes, so with the same allocator settings."""
-    # Room for every rank's tensor and the sum.
+    # Space for every rank's tensor and the sum.
     sizes = {"plane": Plane.num_bytes(WORLD), "data": (WORLD + 1) * NUM_BYTES[workload]}
     memory = HostMemory()
     try:
         with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
-            words = [workload, str(num_blocks), str(block_s), f"{folder}/meet"]
+            words = [workload, str(num_blocks), str(block_s), f"{folder}/store"]
             words += [f"{memory.fd}:{size}:{memory.allot(name, size)}" for name, size in sizes.items()]
             return _outcome([_start(rank, words, memory.fd) for rank in range(WORLD)])
     finally:

@@ -1,6 +1,6 @@
-"""One rank of `collectives`: blocks of every side's calls, in turn, between meetings over Gloo.
+"""One rank of `collectives`: blocks of every side's calls, in turn, between barriers over Gloo.
 
-`python -m bench.collectives_script RANK WORKLOAD BLOCKS SECONDS MEET-AT PLANE DATA`, the last two FD:BYTES:OFFSET.
+`python -m bench.collectives_script RANK WORKLOAD BLOCKS SECONDS STORE PLANE DATA`, the last two FD:BYTES:OFFSET.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def _sides(workload: str, plane: Plane, data: Segment) -> dict[str, Call]:
     if workload == "shared":
         for name in ("one copy", "one copy again"):
             source, target = _tensor(num_bytes), _tensor(num_bytes)
-            # One copy by one rank alone; the other waits for the next meeting.
+            # One rank copies alone; the other waits for the next barrier.
             sides[name] = lambda a=target, b=source: a.copy_(b) if plane.rank == 0 else None  # type: ignore[misc]
     return sides
 
 
 def _shared_sum(plane: Plane, data: Segment, num_bytes: int) -> Call:
-    """As in a training step: each rank sums its half of all gradients into the one result, and all meet."""
+    """As in a training step: each rank sums its half of all gradients into the one result; then there is a barrier."""
     gradients = [_shared_tensor(data, i * num_bytes, num_bytes) for i in range(WORLD)]
     result = _shared_tensor(data, WORLD * num_bytes, num_bytes)
     for tensor in (gradients[plane.rank], result):
@@ -70,13 +70,13 @@ def _shared_sum(plane: Plane, data: Segment, num_bytes: int) -> Call:
 
     def call() -> None:
         plane.sum_shared(mine[0], mine[1:], SUM)
-        plane.meet("sum")
+        plane.barrier("sum")
 
     return call
 
 
 def _tensor(num_bytes: int) -> Tensor:
-    """Zeros stay zeros however often they are summed; filled, because fresh zeros are one page in the cache."""
+    """Zeros stay zeros however often they are summed; written, because untouched zeros are all the same cached page."""
     return torch.empty(num_bytes // 4).fill_(0.0)
 
 

@@ -1,4 +1,4 @@
-"""What the workers of `recovery_script` noted down: who committed which step when. Pure, but for reading the files."""
+"""The commit logs of `recovery_script`: which worker committed which step when. Pure, except for reading files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Commit(NamedTuple):
 
 
 def read_commits(folder: Path) -> list[Commit]:
-    """All notes of all workers, by time. A line that is still being written is left for the next time."""
+    """All commits of all workers, by time. A line that is still being written is left for the next call."""
     found = []
     for file in folder.glob("commits-*"):
         for line in file.read_text().split("\n")[:-1]:
@@ -33,7 +33,7 @@ def first_in_later(commits: Sequence[Commit], generation: tuple[int, ...]) -> Co
 
 
 def step_times(commits: Sequence[Commit]) -> list[float]:
-    """When each step was first committed by anybody, in order of steps."""
+    """When each step was first committed by any worker, in order of steps."""
     first: dict[int, float] = {}
     for commit in commits:
         first.setdefault(commit.step, commit.at_s)

@@ -1,10 +1,10 @@
-"""From measured blocks to a ratio of two sides, and how far it can be trusted.
+"""From measured blocks to a ratio of two sides, with a confidence interval.
 
-Every block of ours has a block of the peer and one of the peer's twin beside it. The ratio is taken within such a
+Every block of ours is measured next to a block of the peer and one of the peer's twin. The ratio is taken within such a
 round, so that a slow minute of the machine cancels out; its median and a bootstrap interval are reported. The twin's
-ratio to the peer is the A/A control: what the method says where there is no difference.
+ratio to the peer is the A/A control: what the method reports where there is no difference.
 
-Where memory happens to lie favours a side for a whole launch, which no number of blocks in it averages out. So blocks
+The addresses of memory may favour a side for a whole launch, which no number of blocks in it averages out. So blocks
 come from several launches, and the interval resamples launches first, then the blocks within each.
 """
 
@@ -24,7 +24,7 @@ RESAMPLES = 2000
 SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6, "%": 100.0, "nats": 1.0}
 
 Launch = Mapping[str, Sequence[float]]
-"""Per side, what each block gave: seconds per step, bytes, or a share."""
+"""Per side, the value of each block: seconds per step, bytes, or a share."""
 Average = Callable[[Sequence[float]], float]
 
 
@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a benchmark found, before anybody judges it."""
+    """What a benchmark measured, before it is compared with the target."""
 
     launches: Sequence[Launch]
     settings: Mapping[str, Any]
@@ -58,7 +58,7 @@ def judge(row: Row, measured: Measured) -> dict[str, Any]:
     rounds = [list(zip(*(launch[side] for side in sides), strict=True)) for launch in launches]
     # A twin halves the peer's noise: the peer of a round is the mean of both.
     value = [[_value(row.target.of, mine, fmean(theirs)) for mine, *theirs in launch] for launch in rounds]
-    # Accuracies come in steps of one picture, of which a median would be one, too.
+    # Accuracies are multiples of one picture, and so would be their median.
     found = _summary(value, fmean if row.target.of == "points" else median)
     control = _summary([[again / theirs for _, theirs, again in launch] for launch in rounds]) if row.twin else None
     scale = SCALES[row.unit]
@@ -79,7 +79,7 @@ def judge(row: Row, measured: Measured) -> dict[str, Any]:
 
 
 def _judge_alone(row: Row, measured: Measured) -> dict[str, Any]:
-    """The same for a target in absolute numbers. What the peer did stands beside it, if it did anything."""
+    """The same for a target in absolute numbers. The peer's numbers are reported with it, if there are any."""
     launches, scale = measured.launches, SCALES[row.unit]
     found = _summary([launch[row.ours] for launch in launches], _ninety_five if row.target.of == "p95" else median)
     sides = {side: [x for launch in launches for x in launch.get(side, ())] for side in (row.ours, row.peer)}
@@ -100,7 +100,7 @@ def _judge_alone(row: Row, measured: Measured) -> dict[str, Any]:
 
 
 def _ninety_five(values: Sequence[float]) -> float:
-    """What 95 of 100 stay below: the next larger one of those that were seen."""
+    """The 95th percentile: the next larger measured value."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 

@@ -16,7 +16,7 @@ def measure(workload: str, size: Size) -> Measured:
         return [
             *(*MH, "run", "-n", str(WORKERS), "--threads", "1", "--ui", "none"),
             *("--run-dir", f"{folder}/run", "-m", "bench.ddp_script", workload),
-            *("--blocks", str(num_blocks), "--block-s", str(size.block_s), "--meet-at", f"{folder}/meet"),
+            *("--blocks", str(num_blocks), "--block-s", str(size.block_s), "--meet-at", f"{folder}/store"),
         ]
 
     return measure_script(workload, size, WORKERS, command)

@@ -1,6 +1,6 @@
 """The script that `ddp` measures, one process per worker: the trainer, and DistributedDataParallel between its steps.
 
-DDP has a process group of its own over Gloo in the same processes; its settings are in `torch_side.wrapped`.
+DDP has a separate process group over Gloo in the same processes; its settings are in `torch_side.wrapped`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     data = make_data(name)
     peers = {side: _peer(name, data, rank) for side in ("DDP", "DDP again")}
-    hook = Interleave(peers, num_blocks=given.blocks, block_s=given.block_s, agree=_agree, meet=dist.barrier)
+    hook = Interleave(peers, num_blocks=given.blocks, block_s=given.block_s, agree=_agree, barrier=dist.barrier)
     trainer = mh.Trainer(lambda: make_model(name), loss, optimizer_of(name), "mirrored", hooks=[hook])
     trainer.fit(data, steps=10**9, batch_size=batch * world_size)
     if trainer.is_chief:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _peer(workload: str, data: tuple[Tensor, Tensor], rank: int) -> Peer:
-    torch.manual_seed(rank)  # DDP gives every rank rank 0's weights; only the order of the data is to differ
+    torch.manual_seed(rank)  # DDP gives every rank rank 0's weights; only the order of the data should differ
     return hand_loop(workload, wrapped(make_model(workload)), data).run
 
 

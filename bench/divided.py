@@ -1,4 +1,4 @@
-"""Two workers that divide a model, against the same by hand with what torch has for it, on Gloo."""
+"""Two workers that partition a model, compared with the same by hand with torch's own tools, on Gloo."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["pipeline", "sharded", "tensor"]
 
 WORKERS = 2
 BLOCKS = "blocks"
-"""What a pipeline is measured with."""
+"""The workload of the pipeline benchmark."""
 
 
 def sharded(workload: str, size: Size) -> Measured:
-    """Each has a part of the parameters; torch's is `fully_shard`."""
+    """Each worker has a shard of the parameters; torch's side uses `fully_shard`."""
     by_hand = partial(torch_side, kind="fsdp", workload=workload, workers=WORKERS)
     return _measure("sharded", workload, "fully_shard", by_hand, size)
 
 
 def tensor(workload: str, size: Size) -> Measured:
-    """Each has a part of every layer."""
+    """Each worker has a shard of every layer."""
     return _measure("tensor", workload, "DTensor", partial(dtensor, workload=workload, workers=WORKERS), size)
 
 
 def pipeline(schedule: str, size: Size) -> Measured:
-    """Each has a half of the layers; torch's is `torch.distributed.pipelining`."""
+    """Each worker has half of the layers; torch's side uses `torch.distributed.pipelining`."""
     by_hand = partial(pipelining, schedule=schedule, workload=BLOCKS, workers=WORKERS)
     return _measure(f"pipeline {schedule}", BLOCKS, "pipelining", by_hand, size)
 
@@ -39,5 +39,7 @@ def _measure(strategy: str, workload: str, peer: str, by_hand: Callable[[str], S
     found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
     settings = {"model": WORKLOADS[workload].model, "batch": WORKLOADS[workload].batch * WORKERS, "workers": WORKERS}
     last = found[-1][1]
-    told = {"threads": last["of_sides"][sides[0].name]["threads"], "of_sides": last["of_sides"]}
-    return Measured([seconds for seconds, _ in found], {**settings, **told, "steps_per_block": last["steps_per_block"]})
+    extra = {"threads": last["of_sides"][sides[0].name]["threads"], "of_sides": last["of_sides"]}
+    return Measured(
+        [seconds for seconds, _ in found], {**settings, **extra, "steps_per_block": last["steps_per_block"]}
+    )

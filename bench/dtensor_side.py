@@ -1,4 +1,4 @@
-"""Layers divided by hand with torch's DTensor, where sides take turns: `python -m bench.dtensor_side WORKLOAD`.
+"""Layers sharded by hand with torch's DTensor, as a side that takes turns: `python -m bench.dtensor_side WORKLOAD`.
 
 As torch's tutorial does it: `parallelize_module`, pairs of layers by columns and rows, attention by heads, embedding
 and output layer by vocabulary with `loss_parallel`. One process per rank, with torchrun's variables.
@@ -27,12 +27,12 @@ __all__ = ["Decoder", "divided"]
 def main() -> None:
     (workload,) = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # every rank takes the same rows
+    torch.manual_seed(0)  # every rank uses the same rows
     dist.init_process_group("gloo")
     model = divided(workload, init_device_mesh("cpu", (dist.get_world_size(),)))
     parts = [param for param in model.parameters() if isinstance(param, DTensor)]
     wholes = [param for param in model.parameters() if not isinstance(param, DTensor)]
-    # Two groups, because torch's optimizers take no mixture of both in one.
+    # Two groups, because torch's optimizers do not accept both kinds of tensors in one.
     optimizer = optimizer_of(workload)([{"params": some} for some in (parts, wholes) if some])  # type: ignore[list-item]
     loop = HandLoop(model, optimizer, make_data(workload), WORKLOADS[workload].batch * dist.get_world_size())
     with loss_parallel() if workload == "transformer" else nullcontext():
@@ -50,9 +50,9 @@ def divided(workload: str, mesh: DeviceMesh) -> nn.Module:
 
 
 class Block(nn.Module):
-    """What `nn.TransformerEncoderLayer` computes, of which DTensor knows no attention.
+    """Computes what `nn.TransformerEncoderLayer` does, whose attention DTensor does not support.
 
-    Queries, keys and values of a head lie together in one layer, so that a part of its outputs is a part of the heads.
+    Queries, keys and values of a head are adjacent in one layer, so a shard of its outputs is a shard of the heads.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces of this machine, joined by a link that is held to a rate. Needs root and iproute2."""
+"""Two hosts: network namespaces of this machine, joined by a rate-limited link. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["ADDRESSES", "REDUCER", "Hosts", "ddp_on", "measure", "run_on", "two_
 ADDRESSES = ("10.231.8.1", "10.231.8.2")
 RATE = "1gbit"
 REDUCER = "--reducer"
-"""The flag of `mh run` that says how gradients travel between hosts."""
+"""The flag of `mh run` that says how gradients are sent between hosts."""
 MODEL = "mlp-10m"
-# By workload: how gradients travel, and how many workers there are on each host.
+# By workload: how gradients are sent, and how many workers there are on each host.
 SIDES = {"mlp-10m": (("bf16", "int8"), 1), "two-each": (("exact", "bf16", "int8"), 2)}
 
 
 class Hosts(NamedTuple):
     prefixes: tuple[list[str], list[str]]
-    """What a command starts with to run there."""
+    """The prefix of a command that runs on that host."""
     links: tuple[str, str]
 
 
@@ -38,8 +38,8 @@ def why_not(_workload: str = "") -> str | None:
         return "hosts in network namespaces need root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "hosts in network namespaces need ip and tc (Debian package iproute2)"
-    told = subprocess.run([*MH, "run", "--help"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    return None if REDUCER in told.stdout else f"`mh run` has no {REDUCER}"
+    shown = subprocess.run([*MH, "run", "--help"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return None if REDUCER in shown.stdout else f"`mh run` has no {REDUCER}"
 
 
 def measure(workload: str, size: Size) -> Measured:
@@ -49,9 +49,9 @@ def measure(workload: str, size: Size) -> Measured:
         sides = [_trainer(hosts, reducer, each) for reducer in reducers]
         sides += [ddp_on(hosts, MODEL, name, port, each) for port, name in ((29501, "DDP"), (29502, "DDP again"))]
         found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
-    told = found[-1][1]
+    facts = found[-1][1]
     settings = {"model": model.model, "batch": workers * model.batch, "workers": workers, "threads": 1, "link": RATE}
-    return Measured([seconds for seconds, _ in found], {**settings, **told})
+    return Measured([seconds for seconds, _ in found], {**settings, **facts})
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def two_hosts(rate: str = RATE) -> Iterator[Hosts]:
             _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", link)
             _do("ip", "-n", name, "link", "set", link, "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
-            # Each end holds back what it sends; 256 KB pass at once, so that the kernel's large packets stay whole.
+            # Each end limits what it sends; bursts of 256 KB pass, so that the kernel's large packets are not split.
             limit = ("rate", rate, "burst", "256kb", "latency", "50ms")
             _do("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit)
         prefixes = [["ip", "netns", "exec", name] for name in names]
@@ -83,10 +83,10 @@ def run_on(hosts: Hosts, folder: str, options: Sequence[str], script: Sequence[s
     join = f"{folder}/join"
     common = ("-n", str(each), "--threads", "1", "--ui", "none")
     lead = ("run", *common, "--run-dir", f"{folder}/run")
-    meet = ("--hosts-wanted", "2", "--listen", ADDRESSES[0], "--join-file", join, "--insecure-data-plane")
+    rendezvous = ("--hosts-wanted", "2", "--listen", ADDRESSES[0], "--join-file", join, "--insecure-data-plane")
     environment = plain_environment(allocator=False)
     return [
-        Process([*hosts.prefixes[0], *MH, *lead, *meet, *options, *script], environment),
+        Process([*hosts.prefixes[0], *MH, *lead, *rendezvous, *options, *script], environment),
         Process(
             [*hosts.prefixes[1], *MH, "agent", "--join", join, *common],
             environment,
@@ -96,18 +96,18 @@ def run_on(hosts: Hosts, folder: str, options: Sequence[str], script: Sequence[s
 
 
 def _trainer(hosts: Hosts, reducer: str, each: int) -> Side:
-    script = ("-m", "bench.trainer_side", MODEL, "multi_worker", str(2 * each))
+    script = ("-m", "bench.trainer_side", MODEL, "mirrored", str(2 * each))
     return Side(reducer, 2 * each, lambda folder: run_on(hosts, folder, (REDUCER, reducer), script, each))
 
 
 def ddp_on(hosts: Hosts, workload: str, name: str, port: int, each: int = 1) -> Side:
     command = (MH[0], "-m", "bench.torch_side", "ddp", workload)
-    meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(2 * each)}
+    rendezvous = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(2 * each)}
     processes = []
     for rank in range(2 * each):
         prefix, link = hosts.prefixes[rank // each], hosts.links[rank // each]
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GLOO_SOCKET_IFNAME": link}
-        processes.append(Process([*prefix, *command], {**plain_environment(), **meet, **place}))
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GLOO_SOCKET_IFNAME": link}
+        processes.append(Process([*prefix, *command], {**plain_environment(), **rendezvous, **ranks}))
     return Side(name, 2 * each, lambda _: processes)
 
 

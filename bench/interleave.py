@@ -1,7 +1,7 @@
 """Blocks of a peer's steps between blocks of the trainer's, inside one call of `fit`.
 
-Both sides then share the process, its threads and its allocator, and meet the same disturbances. What `fit` does once,
-such as its first and last checkpoint, lies outside of every block. Start reading at `Interleave.after_step`.
+Both sides then share the process, its threads and its allocator, and are disturbed alike. What `fit` does once, such as
+its first and last checkpoint, is outside of every block. Start reading at `Interleave.after_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Peer = Callable[[int], None]
 class Interleave:
     """A hook for `mh.Trainer` that ends `fit` after `num_blocks` blocks of every side.
 
-    `agree` turns this rank's number of steps per block into everybody's; `meet` has the ranks wait for each other.
+    `agree` turns this rank's number of steps per block into that of all ranks; `barrier` waits for all ranks.
     `seconds` holds, per side, the seconds per step of each block.
     """
 
@@ -34,10 +34,10 @@ class Interleave:
         num_blocks: int,
         block_s: float,
         agree: Callable[[int], int] = lambda steps: steps,
-        meet: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self._peers, self._num_blocks, self._block_s = dict(peers), num_blocks, block_s
-        self._agree, self._meet = agree, meet
+        self._agree, self._barrier = agree, barrier
         self.seconds: dict[str, list[float]] = {name: [] for name in (OURS, *self._peers)}
         self.steps_per_block = 0
         self._step = 0
@@ -64,17 +64,17 @@ class Interleave:
             self.steps_per_block = self._agree(steps_per_block(step_s, self._block_s))
             for peer in self._peers.values():
                 peer(WARM_UP_STEPS)
-            self._meet()
+            self._barrier()
             self._step = 0
 
     def _run_peers(self) -> None:
         turn = len(self.seconds[OURS])
         names = list(self._peers)
-        for name in names if turn % 2 else reversed(names):  # neither always runs after us
-            self._meet()
+        for name in names if turn % 2 else reversed(names):  # so that neither always runs right after us
+            self._barrier()
             peer = self._peers[name]
             peer(SETTLING_STEPS)
             started = perf_counter()
             peer(self.steps_per_block)
             self.seconds[name].append((perf_counter() - started) / self.steps_per_block)
-        self._meet()
+        self._barrier()

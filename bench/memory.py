@@ -1,8 +1,8 @@
 """Host memory of four workers: `mh run -n 4` against DistributedDataParallel in four processes, one after the other.
 
-What counts is every process of a side, launcher included: the proportional set size, in which memory that several
-processes map counts once, and shared memory that is allocated although nobody touched it yet. The sides do not run at
-the same time: they would halve each other's share of torch's code.
+All processes of a side are counted, launcher included: their proportional set size, in which memory that several
+processes map counts once, and shared memory that is allocated although no process has touched it yet. The sides do not
+run at the same time: they would halve each other's share of torch's code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODEL = "mlp-100m"
 WORKERS = 4
 STEPS = 6
 NEEDED_BYTES = 14e9
-# A side that leaves less than this to the rest of the machine is ended, before the kernel ends somebody else.
+# A side that leaves less than this to the rest of the machine is ended, before the kernel kills another process.
 LEFT_BYTES = 3e9
 
 
@@ -58,13 +58,13 @@ def _peak(side: Side) -> float:
             raise ScriptFailed(f"{side.name} was ended at {seen[-1] / 1e9:.1f} GB: the machine has no more to give")
 
     with taking_turns([side], look) as baton:
-        seen.clear()  # what starting takes is not asked here
+        seen.clear()  # without the start-up
         baton.run(side.name, STEPS)
     return float(max(seen))
 
 
 def bytes_of(pids: Iterable[int]) -> int:
-    """What processes take of the host's memory together."""
+    """The host memory that these processes use together."""
     pids = list(pids)
     rollups = [text for pid in pids if (text := _rollup(pid)) is not None]
     own = sum(_kilobytes(text, "Pss_Anon") + _kilobytes(text, "Pss_File") for text in rollups)
@@ -85,7 +85,7 @@ def _kilobytes(rollup: str, name: str) -> int:
 
 
 def _allocated_memfds(pids: Iterable[int]) -> int:
-    """Memory without a name is allocated in full when it is made, and counts as mapped only where it was touched."""
+    """Anonymous shared memory is allocated in full when it is created, but counts as mapped only where touched."""
     sizes = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile

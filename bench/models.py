@@ -1,7 +1,7 @@
-"""The models of the benchmarks, made-up data for them, and the loop that a careful person writes by hand.
+"""The models of the benchmarks, synthetic data for them, and a careful hand-written training loop.
 
-Data is random and small enough to stay in memory: speed does not depend on its values. Where what is learned counts,
-it is text that every Python comes with.
+Data is random and small enough to stay in memory: speed does not depend on its values. Where the loss matters, it is
+text that comes with every Python.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_data(workload: str, num_rows: int = NUM_ROWS) -> tuple[Tensor, Tensor]:
 
 
 def text() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Python's own library in rows of `SEQUENCE` bytes, with the next byte of each: to train on, and held out."""
+    """Python's standard library in rows of `SEQUENCE` bytes, with the next byte of each: to train on, and held out."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     read = bytearray(b"".join(file.read_bytes() for file in files)[:TEXT_BYTES])
     rows = torch.frombuffer(read, dtype=torch.uint8)[: len(read) // (SEQUENCE + 1) * (SEQUENCE + 1)].long()
@@ -117,7 +117,7 @@ class Bottlenecks(nn.Module):
         self.down = nn.ModuleList(nn.Linear(64, width, bias=False) for width in widths)
         self.up = nn.ModuleList(nn.Linear(width, 64, bias=False) for width in widths)
         for param in self.up.parameters():
-            param.data.mul_(0.05)  # a thousand of them must not blow up what passes through
+            param.data.mul_(0.05)  # so that activations stay small through a thousand of them
 
     def forward(self, x: Tensor) -> Tensor:
         for down, up in zip(self.down, self.up, strict=True):
@@ -126,7 +126,7 @@ class Bottlenecks(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next token; every token sees those before it."""
+    """Predicts the next token, with causal attention."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -149,9 +149,9 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class HandLoop:
-    """A training loop by hand: tensors are indexed directly, and the loss is read every step, as for a progress bar.
+    """A hand-written training loop: it indexes tensors directly, and reads the loss every step, as for a progress bar.
 
-    `model` and `optimizer` may be wrapped by a library, which then says how to go backward.
+    `model` and `optimizer` may be wrapped by a library, which then also provides the backward call.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Two workers against sides that need processes of their own: DDP as shipped, loops by hand, other libraries."""
+"""Two workers, compared with sides that need separate processes: DDP as shipped, loops by hand, other libraries."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def measure(peer: str, size: Size) -> Measured:
     found = [interleave(sides, blocks, size.block_s) for blocks in divide(size)]
     settings = {"model": WORKLOADS[MODEL].model, "batch": WORKLOADS[MODEL].batch * WORKERS, "workers": WORKERS}
     last = found[-1][1]
-    told = {"threads": last["of_sides"][sides[0].name]["threads"], "of_sides": last["of_sides"]}
-    return Measured([seconds for seconds, _ in found], {**settings, **told, "steps_per_block": last["steps_per_block"]})
+    extra = {"threads": last["of_sides"][sides[0].name]["threads"], "of_sides": last["of_sides"]}
+    return Measured(
+        [seconds for seconds, _ in found], {**settings, **extra, "steps_per_block": last["steps_per_block"]}
+    )
 
 
 def _side(peer: str, name: str) -> Side:

@@ -1,4 +1,4 @@
-"""One picture of all results: a bar per row, as far as its target and beyond. SVG by hand: no plotting library."""
+"""One picture of all results: a bar per row, relative to its target. Plain SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MET, MISSED, DOUBT = "#2a7f4f", "#b5482f", "#9a9a9a"
 
 
 def draw(results: Sequence[dict[str, Any]]) -> str:
-    """Rows that were not measured are left out; a target of `points` has no bar that would mean anything."""
+    """Rows that were not measured are left out, and so are targets of `points`, for which a bar has no meaning."""
     rows = [result for result in results if "value" in result and result["of"] != "points"]
     height = TOP + LINE * len(rows) + 16
     target_x = LEFT + WIDTH / MOST
@@ -37,7 +37,7 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
 
 
 def achieved(result: dict[str, Any], end: str = "middle") -> float:
-    """How far a result comes of its target: 1 is just reached, 2 is twice as good."""
+    """The result relative to its target: 1 is just reached, 2 is twice as good."""
     value, limit = float(result["value"][end]), float(result["limit"])
     return value / limit if result["of"] in ("speed", "share") else limit / value
 

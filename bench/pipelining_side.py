@@ -1,7 +1,7 @@
-"""A pipeline by hand with torch.distributed.pipelining, where sides take turns.
+"""A pipeline by hand with torch.distributed.pipelining, as a side that takes turns.
 
 One process per rank: `python -m bench.pipelining_side gpipe|1f1b|interleaved WORKLOAD` with torchrun's variables.
-Shapes are given, so that nothing is tried or sent to learn them; stages are cut where ours are.
+Shapes are given, so that no pass or message is needed to infer them; stages are cut where ours are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PipelineLoop:
         inputs = self._data[0][: self._batch // MICROBATCHES]
         stages = []
         for index, module in enumerate(modules):
-            outputs = module(inputs).detach().requires_grad_()  # whether gradients come back is told by it
+            outputs = module(inputs).detach().requires_grad_()  # torch infers from it whether gradients are sent back
             if index % world == rank:
                 stages.append(
                     PipelineStage(
@@ -65,8 +65,8 @@ class PipelineLoop:
         x, y = self._data
         losses: list[Tensor] = []
         args = (x[rows],) if self._rank == 0 else ()
-        told = {"target": y[rows], "losses": losses} if self._rank == self._last else {}
-        self._schedule.step(*args, **told)
+        named = {"target": y[rows], "losses": losses} if self._rank == self._last else {}
+        self._schedule.step(*args, **named)
         if losses:
             self.running_loss += torch.stack(losses).mean().item()
 
@@ -80,7 +80,7 @@ class PipelineLoop:
 def main() -> None:
     schedule, workload = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the first rank's rows are those that the last one has labels for
+    torch.manual_seed(0)  # so that the first rank's rows match the last rank's labels
     dist.init_process_group("gloo")
     loop = PipelineLoop(schedule, workload, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     turns = Turns(threads=torch.get_num_threads(), versions={"torch": torch.__version__})

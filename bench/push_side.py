@@ -1,7 +1,7 @@
-"""Push and pull of 100 MB, where sides take turns: `mh run ... -m bench.push_side served`, `... push_side copies`.
+"""Push and pull of 100 MB, as sides that take turns: `mh run ... -m bench.push_side served`, `... push_side copies`.
 
 "served" is a whole step of one worker and one server with a model whose forward and backward take no time: its gradient
-is there already. So a step is a push, into shared memory and from there into new weights, and a pull of those. "copies"
+is precomputed. So a step is a push, into shared memory and from there into new weights, and a pull of those. "copies"
 copies as many bytes twice, in one process.
 """
 
@@ -24,7 +24,7 @@ NUMEL = NUM_BYTES // 4
 
 
 class _Ready(torch.autograd.Function):
-    """Of all weights a zero, with a gradient that was made before."""
+    """Returns zero, and a precomputed gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, gradient: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""How soon an elastic run goes on: kills, stops, deadlocks and joins against real runs of four local workers.
+"""How soon an elastic run recovers: kills, stops, deadlocks and joins against real runs of four local workers.
 
 Recovery is from the moment before the signal to the first step that any worker commits in a later generation; a step in
-flight that the others finish by themselves does not count. Each strike waits until all four are in the run again.
-`--blocks 15`, the default, stands for the full numbers below; fewer blocks for fewer strikes.
+flight that the others finish without a new generation does not count. Each fault waits until all four are in the run
+again. `--blocks 15`, the default, means the full numbers below; fewer blocks mean fewer faults.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _cost(what: str, size: Size) -> Measured:
 
 
 class Struck:
-    """A live run of `recovery_script`, and what its workers have noted down."""
+    """A live run of `recovery_script`, and the commits that its workers have logged."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process, self._folder = process, folder
@@ -103,7 +103,7 @@ class Struck:
         return read_commits(self._folder)
 
     def settled(self) -> Status:
-        """Once all workers are in one generation and have committed some steps in it: how the run stands."""
+        """Wait until all workers are in one generation and have committed some steps in it; returns the status."""
 
         def all_in() -> Status | None:
             status = self._status()
@@ -117,7 +117,7 @@ class Struck:
         return self.until(all_in, READY_S, "group of four workers")
 
     def strike(self, kind: str, victim: MemberStatus, status: Status) -> float:
-        """Send it and wait; seconds until the first commit of a later generation."""
+        """Inject a fault and wait; returns the seconds until the first commit of a later generation."""
         began = time.monotonic()
         os.kill(victim.pid, SIGNALS[kind])
         later = self.until(lambda: first_in_later(self.commits(), _generation(status)), RECOVER_S, f"step after {kind}")
@@ -147,7 +147,7 @@ def _generation(status: Status) -> tuple[int, ...]:
 
 @contextmanager
 def striking(script: str = "bench.recovery_script", *words: str, flags: tuple[str, ...] = ()) -> Iterator[Struck]:
-    """A run that lasts until the block is left; nothing of it stays."""
+    """A run that lasts until the `with` block ends; its files are removed."""
     with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as name:
         folder = Path(name)
         run = ("run", "-n", str(WORKERS), "--elastic", f"1:{WORKERS}", "--threads", "1", "--ui", "none")
@@ -178,7 +178,7 @@ def _process(command: list[str], environment: dict[str, str], log: Path) -> Iter
 
 
 def _kills(num_kills: int) -> dict[str, list[float]]:
-    """kill -9 to the next step; the stall when the replacement joins; torchrun's restart beside it."""
+    """kill -9 to the next step; the stall when the replacement joins; torchrun's restart for comparison."""
     draw, recovered, stalls = random.Random(0), [], []
     with striking() as run:
         status = run.settled()
@@ -186,7 +186,7 @@ def _kills(num_kills: int) -> dict[str, list[float]]:
             recovered.append(run.strike("kill", draw.choice(status.members), status))
             status = run.settled()
             joined = next(one.at_s for one in run.commits() if one.generation == _generation(status))
-            time.sleep(1.0)  # what comes after the switch is part of it
+            time.sleep(1.0)  # what follows the switch of generations belongs to the stall
             stalls.append(stall(run.commits(), joined))
     found = {OURS: recovered, "stall at a join": stalls}
     return {**found, "torchrun": _torchrun(max(1, num_kills * RESTARTS // KILLS))}

@@ -1,8 +1,7 @@
-"""The script that `recovery` strikes: a model of 1 M parameters, steps of about 50 ms, and a note of every commit.
+"""The script under the faults of `recovery`: a model of 1 M parameters, steps of about 50 ms, and a log of all commits.
 
-`python -m bench.recovery_script FOLDER STEPS [THINK_S]`. Every worker appends each committed step to a file of its own
-in FOLDER, with the monotonic clock that all processes of a host share, before it goes on: a kill loses nothing that was
-noted.
+`python -m bench.recovery_script FOLDER STEPS [THINK_S]`. Every worker appends each committed step to a separate file in
+FOLDER, with the monotonic clock that all processes of a host share, before it continues: a kill loses no logged commit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["BATCH", "MODEL", "SLICES", "THINK_S", "CommitLog", "thinking_loss"]
 MODEL = "mlp-1m"
 SLICES = 4
 BATCH = 32 * SLICES
-# Four workers on two cores would show how the system divides cores; a model that waits shows what recovery adds.
+# Four busy workers on two cores would measure how the system divides cores; a model that sleeps shows recovery alone.
 THINK_S = 0.04
 
 

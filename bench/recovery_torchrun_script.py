@@ -1,7 +1,7 @@
 """The same training for torchrun: DistributedDataParallel on Gloo, a checkpoint after every step, resumed at the start.
 
-`torchrun ... -m bench.recovery_torchrun_script FOLDER`. A checkpoint each step is the best that a restart can hope for:
-it repeats nothing.
+`torchrun ... -m bench.recovery_torchrun_script FOLDER`. A checkpoint each step is the best case for a restart: it
+repeats nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bench.recovery_script import BATCH, MODEL, CommitLog, thinking_loss
 from bench.torch_side import wrapped
 
 
-def _meet() -> int:
-    """Join the others of this restart; the rank.
+def _join() -> int:
+    """Join the other ranks of this restart; returns the rank.
 
-    torchrun's store still has the addresses of the processes before, to which Gloo then fails to connect (torch 2.13):
-    names of each restart's own are what lets it come up at all.
+    torchrun's store still has the addresses of the previous processes, to which Gloo then fails to connect (torch
+    2.13): it only works with store keys that are unique to each restart.
     """
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -34,7 +34,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank, world_size, step = _meet(), dist.get_world_size(), 0
+    rank, world_size, step = _join(), dist.get_world_size(), 0
     model = make_model(MODEL)
     optimizer = optimizer_of(MODEL)(model.parameters())
     saved, log = folder / "checkpoint.pt", CommitLog(folder)

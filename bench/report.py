@@ -1,4 +1,4 @@
-"""Results as a table for people, and as the results section of a Markdown page. For programs they are JSON already."""
+"""Results as a plain-text table, and as the results section of a Markdown page. For programs, `--json` prints them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def markdown(report: dict[str, Any], picture: str) -> str:
 
 
 def write_into(path: Path, text: str) -> None:
-    """Replace what stands between the marks of a page."""
+    """Replace the text between the marks of a page."""
     page = path.read_text()
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -103,12 +103,12 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How the sides that run on their own were set up, by their own word."""
-    told = {side: facts for row in rows for side, facts in row.get("of_sides", {}).items() if "again" not in side}
-    return [f"{side}: {_told(facts)}" for side, facts in told.items()]
+    """How sides in separate processes were set up, as they reported it."""
+    found = {side: facts for row in rows for side, facts in row.get("of_sides", {}).items() if "again" not in side}
+    return [f"{side}: {_facts(facts)}" for side, facts in found.items()]
 
 
-def _told(facts: dict[str, Any]) -> str:
+def _facts(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return f"{versions}; {facts['how']}" if "how" in facts else versions
 

@@ -1,7 +1,7 @@
-"""Parameter servers on one host: against loops that exchange nothing, others' servers, and our own modes.
+"""Parameter servers on one host: against loops that exchange nothing, other libraries' servers, and our own modes.
 
-A step is one batch per worker on every side, whoever applies it when: two updates of two workers in async, one of both
-in sync. So the ratio of two sides' seconds is that of their examples per second.
+A step is one batch per worker on every side, however it is applied: two updates of two workers in async, one of both in
+sync. So the ratio of two sides' seconds is that of their examples per second.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from bench.workloads import SERVED_ROWS, SPARSE_BATCH, SPARSE_DIM, SPARSE_IDS, W
 
 __all__ = ["measure", "why_not"]
 
-# Workers do not end a block together; in longer blocks that is a smaller part.
+# Workers do not end a block at the same time; in longer blocks the difference matters less.
 LONGER_BLOCKS = 3
 LIBRARIES = {
     "tensorflow": ("TensorFlow", "tensorflow", ("bench.peers.tensorflow_ps_side",)),
     "ray": ("Ray as documented", "ray", ("bench.peers.ray_side", "documented")),
     "ray-lean": ("Ray without copies", "ray", ("bench.peers.ray_side", "lean")),
 }
-"""What a peer is called, whose environment it needs, and what runs there."""
+"""A peer's name, the environment that it needs, and the module and arguments that run there."""
 SPARSE_PEERS = {"sparse-tensorflow": "TensorFlow", "sparse-torch": "nn.Embedding"}
 KILLS = 20
 PACED = "mlp-1m"
-"""Small beside the time that its slices sleep."""
+"""Its computation is short compared with the time that its slices sleep."""
 
 
 def why_not(workload: str) -> str | None:
@@ -74,7 +74,7 @@ def _side(peer: str, name: str, model: str) -> Side:
 
 
 def _paced(pace: str, mode: str, workers: int, size: Size) -> Measured:
-    """A mode that waits for nobody, or not at once, against the one that waits for all."""
+    """A mode in which workers do not wait for all, or not at once, against the one in which they do."""
     names = {OURS: mode, "sync": "sync", "sync again": "sync"}
     sides = [served(("bench.served_side", PACED, of, pace), workers, name=name) for name, of in names.items()]
     return _measured(sides, {**_trained(PACED, workers), "think_s": THINK_S}, size)

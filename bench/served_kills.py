@@ -1,8 +1,8 @@
 """How soon a push is applied again after kill -9 of the only parameter server, in a real run of four workers.
 
-From the moment before the signal to the first update that the dead server cannot have made, as a worker hears of it.
-At most one gradient of each worker was applied without anybody having heard of it; that many updates do not count.
-Each kill waits until the run has a spare server again.
+Measured from the moment before the signal until a worker receives the first update that the dead server cannot have
+made. The dead server may have applied at most one gradient of each worker without reporting it, so that many updates do
+not count. Each kill waits until the run has a spare server again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _kill(run: Struck) -> float:
     (server,) = query(run.run_dir).servers
     began = time.monotonic()
     os.kill(server.pid, signal.SIGKILL)
-    heard = max(commit.step for commit in run.commits())
-    applied = run.until(lambda: first_after(run.commits(), heard + WORKERS), RECOVER_S, "push after the kill")
+    received = max(commit.step for commit in run.commits())
+    applied = run.until(lambda: first_after(run.commits(), received + WORKERS), RECOVER_S, "push after the kill")
     run.until(lambda: first_after(run.commits(), applied.step + SETTLED_STEPS), READY_S, "steps after that")
     return applied.at_s - began
 

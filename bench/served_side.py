@@ -1,7 +1,7 @@
-"""Our side with parameter servers, where sides take turns: `mh run ... -m bench.served_side WORKLOAD MODE PACE`.
+"""Our side with parameter servers, when sides take turns: `mh run ... -m bench.served_side WORKLOAD MODE PACE`.
 
-PACE is "steady", or says who is slow: with "one-slow" worker 1 takes five times as long for everything, with
-"often-slow" every worker for a random fifth of its slices. All of them mostly sleep: two cores are enough for four.
+PACE is "steady", or says which worker is slow: with "one-slow" worker 1 takes five times as long for everything, with
+"often-slow" every worker for a random fifth of its slices. Workers mostly sleep: two cores are enough for four.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMES_SLOWER, OFTEN = 5, 0.2
 def main() -> None:
     name, mode, pace = sys.argv[1:]
     workers = int(os.environ["WORLD_SIZE"])
-    each = workers if mode == "async" else 1  # there every worker makes updates of its own
+    each = workers if mode == "async" else 1  # in async every worker's gradient is a separate update
     hook = TurnHook(lambda: Turns(threads=torch.get_num_threads(), versions={"manyhands": version("manyhands")}), each)
     trainer = mh.Trainer(
         lambda: make_model(name),
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def thinking(pace: str, rank: int) -> Callable[[], float]:
-    """How long the next slice takes beside its computation."""
+    """How long the next slice sleeps in addition to its computation."""
     draw = random.Random(rank)
     match pace:
         case "one-slow":

@@ -1,6 +1,6 @@
-"""Who takes turns, as commands: our workers, DDP's ranks, loops by hand, and libraries in their own environments.
+"""The sides that take turns, as commands: our workers, DDP's ranks, loops by hand, and libraries in their environments.
 
-All get one thread per rank, and glibc settings as `mh run` gives them unless a side is said to run as shipped.
+All have one thread per rank, and the glibc settings of `mh run`, unless a side runs as shipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VENVS = ROOT / ".bench-venvs"
 
 
 def plain_environment(*, allocator: bool = True) -> dict[str, str]:
-    """This process's, without what would set up a peer behind its back."""
+    """This process's environment, without variables that would configure a peer."""
     ours = ("MALLOC_", "GLIBC_", "MANYHANDS_", "OMP_", "MKL_", "TF_", "PYTHONPATH")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     return kept | {"OMP_NUM_THREADS": "1"} | (ALLOCATOR if allocator else {})
@@ -63,7 +63,7 @@ def trainer(
 
 
 def served(script: Sequence[str], workers: int, *, name: str = OURS) -> Side:
-    """The same with one parameter server; the script says what is trained, and in which mode."""
+    """`mh run` with one parameter server; the script chooses the model and the mode."""
 
     def processes(folder: str) -> list[Process]:
         run = ("run", "-n", str(workers), "--servers", "1", "--threads", "1", "--ui", "none")
@@ -74,7 +74,7 @@ def served(script: Sequence[str], workers: int, *, name: str = OURS) -> Side:
 
 
 def one_process(name: str, script: Sequence[str]) -> Side:
-    """A script of ours that takes turns by itself."""
+    """A script of ours that takes turns without `mh run`."""
     command = (sys.executable, "-m", *script)
     return Side(name, 1, lambda _: [Process(command, {**plain_environment(), "RANK": "0"})])
 
@@ -101,7 +101,7 @@ def pipelining(name: str, schedule: str, workload: str, workers: int) -> Side:
 
 
 def library(name: str, peer: str, workload: str, workers: int) -> Side:
-    """`peer` in its own environment, if that was made."""
+    """`peer` in its own environment, if that exists."""
     command = (str(library_python(peer)), "-m", f"bench.peers.{peer}_side", workload)
 
     def processes(folder: str) -> list[Process]:
@@ -113,7 +113,7 @@ def library(name: str, peer: str, workload: str, workers: int) -> Side:
 
 
 def library_servers(name: str, peer: str, script: Sequence[str]) -> Side:
-    """`peer` with a parameter server: its script starts that and workers itself, and takes turns for all of them."""
+    """`peer` with a parameter server: its script starts the server and workers, and takes turns for all of them."""
     command = (str(library_python(peer)), "-m", *script)
     return Side(name, 1, lambda _: [Process(command, {**plain_environment(), "RANK": "0"})])
 
@@ -123,12 +123,13 @@ def library_python(peer: str) -> Path:
 
 
 def ranks(command: Sequence[str], environment: Mapping[str, str], workers: int) -> list[Process]:
-    """One process per rank on this machine, told of each other as by torchrun."""
+    """One process per rank on this machine, with the environment variables of torchrun."""
     port = str(_free_ports(1)[0])
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(workers)}
-    meet |= {"LOCAL_WORLD_SIZE": str(workers), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(workers)}
+    rendezvous |= {"LOCAL_WORLD_SIZE": str(workers), "NODE_RANK": "0", "GROUP_RANK": "0"}
     return [
-        Process(command, {**environment, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(workers)
+        Process(command, {**environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(workers)
     ]
 
 

@@ -1,8 +1,8 @@
 """`python -m bench.soak [--kills 300]`: one exact run under hundreds of kills, against the undisturbed one.
 
-Nothing may be lost or left: the last checkpoint equals, bit for bit, that of a run of as many steps without a kill; the
-ledger is clean; launcher and coordinator hold no more descriptors or memory than after the first kills; and when the
-run is over, so are all of its processes. Ends with 1 where any of this is not so.
+Nothing may be lost or left behind: the last checkpoint is bitwise equal to that of a run of as many steps without a
+kill; the ledger is clean; launcher and coordinator hold no more descriptors or memory than after the first kills; and
+when the run is over, all of its processes have ended. Exits with 1 if any of this is false.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SCRIPT = "bench.recovery_script"
 EXACT = ("--exact",)
 PREEMPTED = 75
 STOP_S, REFERENCE_S = 60.0, 3600.0
-# The longest pause before a kill: some strike a run that has just lost another.
+# The longest pause before a kill: some kills hit a run that has just lost another worker.
 PAUSE_S = 1.0
 WARM_UP_KILLS = 10
-# What a kill may leave behind, on average over all of them.
+# What a kill may leave behind, on average.
 BYTES_PER_KILL, DESCRIPTORS_PER_KILL = 50_000, 0.05
 SPARE_BYTES, SPARE_DESCRIPTORS = 10_000_000, 8
 
@@ -104,7 +104,7 @@ def soak(num_kills: int, seed: int, reference: Path) -> dict[str, Any]:
 
 
 def _kill(run: Struck, draw: random.Random) -> float:
-    """A worker that is at work, the chief included, but never the last one: nobody could go on."""
+    """Kill a working worker, the chief included, but never the last one: no worker could continue the run."""
     time.sleep(draw.uniform(0.0, PAUSE_S))
     deadline = time.monotonic() + RECOVER_S
     while True:
@@ -139,7 +139,7 @@ def _leaks(early: Held, late: Held, kills: int) -> list[str]:
 
 
 def _stop(run: Struck) -> list[str]:
-    """Ask for a checkpoint and the end."""
+    """Request a checkpoint and the end of the run."""
     request_stop(run.run_dir)
     try:
         code = run.process.wait(STOP_S)

@@ -1,8 +1,8 @@
-"""Embeddings of 10 M ids, where sides take turns: `mh run ... -m bench.sparse_side served`, `... sparse_side torch`.
+"""Embeddings of 10 M ids, as sides that take turns: `mh run ... -m bench.sparse_side served`, `... sparse_side torch`.
 
-A batch is 1,024 rows of 26 ids; one epoch has every id once. "served" keeps rows on parameter servers, and begins when
-an epoch has made all of them; "torch" is `nn.Embedding(sparse=True)` in one process, which takes the batches of all
-workers one after another. Plain SGD: the fastest that both have.
+A batch is 1,024 rows of 26 ids; one epoch has every id once. "served" stores rows on parameter servers, and is measured
+once an epoch has created all of them; "torch" is `nn.Embedding(sparse=True)` in one process, which runs the batches of
+all workers one after another. Plain SGD: the fastest that both have.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _descend(params: Any) -> torch.optim.Optimizer:
 
 
 class _AfterFirstEpoch:
-    """Steps count once every id has its row."""
+    """Steps are measured once every id has its row."""
 
     def __init__(self, hook: TurnHook, num_updates: int) -> None:
         self._hook, self._num_updates = hook, num_updates
@@ -64,7 +64,7 @@ def _served() -> None:
         updates_per_step=int(os.environ["WORLD_SIZE"]),
     )
     trainer = mh.Trainer(
-        lambda: Scores(mh.Embedding(SPARSE_DIM, name="ids", optimizer=mh.rows.SGD(lr=LEARNING_RATE))),
+        lambda: Scores(mh.nn.Embedding(SPARSE_DIM, name="ids", optimizer=mh.optim.rows.SGD(lr=LEARNING_RATE))),
         loss,
         _descend,
         mh.ParameterServer(mode="async"),

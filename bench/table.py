@@ -1,4 +1,4 @@
-"""What is promised about speed and memory, row by row: against whom, and how much. Verdicts are computed here.
+"""The targets for speed and memory, row by row: against which peer, and how much. Verdicts are computed here.
 
 A row names a measurement (`bench` and `workload`), two of its sides and a target. Rows that name the same measurement
 are measured together. No torch, no processes: only values.
@@ -17,7 +17,7 @@ BENCHES = {
     "overhead": "One process: trainer against a loop by hand",
     "collectives": "Two ranks: sums in shared memory against Gloo",
     "ddp": "Two workers: mirrored against DistributedDataParallel on Gloo, in the same processes",
-    "peers": "Two workers: mirrored against others in processes of their own",
+    "peers": "Two workers: mirrored against others in separate processes",
     "hosts": "Two hosts on a link of 1 Gbit/s, against DistributedDataParallel on Gloo",
     "accuracy": "Two hosts: what lossy sums cost in accuracy on handwritten digits",
     "averaging": "Two hosts on a link of 100 Mbit/s: DiLoCo, H=32, against DistributedDataParallel on Gloo",
@@ -33,13 +33,13 @@ BENCHES = {
 class Target(NamedTuple):
     """`speed` is peer / ours, `time`, `memory` and `loss` are ours / peer, `points` what ours loses in percent.
 
-    `median`, `p95` and `share` are of ours alone; a peer's numbers stand beside them.
+    `median`, `p95` and `share` are of our side alone; a peer's numbers are only reported.
     """
 
     of: Literal["speed", "time", "memory", "loss", "points", "median", "p95", "share"]
     limit: float
     noise_counts: bool = False
-    """The A/A ratio's distance from 1 widens the limit: for targets so near to 1 that they are no larger than it."""
+    """The A/A ratio's distance from 1 is added to the limit: for targets that are as close to 1 as the noise."""
 
     @property
     def at_least(self) -> bool:
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
     @property
     def is_ratio(self) -> bool:
-        """Whether it takes a peer to tell."""
+        """Whether the target is relative to a peer."""
         return self.of not in ("median", "p95", "share")
 
 
@@ -148,7 +148,7 @@ ROWS = (
 
 
 def chosen(names: list[str]) -> list[Row]:
-    """The rows that are meant by names of rows or benchmarks; without any, all."""
+    """The rows with these names of rows or benchmarks; without names, all."""
     known = {row.name for row in ROWS} | BENCHES.keys()
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
@@ -158,9 +158,9 @@ def chosen(names: list[str]) -> list[Row]:
 
 
 def verdict(target: Target, value: Mapping[str, float], control: Mapping[str, float] | None) -> dict[str, Any]:
-    """Whether the value reaches the target, by how much it misses, and whether the interval leaves any doubt.
+    """Whether the value reaches the target, by how much it misses, and whether the interval makes that certain.
 
-    `missed_by` is a fraction of the limit; of `points`, points.
+    `missed_by` is a fraction of the limit; for `points`, it is in points.
     """
     slack = abs(control["middle"] - 1.0) if target.noise_counts and control else 0.0
     limit = target.limit - slack if target.at_least else target.limit + slack

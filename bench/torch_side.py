@@ -1,4 +1,4 @@
-"""DistributedDataParallel, `fully_shard`, or loops by hand that exchange nothing, where sides take turns.
+"""DistributedDataParallel, `fully_shard`, or loops by hand that exchange nothing, as a side that takes turns.
 
 One process per rank: `python -m bench.torch_side ddp|fsdp|alone WORKLOAD [ROWS]` with torchrun's variables. Settings:
 see `wrapped` and `sharded`.
@@ -40,7 +40,7 @@ def wrapped(model: nn.Module) -> DistributedDataParallel:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """As torch's tutorial does it: every layer of the list by itself, then the rest."""
+    """As in torch's tutorial: shard every layer of the list separately, then the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,6 +1,6 @@
-"""Our side where sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD STRATEGY WORKERS [THINK_S]`.
+"""Our side when sides take turns: `mh run -n 2 -m bench.trainer_side WORKLOAD STRATEGY WORKERS [THINK_S]`.
 
-A strategy is a name, or "pipeline" with its schedule behind it.
+A strategy is a name, or "pipeline" followed by its schedule.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def main() -> None:
     trainer.fit(make_data(name), steps=10**9, batch_size=WORKLOADS[name].batch * workers)
 
 
-def chosen(strategy: str, workers: int) -> str | mh.Pipeline:
+def chosen(strategy: str, workers: int) -> str | mh.PipelineParallel:
     name, _, schedule = strategy.partition(" ")
     if not schedule:
         return name
-    return mh.Pipeline(workers, schedule=schedule, microbatches=MICROBATCHES, cuts=STAGE_CUTS[schedule])
+    return mh.PipelineParallel(workers, schedule=schedule, microbatches=MICROBATCHES, cuts=STAGE_CUTS[schedule])
 
 
 if __name__ == "__main__":

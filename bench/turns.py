@@ -1,8 +1,8 @@
-"""A side's end of the baton: sides in processes of their own take turns, so that their blocks interleave in one run.
+"""The client of the driver in `baton`: sides in separate processes take turns, so that their blocks interleave.
 
-Every rank of every side connects to the driver's socket (see `baton`), says who it is, and then runs steps when it is
-told to: a line {"run": 20} comes, a line {"seconds": 0.151} per step goes back; {"run": 0} is the end. A socket and
-not standard input, because workers of `mh run` have none. Standard library only: peers' environments load this file.
+Every rank of every side connects to the driver's socket, identifies itself, and then runs steps on request: it receives
+a line {"run": 20} and replies with a line {"seconds": 0.151} per step; {"run": 0} is the end. A socket and not standard
+input, because workers of `mh run` have none. Standard library only: peers' environments load this file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 __all__ = ["ADDRESS_VARIABLE", "SETTLING_STEPS", "SIDE_VARIABLE", "TurnHook", "Turns", "take_turns"]
 
-# Steps at the start of every block that do not count: caches hold the other side's weights, and our data has been
-# read ahead while the others ran.
+# Steps at the start of every block that are not measured: caches hold the other side's weights, and our data was
+# prefetched while the others ran.
 SETTLING_STEPS = 4
 ADDRESS_VARIABLE, SIDE_VARIABLE = "BENCH_BATON", "BENCH_SIDE"
 
 
 class Turns:
-    """This rank's place in the round. `facts` are for the report: versions, threads."""
+    """This rank's connection to the driver. `facts` are for the report: versions, threads."""
 
     def __init__(self, **facts: Any) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -44,7 +44,7 @@ class Turns:
 
 
 def take_turns(turns: Turns, run: Callable[[int], None]) -> None:
-    """For a side that runs so many steps when told to."""
+    """For a side that runs a given number of steps on request."""
     while steps := turns.wait():
         run(SETTLING_STEPS)
         started = perf_counter()
@@ -53,9 +53,9 @@ def take_turns(turns: Turns, run: Callable[[int], None]) -> None:
 
 
 class TurnHook:
-    """For the trainer, which runs steps by itself: a hook that holds it until its turn, and ends `fit` at the end.
+    """For the trainer, which has its own loop: a hook that blocks until this side's turn, and finally ends `fit`.
 
-    Where every update is one worker's, a step of the others, in which each worker takes its batch, is several updates.
+    Where every update is from one worker, a step of the other sides, with a batch of each worker, is several updates.
     """
 
     def __init__(self, connect: Callable[[], Turns], updates_per_step: int = 1) -> None:
@@ -64,7 +64,7 @@ class TurnHook:
         self._step, self._steps, self._started = 0, 0, 0.0
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
-        if self._turns is None:  # after the first step: the driver takes those who connect to be up
+        if self._turns is None:  # after the first step: the driver takes a connected rank to have started
             self._turns = self._connect()
             return self._wait(trainer)
         self._step += 1
@@ -78,5 +78,5 @@ class TurnHook:
         assert self._turns is not None
         self._step, self._steps = 0, self._turns.wait()
         if self._steps == 0:
-            # The ranks agree on it with their next step, which no longer counts.
+            # The ranks agree on it in their next step, which is not measured.
             trainer.request_stop()

@@ -1,4 +1,4 @@
-"""What the benchmarks train, by name. The models themselves are in `models`: this file needs no torch."""
+"""The workloads of the benchmarks, by name. The models are in `models`: this file needs no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = [
 ]
 
 SERVED_ROWS = 60_000
-"""Of the data where there are parameter servers, as many as MNIST has: at an epoch's end all workers meet."""
+"""Rows of the data with parameter servers, as many as MNIST has: all workers synchronise at the end of an epoch."""
 
 MICROBATCHES = 8
 STAGE_CUTS = {"gpipe": ("6",), "1f1b": ("6",), "interleaved": ("3", "6", "9")}
-"""Where stages of the workload "blocks" begin, besides the first, by the pipeline's schedule."""
+"""Where stages of the workload "blocks" begin, except the first, by the pipeline's schedule."""
 
 SPARSE_IDS, SPARSE_DIM = 10_000_000, 16
 SPARSE_BATCH, SPARSE_PER_ROW = 1024, 26

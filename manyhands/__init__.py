@@ -1,6 +1,16 @@
 """manyhands trains one PyTorch model with any number of workers; the result does not depend on how many.
 
-The names below are public, and only those. Importing them is cheap: what needs torch is loaded when first used.
+The names below are public, and only those:
+
+- train: `Trainer`, or `join` for a user loop, which gets `Hands`; `Checkpoints`, `EarlyStop`, `TensorBoardHook`,
+  `InputContext`, `History`, `launch`, `read_events`
+- strategies: `Single`, `Mirrored` (also as `MultiWorker`), `CentralStorage`, `ParameterServer`, `Sharded`,
+  `TensorParallel`, `PipelineParallel`, `Mesh`, `LocalSGD`
+- a cluster, task by task: `ClusterSpec`, `Server`
+- modules: `nn` (embeddings), `optim` (FTRL, optimizers of rows), `order` (of samples), `dispatch` (calls to a cluster),
+  `errors` (`ManyhandsError` is the base of all of them)
+
+Importing them is cheap: modules that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -8,26 +18,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from manyhands import errors
+from manyhands import errors, lazy_names
 from manyhands.errors import ManyhandsError
-from manyhands.supported import check_system
 
 if TYPE_CHECKING:
+    from manyhands import dispatch as dispatch
+    from manyhands import nn as nn
     from manyhands import optim as optim
     from manyhands import order as order
     from manyhands.data.sources.as_source import InputContext as InputContext
-    from manyhands.dispatch.cluster import Cluster as Cluster
-    from manyhands.dispatch.dispatcher import Coordinator as Coordinator
-    from manyhands.dispatch.dispatcher import RemoteValue as RemoteValue
-    from manyhands.dispatch.remote_worker import Worker as Worker
-    from manyhands.dispatch.step_functions import step as step
-    from manyhands.embedding.layers import Embedding as Embedding
-    from manyhands.embedding.layers import EmbeddingBag as EmbeddingBag
     from manyhands.launcher.cluster_server import Server as Server
     from manyhands.launcher.function_launch import launch as launch
     from manyhands.observe.run_events import read_events as read_events
     from manyhands.observe.tensorboard import TensorBoardHook as TensorBoardHook
-    from manyhands.optim import rows as rows
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
     from manyhands.strategies.choices import CentralStorage as CentralStorage
     from manyhands.strategies.choices import LocalSGD as LocalSGD
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from manyhands.strategies.choices import Sharded as Sharded
     from manyhands.strategies.choices import Single as Single
     from manyhands.strategies.model_parallel import Mesh as Mesh
-    from manyhands.strategies.model_parallel import Pipeline as Pipeline
-    from manyhands.strategies.model_parallel import Tensor as Tensor
+    from manyhands.strategies.model_parallel import PipelineParallel as PipelineParallel
+    from manyhands.strategies.model_parallel import TensorParallel as TensorParallel
     from manyhands.training.history import History as History
     from manyhands.training.own_loop import Hands as Hands
     from manyhands.training.own_loop import join as join
@@ -51,12 +54,8 @@ __version__ = "0.1.0"
 _HOME = {
     "CentralStorage": "strategies.choices",
     "Checkpoints": "training.state.checkpointing",
-    "Cluster": "dispatch.cluster",
     "ClusterSpec": "spec.cluster",
-    "Coordinator": "dispatch.dispatcher",
     "EarlyStop": "training.step.hooks",
-    "Embedding": "embedding.layers",
-    "EmbeddingBag": "embedding.layers",
     "Hands": "training.own_loop",
     "History": "training.history",
     "InputContext": "data.sources.as_source",
@@ -65,32 +64,36 @@ _HOME = {
     "Mirrored": "strategies.choices",
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
-    "Pipeline": "strategies.model_parallel",
-    "RemoteValue": "dispatch.dispatcher",
+    "PipelineParallel": "strategies.model_parallel",
     "Server": "launcher.cluster_server",
     "Sharded": "strategies.choices",
     "Single": "strategies.choices",
-    "Tensor": "strategies.model_parallel",
     "TensorBoardHook": "observe.tensorboard",
+    "TensorParallel": "strategies.model_parallel",
     "Trainer": "training.trainer",
-    "Worker": "dispatch.remote_worker",
     "join": "training.own_loop",
     "launch": "launcher.function_launch",
     "read_events": "observe.run_events",
-    "step": "dispatch.step_functions",
 }
-
-_MODULES = {"optim": "manyhands.optim", "order": "manyhands.order", "rows": "manyhands.optim.rows"}
+_MODULES = ("dispatch", "nn", "optim", "order")
+_RENAMED = {
+    "Cluster": "mh.dispatch.Cluster",
+    "Coordinator": "mh.dispatch.Dispatcher",
+    "Embedding": "mh.nn.Embedding",
+    "EmbeddingBag": "mh.nn.EmbeddingBag",
+    "Pipeline": "mh.PipelineParallel",
+    "RemoteValue": "mh.dispatch.RemoteValue",
+    "Tensor": "mh.TensorParallel",
+    "Worker": "mh.dispatch.RemoteWorker",
+    "rows": "mh.optim.rows",
+    "step": "mh.dispatch.remote",
+}
 
 __all__ = [
     "CentralStorage",
     "Checkpoints",
-    "Cluster",
     "ClusterSpec",
-    "Coordinator",
     "EarlyStop",
-    "Embedding",
-    "EmbeddingBag",
     "Hands",
     "History",
     "InputContext",
@@ -100,36 +103,31 @@ __all__ = [
     "Mirrored",
     "MultiWorker",
     "ParameterServer",
-    "Pipeline",
-    "RemoteValue",
+    "PipelineParallel",
     "Server",
     "Sharded",
     "Single",
-    "Tensor",
     "TensorBoardHook",
+    "TensorParallel",
     "Trainer",
-    "Worker",
+    "dispatch",
     "errors",
     "join",
     "launch",
+    "nn",
     "optim",
     "order",
     "read_events",
-    "rows",
-    "step",
 ]
 
 
-if not TYPE_CHECKING:  # type checkers see the names above and no others: a misspelt one is an error
+if not TYPE_CHECKING:  # for type checkers only the names above exist: a misspelt one is an error
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
-            return importlib.import_module(_MODULES[name])
-        if name not in _HOME:
-            raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-        importlib.import_module("manyhands.launcher.script_exit").watch_ending()
-        check_system()
-        value = getattr(importlib.import_module(f"manyhands.{_HOME[name]}"), name)
+            return importlib.import_module(f"manyhands.{name}")
+        lazy_names.refuse_renamed(_RENAMED, name)
+        value = lazy_names.find(__name__, _HOME, name)
         globals()[name] = value
         return value
 

@@ -1,35 +1,35 @@
-"""Every exception a user can meet.
+"""Every exception that a user can get.
 
     ManyhandsError                  70  root; raised directly only for our own bugs
-    ├── UsageError                   2  what was asked for cannot work
+    ├── UsageError                   2  the request cannot work
     │   ├── SpecError                   a setting: unknown, mistyped, or in conflict
     │   ├── ClusterError                TF_CONFIG, a cluster spec, a join file
     │   ├── DataError                   the data given to `fit`, `evaluate` or `predict`
-    │   ├── RunDirectoryInUse           another live run holds the directory
-    │   └── RunFinished                 the directory holds a finished run
+    │   ├── RunDirectoryInUse           another live run uses the directory
+    │   └── RunFinished                 the directory has a finished run
     ├── EnvironmentProblem           3  the machine or the network cannot do it
     │   └── JoinRefused                 no key, a wrong key, or another run's key
     ├── TrainingFailed               1  the training code failed
     │   ├── BadLoss                     a loss that is not a scalar, or has no gradient
     │   ├── NonFinite                   NaN or infinity in a loss or a parameter
     │   │   └── Diverged                copies of the weights that differ, gradients that are wrong: numbers, not code
-    │   ├── MemoryChanged               weights that workers share were changed by something other than a step
+    │   ├── MemoryChanged               weights in shared memory were changed by something other than a step
     │   ├── DataFetchFailed             the dataset raised while a slice was fetched
     │   ├── StepFailed                  a step function that was scheduled on a cluster raised
-    │   └── CallCancelled               a scheduled call that was never run, because another one failed
+    │   └── CallCancelled               a scheduled call never ran, because another one failed
     ├── CheckpointError              3
     │   ├── CheckpointCorrupt           truncated, flipped bits, missing files
     │   ├── CheckpointMismatch          from another model or run
     │   ├── CheckpointTooNew            written by a later format
     │   └── CheckpointSaveFailed        the previous checkpoint is untouched
-    ├── PartLost                     1  no living worker has some part of a divided model; the checkpoint does
-    ├── PeerLost                     1  another worker is gone; the run's failure block names it
+    ├── PartLost                     1  no live worker has some part of a model-parallel model; the checkpoint does
+    ├── PeerLost                     1  another worker was lost; the run's failure block names it
     │   ├── PeerTimeout                 another worker did not arrive in time
-    │   └── ServerStateLost             a parameter server that kept one copy died in the middle of an update
+    │   └── ServerStateLost             a parameter server with the only copy died in the middle of an update
     ├── GaveUp                       4  the restart budget is spent
     └── Preempted                   75  stopped on request, with a committed checkpoint
 
-The number is the exit code the command line ends with. An error says what happened with the numbers,
+The number is the exit code of the command line. An error says what happened with the numbers,
 where it was asked for, and what to type instead; the library raises, the command line prints.
 """
 
@@ -68,7 +68,7 @@ __all__ = [
 
 
 class ManyhandsError(Exception):
-    """What happened; `where` it was asked for; `fix`: what to type instead, one suggestion a line."""
+    """What happened; `where` it was asked for; `fix`: what to type instead, one suggestion per line."""
 
     exit_code = 70
 
@@ -84,7 +84,7 @@ class ManyhandsError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process boundaries; the keyword arguments would otherwise be lost on the way.
+        # Exceptions are pickled between processes; the keyword arguments would otherwise be lost.
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
 
@@ -137,7 +137,7 @@ class NonFinite(TrainingFailed):
 
 
 class Diverged(TrainingFailed):
-    """Two copies of the weights differ, and nothing tells which is right: a restart would not either."""
+    """Two copies of the weights differ, and it is unknown which is right: a restart would not help."""
 
 
 class MemoryChanged(TrainingFailed):

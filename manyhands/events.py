@@ -1,7 +1,7 @@
-"""Facts a run emits, and all that watchers may read.
+"""Events that a run emits; observers read nothing else.
 
-The recorder, the progress display, TensorBoard, `mh status` and later the dashboard know these Structs and nothing
-else of a run. An event is written once, never changed; a new field gets a default so that old logs still decode.
+The recorder, the progress display, TensorBoard, `mh status` and later the dashboard use only these Structs. An event is
+written once, never changed; a new field gets a default so that old logs still decode.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ __all__ = [
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     time_s: float = 0.0
-    """Wall clock of the emitting process, for people; never compared between hosts."""
+    """Wall clock of the emitting process, for display; never compared between hosts."""
 
 
 class _OfTraining(_Event, frozen=True, kw_only=True):
     training: int = 1
-    """Which one of the script's trainings, by the order in which it made them."""
+    """Number of the training within the script, in the order of creation."""
 
 
 class LaunchStarted(_Event, frozen=True):
-    """A launcher is about to start processes; none of them has said anything yet. Shown, and in no record."""
+    """A launcher is about to start processes; none has reported yet. Displayed, but not recorded."""
 
     workers: int
-    """On this host."""
+    """Workers on this host."""
     servers: int = 0
 
 
@@ -74,19 +74,19 @@ class RunStarted(_OfTraining, frozen=True):
     threads: int
     attempt: int = 1
     total_steps: int | None = None
-    """Known when the data has a length and epochs or steps were given."""
+    """Known if the data has a length and epochs or steps were given."""
     call: str = "fit"
     machine: str = ""
     """Settings of the process that change speed and not results: memory format, allocator, device."""
     exact: bool = False
     mode: str = ""
-    """Of parameter servers: "sync", "ssp" or "async"; "ssp" without staleness is "sync"."""
+    """Mode of parameter servers: "sync", "ssp" or "async"; "ssp" without staleness is "sync"."""
     depends_on_slices: str = ""
-    """What in the model makes results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
+    """Layers that make results depend on V: "dropout", "BatchNorm", both; empty: V changes nothing."""
     data: str = ""
-    """What the data was taken for, in words."""
+    """Description of the detected kind of data."""
     origins: dict[str, str] = {}
-    """Where settings came from, by dotted key ("train.slices"): "constructor", "--slices", ...; no defaults."""
+    """Origins of settings, by dotted key ("train.slices"): "constructor", "--slices", ...; without defaults."""
 
 
 class GenerationStarted(_Event, frozen=True):
@@ -94,11 +94,11 @@ class GenerationStarted(_Event, frozen=True):
     workers: int
     hosts: int
     why: str = ""
-    """What ended the one before: "worker 2 on a (pid 4121) died: SIGKILL", "1 joined", "2 left"."""
+    """What ended the previous one: "worker 2 on a (pid 4121) died: SIGKILL", "1 joined", "2 left"."""
 
 
 class WorkerStarted(_Event, frozen=True):
-    """A process was started. Ranks change between the generations of an elastic run, its slot does not."""
+    """A worker process was started. Its rank may change between generations of an elastic run, its slot does not."""
 
     slot: int
     incarnation: int
@@ -108,7 +108,7 @@ class WorkerStarted(_Event, frozen=True):
 
 
 class ServerStarted(_Event, frozen=True):
-    """A parameter server's process was started; a replacement has the number of the one before."""
+    """A parameter server's process was started; a replacement has the same number."""
 
     server: int
     incarnation: int
@@ -117,7 +117,7 @@ class ServerStarted(_Event, frozen=True):
 
 
 class ServerWentOn(_Event, frozen=True):
-    """The first update that a parameter server's process has made: if it is a replacement, nobody waits for it now."""
+    """A parameter server's process made its first update: if it is a replacement, no worker waits for it any longer."""
 
     server: int
     pid: int
@@ -128,58 +128,58 @@ class StepDone(_OfTraining, frozen=True):
     step: int
     """Counted from 1, over all calls of `fit`."""
     epoch: int
-    """Counted from 0: what is printed as epoch 1 is epoch 0. So it is in every event."""
+    """Counted from 0, as in every event: it is printed from 1."""
     loss: float
     rows: int
     samples_per_s: float
     phases: dict[str, float]
-    """Seconds of this step in load, forward, backward, reduce and update; and in gc, where garbage was collected."""
+    """Seconds of this step in load, forward, backward, reduce and update; and in gc, if garbage was collected."""
     lr: float | None = None
     grad_norm: float | None = None
     eta_s: float | None = None
     total_steps: int | None = None
     took_s: float = 0.0
-    """Wall clock from the step before, without what came between epochs; `samples_per_s` is smoothed, this is not."""
+    """Wall clock since the previous step, without work between epochs; `samples_per_s` is smoothed, this is not."""
     start: tuple[int, int] | None = None
-    """Where its rows begin in the run's data: the epoch, counted over all calls of `fit`, and the row in its order;
-    both from 0."""
+    """Position of its first row in the run's data: the epoch, counted over all calls of `fit`, and the row in its
+    order; both from 0."""
     generation: str = ""
-    """The one that committed it."""
+    """The generation that committed it."""
     staleness: int | None = None
-    """Under parameter servers: how many updates its gradients had not seen, at most."""
+    """With parameter servers: the largest number of updates that its gradients had not seen."""
     batch: int | None = None
-    """Under asynchronous parameter servers, where `step` counts updates as they come: whose rows this one took."""
+    """With asynchronous parameter servers, where `step` counts updates in order of arrival: the batch of this one."""
     together: int | None = None
-    """Under averaging with a quorum: how many workers the round had that it was in."""
+    """With averaging by quorum: the number of workers in its averaging round."""
     turn: tuple[int, int] | None = None
-    """Where several optimizers take turns on each batch: whose turn it was, and how many there are."""
+    """If several optimizers alternate on each batch: the index of this step's optimizer, and their number."""
 
 
 class StalenessSeen(_OfTraining, frozen=True):
-    """How stale gradients were in a call of `fit` under parameter servers."""
+    """Staleness of gradients in a call of `fit` with parameter servers."""
 
     step: int
     updates: dict[int, int]
-    """By staleness: how many updates had it."""
+    """Number of updates, by staleness."""
 
 
 class RoundsClosed(_OfTraining, frozen=True):
-    """How many workers rounds had in a call of `fit` that averaged with a quorum."""
+    """Sizes of averaging rounds in a call of `fit` that averaged by quorum."""
 
     step: int
     rounds: dict[int, int]
-    """By the number of workers."""
+    """Number of rounds, by number of workers."""
 
 
 class EpochDone(_OfTraining, frozen=True):
     epoch: int
-    """From 0: after the one that is printed as "epoch 1 done" it is 0."""
+    """From 0: the one printed as "epoch 1 done" is 0."""
     step: int
     results: dict[str, float]
 
 
 class Validated(_OfTraining, frozen=True):
-    """`fit` has validated inside an epoch, or has ended there: a row of its history."""
+    """`fit` validated within an epoch, or ended there: one row of its history."""
 
     epoch: int
     """From 0."""
@@ -194,61 +194,61 @@ class Evaluated(_OfTraining, frozen=True):
 
 
 class Logged(_OfTraining, frozen=True):
-    """Values the user's own code logged."""
+    """Values logged by the user's code."""
 
     step: int
     values: dict[str, float]
 
 
 class ResourcesUsed(_OfTraining, frozen=True):
-    """What one worker used in a call of `fit`, from the call's first step to `step`. Every worker tells its own."""
+    """Resources that one worker used in a call of `fit`, from the call's first step to `step`; one event per worker."""
 
     rank: int
     step: int
     steps: int
     seconds: float
     cpu_s: float
-    """Of all its threads and loader processes; divided by `seconds`: the cores it kept busy."""
+    """CPU time of all its threads and loader processes; divided by `seconds`: the cores it kept busy."""
     peak_rss_bytes: int
-    """The most memory it ever held, pages that other workers map as well included."""
+    """Peak resident memory, including pages that other workers map as well."""
     pss_bytes: int | None = None
-    """At the end of the call: its memory with shared pages divided among those who share them. Linux only."""
+    """Memory at the end of the call, with shared pages divided among the processes that share them. Linux only."""
     bytes_sent: int = 0
-    """Handed to the other workers, over all steps."""
+    """Sent to the other workers, over all steps."""
     predicted_bytes: int | None = None
-    """What it was said to need at most, where there is a `memory_limit`."""
+    """Predicted peak of its memory, if there is a `memory_limit`."""
     predicted_phase: str = ""
-    """When: "start", "step" or "save"."""
+    """Phase of the predicted peak: "start", "step" or "save"."""
     phases: dict[str, float] = {}
     """This worker's seconds in load, forward, backward, reduce, update and gc."""
 
 
 class Straggler(_Event, frozen=True):
-    """A worker is slower than the others, in another way than was told before; or, with `is_over`, not any more."""
+    """A worker is slower than the others, other than reported before; or, with `is_over`, no longer."""
 
     rank: int
     host: str
     phase: str
-    """Where it loses most: load, forward, backward, reduce or update."""
+    """Phase in which it loses most time: load, forward, backward, reduce or update."""
     factor: float
-    """How many times as long it takes as the median of the others, for as much work."""
+    """Its time for equal work over the median of the others."""
     step: int
     waiting: float = 0.0
-    """The share of a step for which the others wait."""
+    """The fraction of a step for which the others wait."""
     is_over: bool = False
     generation: str = ""
-    """Whose rank it is."""
+    """The generation that `rank` refers to."""
 
 
 class Divided(_Event, frozen=True):
-    """With `balance`: from the step after this one on, each rank takes so many slices of a batch."""
+    """With `balance`: number of slices of a batch per rank, from the next step on."""
 
     step: int
     slices: list[int]
 
 
 class PipelineTimed(_Event, frozen=True):
-    """How much of a step the workers of a pipeline waited: as the schedule says, and in a step that was measured."""
+    """Fraction of a step that the workers of a pipeline waited: by the schedule, and in a measured step."""
 
     step: int
     schedule: str
@@ -256,7 +256,7 @@ class PipelineTimed(_Event, frozen=True):
     theory: float
     measured: float
     path: str
-    """A picture of both."""
+    """File of a picture of both."""
 
 
 class CheckpointSaved(_OfTraining, frozen=True):
@@ -265,7 +265,7 @@ class CheckpointSaved(_OfTraining, frozen=True):
     num_bytes: int
     seconds: float
     blocked_s: float
-    """How long the training loop waited for the snapshot; the rest happened beside it."""
+    """How long the training loop waited for the snapshot; the rest ran in the background."""
 
 
 class CheckpointFailed(_OfTraining, frozen=True):
@@ -283,13 +283,13 @@ class Resumed(_OfTraining, frozen=True):
 
 
 class RoundRestarted(_OfTraining, frozen=True):
-    """Workers that train weights of their own lost one, and went back to where all agreed last: no checkpoint, and
-    nobody's process."""
+    """Under local SGD a worker was lost, and the others rolled back to the end of the last averaging round: without a
+    checkpoint, and without restarting a process."""
 
     step: int
-    """The last that stands; those after it are taken again, by whoever is there."""
+    """The last step that is kept; the live workers repeat those after it."""
     steps: int
-    """How many those are, as the chief knows."""
+    """The number of repeated steps, as far as the chief knows."""
 
 
 class WorkerLost(_Event, frozen=True):
@@ -308,29 +308,29 @@ class ServerLost(_Event, frozen=True):
 
 
 class CopiesDiverged(_Event, frozen=True):
-    """Copies of weights and states that should be equal were not."""
+    """Copies of weights and optimizer state that should be equal differed."""
 
     step: int
-    """The last committed one."""
+    """The last committed step."""
     workers: list[str]
-    """Whose copy is not that of most; where nobody can tell, all in question."""
+    """Workers whose copy is not that of the majority; without a majority, all in question."""
     ranks: list[int]
     healed: bool
-    """They have a right worker's state now; else the run stops."""
+    """The state of a correct worker was copied to them; else the run stops."""
     agreed_step: int
-    """When they were last found to agree."""
+    """The last step after which they were equal."""
 
 
 class WrongGradientFound(_Event, frozen=True):
-    """A slice was computed by two workers, and its gradients were not the same."""
+    """Two workers computed the same slice, and the gradients differed."""
 
     step: int
     slice: int
     workers: list[str]
-    """Who was wrong; where nobody can tell, both."""
+    """The worker that was wrong; both if that is unknown."""
     ranks: list[int]
     replaced: bool
-    """The worker ends and the others finish the step; else the run stops."""
+    """The worker is ended and the others finish the step; else the run stops."""
 
 
 class Warned(_Event, frozen=True):
@@ -383,9 +383,9 @@ _lax_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event, strict=F
 
 
 def encode(event: Event) -> bytes:
-    """Strict JSON; a number that is not finite is the text "nan", "inf" or "-inf"."""
+    """Strict JSON; non-finite numbers are the strings "nan", "inf" or "-inf"."""
     line = _encoder.encode(event)
-    # There is an event for every step, and looking at each of its numbers would take longer than writing it.
+    # There is an event for every step, and checking each of its numbers would take longer than encoding it.
     if line.count(b"null") == msgspec.structs.astuple(event).count(None):
         return line
     return _encoder.encode(numbers_to_text(event))
@@ -398,5 +398,5 @@ def encode_lines(many: Sequence[Event]) -> bytes:
 def decode(line: bytes) -> Event:
     try:
         return _decoder.decode(line)
-    except msgspec.ValidationError:  # perhaps because of a number that is text
+    except msgspec.ValidationError:  # perhaps because of a number encoded as text
         return _lax_decoder.decode(line)

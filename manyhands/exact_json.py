@@ -1,8 +1,8 @@
 """JSON that every reader accepts and that loses no number: nan and infinities are the strings "nan", "inf" and "-inf".
 
-JSON has no such numbers. Python's own encoder writes bare words that strict readers refuse; msgspec's writes null,
-which comes back as None. Everything of ours that holds floats passes through here: events, records of calls, and what
-commands print with --json. (A checkpoint's `state.json` is read by us alone, and keeps Python's way.)
+JSON has no such numbers. Python's encoder writes bare words that strict readers refuse; msgspec's writes null, which
+decodes as None. All our JSON with floats is encoded here: events, records of calls, and the output of --json.
+(A checkpoint's `state.json` is read only by manyhands, and uses Python's encoder.)
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, *, indent: int | None = None) -> bytes:
-    """Strict JSON of Structs, dicts, lists, text and numbers."""
+    """Encode Structs, dicts, lists, text and numbers as strict JSON."""
     raw = msgspec.json.encode(numbers_to_text(value))
     return raw if indent is None else msgspec.json.format(raw, indent=indent)
 
 
 def decode(raw: bytes, type: type[T]) -> T:
-    """What `encode` has written, where `type` says which fields are numbers. Text that says "nan" stays text."""
+    """Decode what `encode` wrote; `type` says which fields are numbers. "nan" in a text field stays text."""
     try:
         return msgspec.json.decode(raw, type=type)
     except msgspec.ValidationError:
@@ -34,7 +34,7 @@ def decode(raw: bytes, type: type[T]) -> T:
 
 
 def numbers_to_text(value: Any) -> Any:
-    """`value` itself, or a copy of it in plain containers if some number in it is not finite."""
+    """`value`, or a copy of it in plain containers if it contains a non-finite number."""
     return _to_text(msgspec.to_builtins(value)) if _has_non_finite(value) else value
 
 
@@ -62,7 +62,7 @@ def _to_text(value: Any) -> Any:
 
 
 def numbers_from_text(value: Any) -> Any:
-    """The inverse of `numbers_to_text` for plain containers in which no text ever is "nan", "inf" or "-inf"."""
+    """The inverse of `numbers_to_text` for plain containers in which no text is "nan", "inf" or "-inf"."""
     if isinstance(value, str):
         return _FROM_TEXT.get(value, value)
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Files for their owner's eyes, or their group's, whatever the umask, the mode that they had before, or where they are.
+"""Files that only their owner, or their group, can read, for any umask, previous mode or directory.
 
-A run's logs and records hold what a script prints and trains on: files are 0600 and directories 0700. A run that is to
-be `group_readable` has 0640 and 0750 instead. Which of the two is said by the mode of its `run.json`, so that every
-process of the run, on any host that shares its file system, knows without being sent a setting. The mode of a directory
-says nothing: one that was there before has the mode that a umask gave it.
+A run's logs and records contain what a script prints and trains on: files are 0600 and directories 0700. In a
+`group_readable` run they are 0640 and 0750. The mode of its `run.json` says which of the two applies, so that every
+process of the run, on any host with the same file system, knows it without a setting. The mode of a directory does not:
+one that existed before has the mode that a umask gave it.
 
-Symbolic links are never followed when writing: who may write into a directory must not choose which of our files is
-overwritten.
+Symbolic links are never followed when writing: a user with write access to a directory must not be able to choose which
+of our files is overwritten.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 RECORD = "run.json"
 LOCK = "run.lock"
 GROUP_FILE = 0o640
-_DEPTH = 8  # of directories below a run directory; trainings/2/updates/server-0 has four
+_DEPTH = 8  # depth of directories below a run directory; trainings/2/updates/server-0 has four
 
 
 def open_private(path: Path | str, flags: int) -> int:
-    """A descriptor of a file with mode 0600, or 0640 in a run for its group. `OSError` (ELOOP) for a symbolic link."""
+    """Open a file with mode 0600, or 0640 in a group-readable run. `OSError` (ELOOP) for a symbolic link."""
     mode = GROUP_FILE if is_for_group(Path(path).parent) else 0o600
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     found = os.fstat(fd)
@@ -49,7 +49,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """With those above it that are missing; 0700, or 0750 in a run for its group. One that is there stays as it is."""
+    """Make a directory and missing parents; 0700, or 0750 in a group-readable run. An existing one is unchanged."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -61,7 +61,7 @@ def make_directory(path: Path) -> None:
 
 
 def is_for_group(directory: Path) -> bool:
-    """Whether the run that this directory is of, if any, may be read by its group."""
+    """Whether the run that this directory belongs to, if any, is group-readable."""
     found = _record_above(directory)
     return found is not None and stat.S_IMODE(found.st_mode) == GROUP_FILE
 
@@ -71,8 +71,8 @@ def in_a_run(directory: Path) -> bool:
 
 
 def owner_and_mode(path: Path) -> tuple[str, str]:
-    """For people: "ada" (or "user 1234"), and "0640"."""
-    import pwd  # which not every system has, and this module is imported before that is said
+    """For display: "ada" (or "user 1234"), and "0640"."""
+    import pwd  # missing on some systems, and this module is imported before `check_system` reports that
 
     found = os.stat(path)
     try:
@@ -83,9 +83,9 @@ def owner_and_mode(path: Path) -> tuple[str, str]:
 
 
 def _record_above(directory: Path) -> os.stat_result | None:
-    """Of the nearest `run.json` of this user's with a lock beside it: some other program's is no run's."""
-    place = directory.absolute()
-    for above in (place, *place.parents)[:_DEPTH]:
+    """Status of the closest `run.json` of this user above; without a lock next to it, it is another program's file."""
+    start = directory.absolute()
+    for above in (start, *start.parents)[:_DEPTH]:
         with contextlib.suppress(OSError):
             found = os.lstat(above / RECORD)
             os.lstat(above / LOCK)

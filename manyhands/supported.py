@@ -1,4 +1,4 @@
-"""Which systems manyhands trains on, asked before anything is imported that only Linux has."""
+"""Checks the operating system before any Linux-only module is imported."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ INSTEAD = {
 
 
 def check_system() -> None:
-    """`EnvironmentProblem` on any system but Linux, with what works there."""
+    """Raise `EnvironmentProblem` on any system except Linux, with what works there."""
     if sys.platform == "linux":
         return
     raise EnvironmentProblem(
-        f"manyhands trains on Linux only, and this is {NAMES.get(sys.platform, sys.platform)}.",
+        f"manyhands trains on Linux only, but this is {NAMES.get(sys.platform, sys.platform)}.",
         fix=INSTEAD.get(sys.platform, ["a Linux machine or container"]),
     )

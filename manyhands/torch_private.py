@@ -1,9 +1,9 @@
-"""Every private name of torch that manyhands uses: what for, and what happens where a version of torch lacks it.
+"""Every private name of torch that manyhands uses: what for, and what happens if a version of torch lacks it.
 
-torch may change or drop any of these without a word, which is why pyproject.toml holds it to the version that was
-tested. Where there is a substitute it stands below and is used by itself; a strategy that cannot do without a name is
-refused with a sentence (`check_strategy_names`). `mh doctor` looks for all of them (`missing`), and
-tests/guards/test_torch_private.py refuses a private name in the sources that is not in `NAMES`.
+torch may change or drop any of these without notice, so pyproject.toml pins the version that was tested. If there is a
+substitute, it is defined below and used automatically; a strategy that needs a missing name is refused with an error
+(`check_strategy_names`). `mh doctor` checks all of them (`missing`), and tests/guards/test_torch_private.py refuses a
+private name in the sources that is not in `NAMES`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ try:
     from torch.utils import _pytree as pytree
 except ImportError as error:
     raise EnvironmentProblem(
-        f"torch {torch.__version__} has no torch.utils._pytree, which manyhands cannot do without.",
+        f"torch {torch.__version__} has no torch.utils._pytree, which manyhands needs.",
         fix=["pip install 'torch>=2.13,<2.14'"],
     ) from error
 
@@ -45,20 +45,18 @@ __all__ = [
 ]
 
 ALL = ("*",)
-REPLICAS = ("mirrored", "multi_worker", "parameter_server", "local_sgd", "sharded", "central_storage")
-SEVERAL_WORKERS = (*REPLICAS, "tensor", "pipeline", "mesh")
-DIVIDING_LAYERS = ("tensor", "mesh")
-STAGES = ("pipeline", "mesh")
+# Features; `strategies.registry` says which strategy uses which.
+GROUPS, SHARDS, LAYERS, STAGES = ("groups",), ("shards",), ("layers",), ("stages",)
 
 
 class PrivateName(NamedTuple):
     name: str
-    """Dotted from torch, or of an object that `of` makes."""
+    """Dotted name from torch, or an attribute of the object that `of` returns."""
     used_for: str
     needed_by: tuple[str, ...] = ()
-    """Strategies that are refused without it, by name; `ALL`: every one."""
+    """Features: strategies that use one of them are refused without it. `ALL`: every strategy is."""
     instead: str = ""
-    """What is done where it is missing and no strategy is refused."""
+    """What is used if it is missing and no strategy is refused."""
     of: Callable[[], Any] | None = None
 
     @property
@@ -73,7 +71,7 @@ class PrivateName(NamedTuple):
 
 
 def _optimizer() -> Any:
-    return SimpleNamespace(**torch.optim.Optimizer.__annotations__)  # making one may load torch's compiler
+    return SimpleNamespace(**torch.optim.Optimizer.__annotations__)  # creating one may load torch's compiler
 
 
 def _gloo() -> Any:
@@ -106,15 +104,15 @@ NAMES = (
     PrivateName("torch._foreach_copy_", "copies of many tensors in one call", instead="a loop over tensors"),
     PrivateName("torch._foreach_mul_", "clipping and loss scaling in one call", instead="a loop over tensors"),
     PrivateName("torch._foreach_zero_", "clearing many tensors in one call", instead="a loop over tensors"),
-    PrivateName("torch._safe_softmax", "attention in parts, rows that are all masked", instead="softmax, then zeros"),
+    PrivateName("torch._safe_softmax", "sharded attention with fully masked rows", instead="softmax, then zeros"),
     PrivateName(
         "torch._C._are_functorch_transforms_active",
         "a quicker backward of linear layers, outside of functorch",
         instead="torch's own backward",
     ),
-    PrivateName("torch._C.DisableTorchFunctionSubclass", "tensors of which each worker has a part", DIVIDING_LAYERS),
-    PrivateName("torch._C._nn", "functions that are known in parts", DIVIDING_LAYERS),
-    PrivateName("torch.Tensor._make_wrapper_subclass", "tensors of which each worker has a part", DIVIDING_LAYERS),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", "sharded tensors", LAYERS),
+    PrivateName("torch._C._nn", "functions on sharded tensors", LAYERS),
+    PrivateName("torch.Tensor._make_wrapper_subclass", "sharded tensors", LAYERS),
     PrivateName(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter", "BatchNorm's averages between microbatches", STAGES
     ),
@@ -125,42 +123,40 @@ NAMES = (
         "tracing nn.TransformerEncoder with a mask",
         instead="the trace fails where the model compares its mask, and says so",
     ),
-    PrivateName("_output_padding", "transposed convolutions in parts", DIVIDING_LAYERS, of=lambda: nn.ConvTranspose1d),
-    PrivateName("_parameters", "exchanging a module's parameters", ALL, of=nn.Identity),
-    PrivateName("_buffers", "exchanging a module's buffers", ALL, of=nn.Identity),
-    PrivateName("_modules", "exchanging a module's children", ALL, of=nn.Identity),
-    PrivateName("_forward_hooks", "modules with hooks stay whole", ALL, of=nn.Identity),
-    PrivateName("_forward_pre_hooks", "modules with hooks stay whole", ALL, of=nn.Identity),
-    PrivateName("_backward_hooks", "modules and tensors with hooks stay as they are", ALL, of=nn.Identity),
+    PrivateName("_output_padding", "sharded transposed convolutions", LAYERS, of=lambda: nn.ConvTranspose1d),
+    PrivateName("_parameters", "replacing a module's parameters", ALL, of=nn.Identity),
+    PrivateName("_buffers", "replacing a module's buffers", ALL, of=nn.Identity),
+    PrivateName("_modules", "replacing a module's children", ALL, of=nn.Identity),
+    PrivateName("_forward_hooks", "keeping modules with hooks unsharded", ALL, of=nn.Identity),
+    PrivateName("_forward_pre_hooks", "keeping modules with hooks unsharded", ALL, of=nn.Identity),
+    PrivateName("_backward_hooks", "keeping modules and tensors with hooks unchanged", ALL, of=nn.Identity),
     PrivateName(
         "_compiled_call_impl",
-        "running layers uncompiled that are divided over workers",
-        instead="those compiled by their method compile() stay so",
+        "running sharded layers uncompiled",
+        instead="layers compiled by their method compile() stay compiled",
         of=nn.Identity,
     ),
     PrivateName("_version", "whether a buffer or weight was changed in place", ALL, of=lambda: torch.zeros(1)),
-    PrivateName("_is_view", "outputs that share memory with others", DIVIDING_LAYERS, of=lambda: torch.zeros(1)),
-    PrivateName("_schema", "whether an operation changes its argument", DIVIDING_LAYERS, of=_in_place),
-    PrivateName("_optimizer_step_pre_hooks", "fused updates, where no hook looks on", ALL, of=_optimizer),
-    PrivateName("_optimizer_step_post_hooks", "fused updates, where no hook looks on", ALL, of=_optimizer),
+    PrivateName("_is_view", "outputs that share memory with others", LAYERS, of=lambda: torch.zeros(1)),
+    PrivateName("_schema", "whether an operation changes its argument", LAYERS, of=_in_place),
+    PrivateName("_optimizer_step_pre_hooks", "fused updates, only without optimizer hooks", ALL, of=_optimizer),
+    PrivateName("_optimizer_step_post_hooks", "fused updates, only without optimizer hooks", ALL, of=_optimizer),
     PrivateName(
         "_opt_called",
-        "saying to a scheduler that a fused update was a step; it is set, not read",
+        "marking a fused update as a step for schedulers; it is set, not read",
         instead="the scheduler warns of steps in the wrong order",
         of=lambda: type("Set", (), {"_opt_called": True}),
     ),
     PrivateName("_register_fake", "tracing a model into stages", STAGES, of=lambda: torch.library.Library),
-    PrivateName("_Options", "Gloo at one address", SEVERAL_WORKERS, of=_gloo),
-    PrivateName("_Options._timeout", "the time that a collective has", SEVERAL_WORKERS, of=_gloo),
-    PrivateName("_Options._devices", "Gloo at one address", SEVERAL_WORKERS, of=_gloo),
-    PrivateName("_allgather_base", "gathering into one tensor", SEVERAL_WORKERS, of=_gloo),
-    PrivateName(
-        "_get_fsdp_state", "a look at sharded parameters before a step", ("sharded", "mesh"), of=_sharded_module
-    ),
+    PrivateName("_Options", "Gloo at one address", GROUPS, of=_gloo),
+    PrivateName("_Options._timeout", "the timeout of collectives", GROUPS, of=_gloo),
+    PrivateName("_Options._devices", "Gloo at one address", GROUPS, of=_gloo),
+    PrivateName("_allgather_base", "gathering into one tensor", GROUPS, of=_gloo),
+    PrivateName("_get_fsdp_state", "access to sharded parameters before a step", SHARDS, of=_sharded_module),
     PrivateName(
         "_lazy_init",
         "the same",
-        ("sharded", "mesh"),
+        SHARDS,
         of=_sharded_state,
     ),
     PrivateName("_BaseDataLoaderIter", "a warning that ranks read the same batches", instead="no warning", of=_loader),
@@ -180,25 +176,25 @@ NAMES = (
         "_get_default_store", "a warning that ranks read the same batches", instead="no warning", of=_distributed
     ),
     PrivateName("_default_pg_init_method", "the same", instead="no warning", of=_distributed),
-    PrivateName("torch._dynamo", "its import, which is put off for a quicker start", instead="nothing is put off"),
-    PrivateName("torch._inductor.config", "deterministic compiled code in exact runs", instead="it is not asked for"),
+    PrivateName("torch._dynamo", "deferring its import for a quicker start", instead="it is not deferred"),
+    PrivateName("torch._inductor.config", "deterministic compiled code in exact runs", instead="it is not enabled"),
 )
 
 
 def missing() -> list[PrivateName]:
-    """Those that this torch lacks. Modules that are only waited for, not imported, count as there."""
-    waited_for = ("torch._dynamo", "torch._inductor.config")
-    return [one for one in NAMES if one.name not in waited_for and not one.is_there]
+    """Names that this torch lacks. Modules whose import is only intercepted count as present."""
+    not_imported = ("torch._dynamo", "torch._inductor.config")
+    return [one for one in NAMES if one.name not in not_imported and not one.is_there]
 
 
 @functools.cache
-def check_strategy_names(strategy: str) -> None:
-    """`EnvironmentProblem` where this torch lacks a name that the strategy cannot do without."""
-    lacking = [one for one in NAMES if (strategy in one.needed_by or one.needed_by == ALL) and not one.is_there]
+def check_strategy_names(strategy: str, uses: tuple[str, ...]) -> None:
+    """Raise `EnvironmentProblem` if this torch lacks a name that the strategy, with these features, needs."""
+    lacking = [one for one in NAMES if set(one.needed_by) & {*uses, *ALL} and not one.is_there]
     if lacking:
         raise EnvironmentProblem(
             f"torch {torch.__version__} lacks {', '.join(one.name for one in lacking)}, private names that strategy "
-            f'"{strategy}" cannot do without ({lacking[0].used_for}).',
+            f'"{strategy}" needs ({lacking[0].used_for}).',
             fix=["pip install 'torch>=2.13,<2.14', the version that was tested"],
         )
 

@@ -1,6 +1,7 @@
-"""Fixtures for every test, and the police.
+"""Fixtures for every test, and checks after every test.
 
-Whoever leaves a process, a thread or a variable behind fails; so does a run whose record contradicts what is promised.
+A test that leaves a process, a thread or an environment variable behind fails; so does one with a run whose record
+breaks a promise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xdist.scheduler import LoadScopeScheduling
 from manyhands.observe.run_audit import audit_run
 from manyhands.testing import RankPool
 
-# Where Python is told to write no bytecode, every process that a test starts would compile the package again.
+# If Python is set to write no bytecode, every process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # More tests at a time than cores: threads that spin while they wait take the cores from each other.
@@ -32,15 +33,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 START = time.monotonic()
-# The foundation's, the fast data plane's, elastic runs', parameter servers' and divided models'.
+# For the foundation, the fast data plane, elastic runs, parameter servers and model parallelism.
 BUDGET_S = 150.0 + 90.0 + 150.0 + 110.0 + 100.0
 
-# Some go through a dozen layouts, which takes ten minutes where thirty others want two cores.
+# Some run a dozen layouts, which takes ten minutes when thirty other processes compete for two cores.
 LONG_TIMEOUT_S = 900
 
 OUT_OF_TIME = "NOT RUN, as its time was over"
 
 _pool = RankPool()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and not config.option.collectonly and os.environ.get("FORK_COMMANDS") != "0":
+        from tests.forked_commands import fork_commands
+
+        fork_commands()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,9 +67,9 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], str]], str]:
-    """`once("name", make)`: what `make` gives, called by whichever of pytest's processes comes first, for all of them.
+    """`once("name", make)`: the result of `make`, which the first of pytest's processes to ask calls for all of them.
 
-    For what whole runs are compared with, which is a whole run itself.
+    For reference runs, which whole runs are compared with.
     """
     own = tmp_path_factory.getbasetemp()
     place = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
@@ -99,7 +108,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _records_hold(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every run that a test made in its folder took each step once, and each sample of an epoch once."""
+    """Every run in a test's folder applied each step once, and each sample of an epoch once."""
     forged = request.node.get_closest_marker("forged_record")
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames and not forged else None
     yield
@@ -110,7 +119,7 @@ def _records_hold(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class OnePool(LoadScopeScheduling):
-    """Tests go to whichever worker is free; those that share processes which are slow to start, to one and the same."""
+    """Gives tests to any free worker, but tests that share slow-to-start processes all to the same worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _shared_by(nodeid.split("::")[0]) or nodeid
@@ -127,7 +136,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OnePool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The slow ones first: at the end all are busy with short ones. Long ones have longer until they count as hung."""
+    """Run slow tests first, so that all workers end with short ones. Long tests get a longer timeout."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
@@ -158,7 +167,7 @@ def _children() -> set[psutil.Process]:
 
 
 def _below(pid: int) -> list[int]:
-    """Every process below this one. All tests ask twice: psutil would look through the whole machine each time."""
+    """All descendants of a process. Every test calls it twice, and psutil would scan the whole machine each time."""
     found: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
         for task in os.listdir(f"/proc/{pid}/task"):

@@ -1,4 +1,4 @@
-"""FTRL once more, a number at a time: what `mh.optim.FTRL` and rows of embeddings are held against."""
+"""A scalar reference implementation of FTRL, for tests of `mh.optim.FTRL` and embedding rows."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ _NAMES = {"lr_power": "power", "initial_accumulator": "n", "l2_shrinkage": "s"}
 
 
 def weight_after(convention: str, w: float, gradients: list[float], lr: float, settings: dict[str, float]) -> float:
-    """What a weight has become, by the settings as the optimizer calls them."""
+    """The weight after these gradients; `settings` have the optimizer's names."""
     known = {_NAMES.get(name, name): -value if name == "lr_power" else value for name, value in settings.items()}
     return FORMULAS[convention](w, gradients, lr, **known)

@@ -1,4 +1,4 @@
-"""Who listens on TCP, as the system sees it: for tests of "nothing listens"."""
+"""Which processes listen on TCP, as the system reports it: for tests that nothing listens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["family_of", "listeners_of"]
 
 
 def family_of(pid: int) -> set[int]:
-    """A process and everything it started that still lives under it."""
+    """A process and its live descendants."""
     try:
         return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     except psutil.NoSuchProcess:
@@ -20,9 +20,9 @@ def family_of(pid: int) -> set[int]:
 
 
 def listeners_of(pids: set[int]) -> set[str]:
-    """ "ADDRESS:PORT" of every TCP socket that these processes hold and listen on; empty when there is none.
+    """ "ADDRESS:PORT" of every TCP socket on which these processes listen; empty when there is none.
 
-    Asked of /proc always and of `ss -ltnp` where there is one: what either finds counts.
+    Read from /proc, and from `ss -ltnp` if that exists; the result has the sockets of both.
     """
     return _by_proc(pids) | _by_ss(pids)
 

@@ -1,4 +1,4 @@
-"""No number is lost on its way through JSON, and every reader of JSON takes what is written."""
+"""Every number survives a round trip through JSON, and the output is valid JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.errors import Preempted
 from manyhands.events import EpochDone, Evaluated, StepDone, decode, encode
 from manyhands.observe.recorder import parse_line
 from manyhands.testing import RankPool
-from manyhands.training.loop.recorded_calls import Calls
+from manyhands.training.loop.recorded_calls import RecordedCalls
 from tests.stopping import StopAt
 from tests.training.workloads import MODELS, OPTIMIZERS, data, mean_loss
 
@@ -53,7 +53,7 @@ def test_every_number_of_a_struct_comes_back_as_it_was(number: float) -> None:
 def test_results_of_calls_come_back_as_they_were(tmp_path: Path) -> None:
     warned: list[str] = []
     for result in ([{"epoch": 0, **ODD}], dict(ODD), None, {"dict": {"nan": {"tensor": 0}}}):
-        calls = Calls(tmp_path / "calls", writes=lambda: True, warn=warned.append)
+        calls = RecordedCalls(tmp_path / "calls", writes=lambda: True, warn=warned.append)
         calls.begin("evaluate")
         calls.finish(result)
         strictly((tmp_path / "calls" / "0001-evaluate.json").read_bytes())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ftrl_formulas import FORMULAS, weight_after
 from torch import nn
 
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.testing import RankPool
+from tests.ftrl_formulas import FORMULAS, weight_after
 
 STEPS = 120
 SETTINGS = {
@@ -40,7 +40,7 @@ def test_weights_follow_the_formula(convention, settings) -> None:
 
 
 def test_the_conventions_differ_by_a_factor_in_l2() -> None:
-    """A configuration that comes from TensorFlow has half the l2 that the paper's convention needs."""
+    """A configuration from TensorFlow has half the l2 that the paper's convention needs."""
     found = []
     for convention, l2 in (("paper", 0.8), ("tensorflow", 0.4)):
         param = nn.Parameter(torch.zeros(5, dtype=torch.float64))
@@ -119,7 +119,7 @@ def wide_model() -> nn.Module:
 
 
 def train_clicks() -> tuple[np.ndarray, int]:
-    """A wide model, most of whose inputs say nothing: L1 finds out which."""
+    """A wide model with mostly irrelevant inputs, which L1 finds."""
     generator = torch.Generator().manual_seed(1)
     x = (torch.rand(2048, 60, generator=generator) < 0.2).float()
     y = (x[:, :5].sum(1) > 1).float()

@@ -1,4 +1,4 @@
-"""What the processes of a run do with signals that ask it to stop."""
+"""How the processes of a run handle signals that request a stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_ctrl_c_again_ends_at_once_and_so_does_any_signal_after_some_seconds() -
 
 
 def run(code: str) -> str:
-    """In a process of its own: handlers belong to a whole process."""
+    """Run code in a new process, as signal handlers belong to a whole process."""
     words = [sys.executable, "-c", f"import os, signal, subprocess, sys, time\nfrom manyhands import signals\n{code}"]
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
 

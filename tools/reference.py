@@ -1,7 +1,7 @@
 """docs/reference.md, written from the docstrings of the public names: `python -m tools.reference > docs/reference.md`.
 
-A docstring is text, then `Args:` with an entry for each parameter. `public_calls` lists what is to have one; the test
-beside it (tests/docs/test_api_reference.py) refuses a parameter that is in no entry.
+A docstring is text, then `Args:` with an entry for each parameter. `public_calls` lists what must have one; its test
+(tests/docs/test_api_reference.py) refuses a parameter that is in no entry.
 """
 
 from __future__ import annotations
@@ -27,24 +27,32 @@ GROUPS = {
     "Training": ["Trainer", "History", "Checkpoints", "EarlyStop", "TensorBoardHook", "launch", "read_events"],
     "Your own loop": ["join", "Hands"],
     "Strategies": [
-        *("Single", "Mirrored", "MultiWorker", "Sharded", "CentralStorage", "Tensor", "Pipeline", "Mesh"),
+        *("Single", "Mirrored", "Sharded", "CentralStorage", "TensorParallel", "PipelineParallel", "Mesh"),
         *("ParameterServer", "LocalSGD"),
     ],
     "Data and embeddings": [
-        *("InputContext", "order.Weighted", "order.ByLength", "Embedding", "EmbeddingBag", "rows.RowOptimizer"),
-        *("rows.SGD", "rows.Adagrad", "rows.RowwiseAdagrad", "rows.Adam", "rows.FTRL", "rows.step"),
+        *("InputContext", "order.Weighted", "order.ByLength", "nn.Embedding", "nn.EmbeddingBag"),
+        *("optim.rows.RowOptimizer", "optim.rows.SGD", "optim.rows.Adagrad", "optim.rows.RowwiseAdagrad"),
+        *("optim.rows.Adam", "optim.rows.FTRL", "optim.rows.step"),
     ],
     "Optimizers that torch does not have": ["optim.FTRL"],
-    "Clusters": ["ClusterSpec", "Server", "Cluster", "Coordinator", "RemoteValue", "Worker", "step"],
+    "Clusters": [
+        *("ClusterSpec", "Server", "dispatch.Cluster", "dispatch.Dispatcher", "dispatch.RemoteValue"),
+        *("dispatch.RemoteWorker", "dispatch.remote"),
+    ],
 }
-MADE_BY_US = ("Hands", "RemoteValue", "History", "rows.RowOptimizer")
-WITH_METHODS = ("Trainer", "Hands", "ClusterSpec", "Server", "Cluster", "Coordinator", "RemoteValue", "Worker")
+ALIASES = {"MultiWorker": "Mirrored"}
+MADE_BY_US = ("Hands", "dispatch.RemoteValue", "History", "optim.rows.RowOptimizer")
+WITH_METHODS = (
+    *("Trainer", "Hands", "ClusterSpec", "Server"),
+    *("dispatch.Cluster", "dispatch.Dispatcher", "dispatch.RemoteValue", "dispatch.RemoteWorker"),
+)
 
 
 class Explained(NamedTuple):
     text: str
     args: dict[str, str]
-    """By parameter; those that share an entry each have it."""
+    """The text of each parameter; parameters that share an entry have the same text."""
 
 
 def explained(docstring: str | None) -> Explained:
@@ -58,12 +66,12 @@ def explained(docstring: str | None) -> Explained:
 
 
 def public_name(name: str) -> Any:
-    """Of mh, or of one of its modules."""
+    """The object with this public name, of mh or of one of its modules."""
     return functools.reduce(getattr, name.split("."), mh)
 
 
 def public_calls() -> Iterator[tuple[str, Callable[..., Any], str | None]]:
-    """Everything a user calls: its name, what has its signature, and its docstring."""
+    """Everything a user calls: its name, the callable with its signature, and its docstring."""
     for name in (name for group in GROUPS.values() for name in group):
         public = public_name(name)
         if name not in MADE_BY_US:
@@ -80,7 +88,7 @@ def parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def reference() -> str:
     calls = {name: (call, docstring) for name, call, docstring in public_calls()}
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, *_overview()]
     for group, names in GROUPS.items():
         lines += [f"## {group}", ""]
         for name in names:
@@ -90,6 +98,15 @@ def reference() -> str:
             for method in [one for one in calls if one.startswith(f"{whole}.")]:
                 lines += _entry(method, *calls[method])
     return "\n".join(lines)
+
+
+def _overview() -> list[str]:
+    """What `dir(mh)` shows, by topic."""
+    shown = {group: [name for name in names if name in mh.__all__] for group, names in GROUPS.items()}
+    shown = {group: [*names, *(a for a, same in ALIASES.items() if same in names)] for group, names in shown.items()}
+    left = sorted(set(dir(mh)) - {name for names in shown.values() for name in names})
+    shown = {**{group: names for group, names in shown.items() if names}, "Modules, and the base of all errors": left}
+    return [*(f"- {group}: {', '.join(f'`mh.{name}`' for name in names)}" for group, names in shown.items()), ""]
 
 
 def _bare(name: str, public: Any) -> list[str]:
@@ -111,7 +128,7 @@ def _properties(public: type) -> list[str]:
 
 
 def _arguments(asked: list[inspect.Parameter]) -> Iterator[str]:
-    """As in a call's definition: a star before those that are given by name only."""
+    """As in a definition: a star before keyword-only parameters."""
     is_apart = False
     for one in asked:
         if one.kind is one.KEYWORD_ONLY and not is_apart:

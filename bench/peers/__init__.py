@@ -1,1 +1,1 @@
-"""Other libraries' sides, each in a virtual environment of its own: `NAME.txt` pins it, `NAME_side.py` trains."""
+"""The sides of other libraries, each in its own virtual environment: `NAME.txt` pins it, `NAME_side.py` trains."""

@@ -1,6 +1,6 @@
 """Lightning Fabric on Gloo, taking turns: `python -m bench.peers.lightning_side WORKLOAD`, with torchrun's variables.
 
-Fabric and not Lightning's Trainer: the same strategy, under a loop that is the caller's.
+Fabric and not Lightning's Trainer: the same strategy, with the caller's loop.
 """
 
 from __future__ import annotations

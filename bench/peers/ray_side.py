@@ -1,9 +1,9 @@
 """A parameter server of Ray actors, taking turns: `python -m bench.peers.ray_side documented|lean mlp-10m 2`.
 
-One actor has the weights and the optimizer, the others compute gradients. The driver hands the gradient that is there
-first to the server, and the weights that come of it to the worker that made it. "documented" is the asynchronous
-example of Ray's documentation: weights are torch tensors that workers load, gradients are stacked and summed, although
-there is one. "lean" does without: both are numpy arrays, used where they lie in Ray's object store.
+One actor has the weights and the optimizer, the others compute gradients. The driver passes the first finished gradient
+to the server, and the updated weights to the worker that computed it. "documented" is the asynchronous example of Ray's
+documentation: weights are torch tensors that workers load, gradients are stacked and summed, although there is one.
+"lean" does neither: both are numpy arrays, used in place in Ray's object store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TensorFlow's ParameterServerStrategy, taking turns: `python -m bench.peers.tensorflow_ps_side mlp-10m 2`.
 
-This process is the coordinator; it starts one server and so many workers as processes of their own, with gRPC between
-them. As in TensorFlow's tutorial a step is one `tf.function` that is scheduled on whichever worker is free: it reads
-the variables, and applies its gradients to them where they are, on the server. The loss stays on the worker.
+This process is the coordinator; it starts one server and so many workers as separate processes, with gRPC between them.
+As in TensorFlow's tutorial a step is one `tf.function` that is scheduled on any idle worker: it reads the variables,
+and applies its gradients to them on the server. The loss stays on the worker.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def main() -> None:
         training = Training(workload, start(addresses(num_workers), stack), num_workers)
         how = f"ParameterServerStrategy, gRPC, XLA {'on' if training.xla else 'off'}: the faster"
         take_turns(Turns(threads=1, versions={"tensorflow": tf.__version__}, how=how), training.run)
-    os._exit(0)  # TensorFlow would tell the others, who are gone, to forget their functions
+    os._exit(0)  # TensorFlow would contact the other processes, which have ended, to release their functions
 
 
 if __name__ == "__main__":

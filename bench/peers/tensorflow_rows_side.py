@@ -1,7 +1,7 @@
 """TensorFlow's ParameterServerStrategy with a table of 10 M rows on the server: `... tensorflow_rows_side 2`.
 
-The cluster is that of `tensorflow_ps_side`. Rows are gathered on the server and travel to the worker, their gradients
-travel back and are subtracted there: nothing of the table's size moves.
+The cluster is that of `tensorflow_ps_side`. Rows are gathered on the server and sent to the worker, their gradients are
+sent back and subtracted there: nothing of the table's size is sent.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Training:
             took[xla] = median(_seconds(self.run) for _ in range(TRIED_STEPS))
         faster = took[True] < took[False]
         self._compile(faster)
-        self.run(2)  # every rank runs as many steps, whatever it found
+        self.run(2)  # every rank runs the same number of steps, whichever is faster there
         return faster
 
     def _compile(self, xla: bool) -> None:

@@ -1,1 +1,5 @@
-"""Faults on purpose, against a real run, and what became of each."""
+"""Fault injection into a real run, and a report of how the run recovered from each fault: `mh chaos`.
+
+May import `spec`, `checkpoint`, `control`, `observe`, `launcher.worker_process` and `trials`.
+Start reading at `chaos_run.play`.
+"""

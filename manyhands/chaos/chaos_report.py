@@ -1,9 +1,9 @@
-"""What became of each fault, and of the run: strikes and events in, a report out. Pure.
+"""Evaluates how a run recovered from each fault: injected faults and events in, a report out. Pure.
 
-Times are those of one host's clock: the strikes', the agent's and the chief's. A worker's loss is detected when its
-agent records it. It is recovered from when the first step is committed by a generation that began after that: a step
-in flight that others finish without the lost worker proves nothing. A server's loss is recovered from with the first
-update that the next process with its number makes. Start reading at `judge`.
+All times (of faults, agent and chief) are of one host's clock. A lost worker is detected when its agent records it. The
+run has recovered when the first step is committed by a generation that started after that: a step in flight that the
+other workers finish without the lost one proves nothing. From a lost server it has recovered with the first update that
+the replacement process makes. Start reading at `judge`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from manyhands.events import (
     Warned,
     WorkerLost,
 )
-from manyhands.observe.run_audit import Ledger, audit, generation_key
+from manyhands.observe.run_audit import RunLedger, audit, generation_key
 
 Kind = TypeVar("Kind", bound=Event)
 
-__all__ = ["Outcome", "Report", "Weights", "judge"]
+__all__ = ["ChaosReport", "FaultOutcome", "Weights", "judge"]
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """One fault and what became of it. Seconds are from the strike; None: it never happened."""
+class FaultOutcome(msgspec.Struct, kw_only=True):
+    """One fault and its effect. Seconds are from the injection; None: it never happened."""
 
     number: int
     kind: str
@@ -55,13 +55,13 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """The last checkpoints of both runs, compared bit for bit: weights, buffers, the optimizer's state."""
+    """The last checkpoints of both runs, compared bit for bit: weights, buffers, optimizer state."""
 
     step: int
     reference_step: int
     tensors: int
     different: list[str]
-    """Names of tensors that differ, or that only one of them has."""
+    """Names of tensors that differ, or that only one checkpoint has."""
 
     @property
     def same_step(self) -> bool:
@@ -72,40 +72,40 @@ class Weights(msgspec.Struct, kw_only=True):
         return self.same_step and not self.different
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ChaosReport(msgspec.Struct, kw_only=True):
     exit_code: int
-    """Of the run itself."""
+    """Exit code of the run with faults."""
     exact: bool
-    """The script asked for exact=True: only then are equal weights promised."""
+    """The script set exact=True: only then are equal weights promised."""
     mode: str = ""
-    """Of parameter servers: "sync", "ssp" or "async"."""
+    """Mode of parameter servers: "sync", "ssp" or "async"."""
     scheduled: int
-    """Faults; those whose time did not come, because the run was over, are not among the outcomes."""
-    outcomes: list[Outcome]
-    ledger: Ledger
+    """Number of scheduled faults; those after the end of the run are not among the outcomes."""
+    outcomes: list[FaultOutcome]
+    ledger: RunLedger
     seconds: float
-    """From the first committed step until faults were over, or the run was."""
+    """From the first committed step to the end of the faults or of the run."""
     steps: int
-    """Committed in that time."""
+    """Steps committed in that time."""
     recovering_s: float
     goodput: float | None = None
-    """Steps committed in that time, over those of the undisturbed run in as much."""
+    """Steps committed in that time, over those of the run without faults in equal time."""
     weights: Weights | None = None
 
     @property
     def expects_equal(self) -> bool:
-        """Where gradients are applied as they come, no two runs end with the same weights."""
+        """Whether equal weights are expected; not if servers apply gradients asynchronously."""
         return self.mode not in ("ssp", "async")
 
     @property
     def passed(self) -> bool:
-        """A run that nothing struck has shown nothing."""
-        struck = self.scheduled == 0 or any(not one.skipped for one in self.outcomes)
+        """Whether the run recovered from everything; False if no fault was injected, which shows nothing."""
+        injected = self.scheduled == 0 or any(not one.skipped for one in self.outcomes)
         well = self.exit_code == 0 and not self.ledger.problems and not any(one.is_bad for one in self.outcomes)
-        return struck and well and self._weights_are_well
+        return injected and well and self._weights_pass
 
     @property
-    def _weights_are_well(self) -> bool:
+    def _weights_pass(self) -> bool:
         if self.weights is None:
             return True
         return self.weights.equal if self.expects_equal else self.weights.same_step
@@ -120,18 +120,18 @@ def judge(
     scheduled: int,
     minutes: float,
     weights: Weights | None = None,
-) -> Report:
+) -> ChaosReport:
     commits = _commits(events)
     first_s = commits[0].time_s if commits else 0.0
     ledger = audit(events)
-    outcomes = [_outcome(struck, events, commits, first_s) for struck in strikes]
-    _blame(outcomes, ledger, commits, first_s)
+    outcomes = [_outcome(strike, events, commits, first_s) for strike in strikes]
+    _assign_rollbacks(outcomes, ledger, commits, first_s)
     last_recovery_s = max((one.at_s + (one.recovered_s or 0.0) for one in outcomes), default=0.0)
     ended_s = commits[-1].time_s - first_s if commits else 0.0
     window_s = min(ended_s, max(60.0 * minutes, last_recovery_s))
     steps = _steps_until(commits, first_s + window_s)
     speed, of_reference = _speed(steps, window_s), _speed_of(_commits(reference))
-    return Report(
+    return ChaosReport(
         exit_code=exit_code,
         exact=any(event.exact for event in events if isinstance(event, RunStarted)),
         mode=next((event.mode for event in events if isinstance(event, RunStarted) and event.mode), ""),
@@ -140,20 +140,20 @@ def judge(
         ledger=ledger,
         seconds=window_s,
         steps=steps,
-        recovering_s=_covered(_standstills(outcomes)),
+        recovering_s=_covered(_recovery_spans(outcomes)),
         goodput=speed / of_reference if of_reference else None,
         weights=weights,
     )
 
 
 def _commits(events: Sequence[Event]) -> list[StepDone]:
-    """In order of time; files overlap, and tell some of them twice."""
+    """Committed steps in order of time, each once: the files overlap."""
     unique = {(event.generation, event.step, event.time_s): event for event in events if isinstance(event, StepDone)}
     return sorted(unique.values(), key=lambda event: event.time_s)
 
 
 def _steps_until(commits: Sequence[StepDone], time_s: float) -> int:
-    """How far the run had come from its first step by then; steps that were made twice count once."""
+    """Progress from the first step by that time; repeated steps count once."""
     done = [commit.step for commit in commits if commit.time_s <= time_s]
     return done[-1] - done[0] if done else 0
 
@@ -168,35 +168,35 @@ def _speed_of(commits: Sequence[StepDone]) -> float:
     return _speed(commits[-1].step - commits[0].step, commits[-1].time_s - commits[0].time_s)
 
 
-def _outcome(struck: Strike, events: Sequence[Event], commits: Sequence[StepDone], first_s: float) -> Outcome:
-    fault, began = struck.fault, struck.time_s
-    outcome = Outcome(number=fault.number, kind=fault.kind, who=struck.who, at_s=began - first_s)
-    if struck.skipped:
-        outcome.skipped, outcome.note = True, struck.skipped
+def _outcome(strike: Strike, events: Sequence[Event], commits: Sequence[StepDone], first_s: float) -> FaultOutcome:
+    fault, started_s = strike.fault, strike.time_s
+    outcome = FaultOutcome(number=fault.number, kind=fault.kind, who=strike.who, at_s=started_s - first_s)
+    if strike.skipped:
+        outcome.skipped, outcome.note = True, strike.skipped
         return outcome
     match fault.kind:
         case "coordinator":
-            detected = _first(one for one in _after(events, Warned, began) if "coordinator" in one.text)
+            detected = _first(one for one in _after(events, Warned, started_s) if "coordinator" in one.text)
             recovered = None if detected is None else _first(_after(commits, StepDone, detected))
         case "disk":
-            detected, recovered = _disk(struck, events, outcome)
+            detected, recovered = _disk(strike, events, outcome)
         case "slow":
-            detected, recovered = None, _first(_after(commits, StepDone, began))
-            outcome.note = _slow_note(struck, events, commits)
+            detected, recovered = None, _first(_after(commits, StepDone, started_s))
+            outcome.note = _slow_note(strike, events, commits)
         case "agent":
-            detected = _first(one for one in _after(events, GenerationStarted, began) if _is_without(one, struck))
-            recovered = _next_commit_after_loss(detected, events, commits)
+            detected = _first(one for one in _after(events, GenerationStarted, started_s) if _is_without(one, strike))
+            recovered = _next_commit_after_lost(detected, events, commits)
         case "kill-server" | "stop-server":
-            detected = _first(one for one in _after(events, ServerLost, began) if one.pid == struck.pid)
-            recovered = None if detected is None else _first(_went_on(struck, events, detected))
+            detected = _first(one for one in _after(events, ServerLost, started_s) if one.pid == strike.pid)
+            recovered = None if detected is None else _first(_first_updates(strike, events, detected))
         case _:
-            detected = _loss(struck, events)
-            recovered = _next_commit_after_loss(detected, events, commits)
-    if recovered is None and (end := _well_ended(events, began)) is not None:
+            detected = _lost_at(strike, events)
+            recovered = _next_commit_after_lost(detected, events, commits)
+    if recovered is None and (end := _well_ended(events, started_s)) is not None:
         recovered = end
-        outcome.note = outcome.note or "the run ended first, and well"
-    outcome.detected_s = None if detected is None else detected - began
-    outcome.recovered_s = None if recovered is None else recovered - began
+        outcome.note = outcome.note or "the run ended before, successfully"
+    outcome.detected_s = None if detected is None else detected - started_s
+    outcome.recovered_s = None if recovered is None else recovered - started_s
     return outcome
 
 
@@ -209,29 +209,29 @@ def _first(events: Iterable[Event]) -> float | None:
     return next((event.time_s for event in events), None)
 
 
-def _loss(struck: Strike, events: Sequence[Event]) -> float | None:
-    return _first(one for one in _after(events, WorkerLost, struck.time_s) if one.pid == struck.pid)
+def _lost_at(strike: Strike, events: Sequence[Event]) -> float | None:
+    return _first(one for one in _after(events, WorkerLost, strike.time_s) if one.pid == strike.pid)
 
 
-def _went_on(struck: Strike, events: Sequence[Event], since_s: float) -> list[ServerWentOn]:
-    return [one for one in _after(events, ServerWentOn, since_s) if one.server == struck.slot]
+def _first_updates(strike: Strike, events: Sequence[Event], since_s: float) -> list[ServerWentOn]:
+    return [one for one in _after(events, ServerWentOn, since_s) if one.server == strike.slot]
 
 
-def _is_without(started: GenerationStarted, struck: Strike) -> bool:
-    """Whether this generation began because one of these is gone; nobody is left to record the loss of each."""
-    return any(f"(pid {pid})" in started.why for pid in struck.others)
+def _is_without(started: GenerationStarted, strike: Strike) -> bool:
+    """Whether this generation started because one of the agent's workers was lost; no agent is left to record each."""
+    return any(f"(pid {pid})" in started.why for pid in strike.others)
 
 
-def _slow_note(struck: Strike, events: Sequence[Event], commits: Sequence[StepDone]) -> str:
-    assert struck.until_s is not None
-    lost_s = _loss(struck, events)
-    if lost_s is not None and lost_s < struck.until_s:
-        return "the worker was lost meanwhile"
-    steps = sum(struck.time_s <= commit.time_s < struck.until_s for commit in commits)
-    return f"{steps} steps in its {struck.fault.lasts_s:g} s"
+def _slow_note(strike: Strike, events: Sequence[Event], commits: Sequence[StepDone]) -> str:
+    assert strike.until_s is not None
+    lost_s = _lost_at(strike, events)
+    if lost_s is not None and lost_s < strike.until_s:
+        return "the worker was lost in the meantime"
+    steps = sum(strike.time_s <= commit.time_s < strike.until_s for commit in commits)
+    return f"{steps} steps in its {strike.fault.lasts_s:g} s"
 
 
-def _next_commit_after_loss(lost_s: float | None, events: Sequence[Event], commits: Sequence[StepDone]) -> float | None:
+def _next_commit_after_lost(lost_s: float | None, events: Sequence[Event], commits: Sequence[StepDone]) -> float | None:
     if lost_s is None:
         return None
     newer = _after(events, GenerationStarted, lost_s)
@@ -241,39 +241,43 @@ def _next_commit_after_loss(lost_s: float | None, events: Sequence[Event], commi
     return _first(commit for commit in commits if generation_key(commit.generation) >= least)
 
 
-def _disk(struck: Strike, events: Sequence[Event], outcome: Outcome) -> tuple[float | None, float | None]:
-    """Noticed when a checkpoint fails, over when one is committed again; if none was due, when training goes on."""
-    assert struck.until_s is not None
-    failed = _first(_after(events, CheckpointFailed, struck.time_s))
-    if failed is None or failed >= struck.until_s:  # a later one is another fault's
-        outcome.note = "no checkpoint was due meanwhile"
-        return None, _first(_after(events, StepDone, struck.time_s))
-    return failed, _first(_after(events, CheckpointSaved, struck.until_s))
+def _disk(strike: Strike, events: Sequence[Event], outcome: FaultOutcome) -> tuple[float | None, float | None]:
+    """Detected when a checkpoint fails, recovered when one is committed again; if none was due, with the next step."""
+    assert strike.until_s is not None
+    failed = _first(_after(events, CheckpointFailed, strike.time_s))
+    if failed is None or failed >= strike.until_s:  # a later one belongs to another fault
+        outcome.note = "no checkpoint was due in the meantime"
+        return None, _first(_after(events, StepDone, strike.time_s))
+    return failed, _first(_after(events, CheckpointSaved, strike.until_s))
 
 
 def _well_ended(events: Sequence[Event], since_s: float) -> float | None:
     return _first(one for one in _after(events, RunEnded, since_s) if one.exit_code == 0)
 
 
-def _blame(outcomes: Sequence[Outcome], ledger: Ledger, commits: Sequence[StepDone], first_s: float) -> None:
-    """Steps that were taken back are put down to the last fault on a worker or server before they were made anew."""
+def _assign_rollbacks(
+    outcomes: Sequence[FaultOutcome], ledger: RunLedger, commits: Sequence[StepDone], first_s: float
+) -> None:
+    """Attribute rolled-back steps to the last fault on a worker or server before they were repeated."""
     for rollback in ledger.rollbacks:
-        began = _first(commit for commit in commits if commit.generation == rollback.generation)
+        started_s = _first(commit for commit in commits if commit.generation == rollback.generation)
         before = [
-            one for one in outcomes if one.kind in (*ON_WORKERS, *ON_SERVERS) and began and one.at_s + first_s <= began
+            one
+            for one in outcomes
+            if one.kind in (*ON_WORKERS, *ON_SERVERS) and started_s and one.at_s + first_s <= started_s
         ]
         if before:
             before[-1].steps_lost += rollback.steps
 
 
-def _standstills(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    """From when until when nothing was committed; a full disk stops no step."""
+def _recovery_spans(outcomes: Sequence[FaultOutcome]) -> list[tuple[float, float]]:
+    """Time spans without commits; a full disk does not stop steps."""
     known = [one for one in outcomes if one.kind != "disk" and one.recovered_s is not None]
     return [(one.at_s, one.at_s + (one.recovered_s or 0.0)) for one in known]
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that are in any of the spans."""
+    """Total seconds covered by the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

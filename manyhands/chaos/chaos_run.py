@@ -1,8 +1,8 @@
-"""Plays a script twice: undisturbed, and with faults; then compares. The shell around `fault_schedule`, `strikes`,
+"""Runs a script twice, without and with faults, and compares. Drives `fault_schedule`, `fault_injection` and
 `chaos_report`.
 
-Each run is a real `mh run` in a process of its own, which tells its events on standard output: unlike the chief's file,
-that record loses nothing when the chief is killed. Start reading at `play`.
+Each run is a real `mh run` in a separate process, which prints its events on standard output: unlike the chief's file,
+that record is complete even if the chief is killed. Start reading at `play`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from manyhands.chaos.chaos_report import Report, Weights, judge
-from manyhands.chaos.extra_agents import Agents
-from manyhands.chaos.fault_injection import Strike, Striker, Timeline
+from manyhands.chaos.chaos_report import ChaosReport, Weights, judge
+from manyhands.chaos.extra_agents import ExtraAgents
+from manyhands.chaos.fault_injection import FaultTimeline, Strike, Striker
 from manyhands.chaos.fault_schedule import Fault
 from manyhands.checkpoint.reader import Loaded, load, newest_valid
 from manyhands.control.messages.failure import Failure, render
@@ -35,73 +35,73 @@ from manyhands.trials.trial_runner import ended_by_signals
 __all__ = ["Chaos", "compare_weights", "play"]
 
 POLL_S = 0.02
-# What a run's processes get to be gone after they were told to.
+# How long a run's processes may take to end after a signal.
 GONE_AFTER_S = 20.0
 TAIL_CHARS = 3000
 
 
 class Chaos(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for."""
+    """Request of `mh chaos`."""
 
     words: list[str]
-    """What follows `mh run`: settings, script, arguments; without a run directory and a number of restarts."""
+    """Arguments of `mh run`: settings, script, its arguments; without run directory and number of restarts."""
     max_restarts: int
-    """Of the run with faults; deaths of the undisturbed one are the script's own."""
+    """Of the run with faults; in the run without faults, a lost worker is an error of the script."""
     folder: Path
-    """Where both runs, their events and the report go."""
+    """Directory of both runs, their events and the report."""
     faults: Sequence[Fault]
     minutes: float
     agents: int = 1
-    """Of the run; all but the first are started here, with `agent_words` each."""
+    """Number of agents; all but the first are started here, with `agent_words` each."""
     agent_words: Sequence[str] = ()
     wait_s: float
-    """How long a run may take to its first step, and from the end of the faults to its own."""
+    """How long a run may take to its first step, and from the end of the faults to its end."""
     reference: bool = True
 
 
-def play(asked: Chaos, say: Callable[[str], None]) -> Report:
-    """Run, strike, and judge. Raises `TrainingFailed` where the script fails without any fault, or does not end."""
+def play(asked: Chaos, say: Callable[[str], None]) -> ChaosReport:
+    """Run, inject faults, and evaluate. Raises `TrainingFailed` if the script fails without faults, or does not end."""
     asked.folder.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
-        undisturbed = _undisturbed(asked, say) if asked.reference else None
-        disturbed, strikes = _disturbed(asked, say)
+        reference = _run_without_faults(asked, say) if asked.reference else None
+        chaos, strikes = _run_with_faults(asked, say)
     return judge(
         strikes,
-        read_run_events(disturbed.run_dir, disturbed.told),
-        undisturbed.commits if undisturbed is not None else [],
-        exit_code=disturbed.exit_code,
+        read_run_events(chaos.run_dir, chaos.events_file),
+        reference.commits if reference is not None else [],
+        exit_code=chaos.exit_code,
         scheduled=len(asked.faults),
         minutes=asked.minutes,
-        weights=_weights(disturbed, undisturbed) if undisturbed is not None else None,
+        weights=_weights(chaos, reference) if reference is not None else None,
     )
 
 
-def _undisturbed(asked: Chaos, say: Callable[[str], None]) -> _Run:
-    say("undisturbed run ...")
+def _run_without_faults(asked: Chaos, say: Callable[[str], None]) -> _Run:
+    say("run without faults ...")
     run = _Run(asked, "reference", max_restarts=0)
     with run.started():
-        run.wait(Timeline())
-    run.must_have_ended_well()
-    say(f"undisturbed run: {len(run.commits)} steps in {run.seconds:.1f} s")
+        run.wait(FaultTimeline())
+    run.check_success()
+    say(f"run without faults: {len(run.commits)} steps in {run.seconds:.1f} s")
     return run
 
 
-def _disturbed(asked: Chaos, say: Callable[[str], None]) -> tuple[_Run, list[Strike]]:
-    run, timeline = _Run(asked, "chaos", max_restarts=asked.max_restarts), Timeline()
-    striker = Striker(run.run_dir, timeline, run.agents, lambda struck: say(_told(struck)))
+def _run_with_faults(asked: Chaos, say: Callable[[str], None]) -> tuple[_Run, list[Strike]]:
+    run, timeline = _Run(asked, "chaos", max_restarts=asked.max_restarts), FaultTimeline()
+    striker = Striker(run.run_dir, timeline, run.agents, lambda strike: say(_fault_line(strike)))
     with run.started():
         run.wait_for_first_step()
-        began = time.monotonic()
+        started_at = time.monotonic()
         for fault in asked.faults:
-            timeline.add(began + fault.at_s, functools.partial(striker.strike, fault))
+            timeline.add(started_at + fault.at_s, functools.partial(striker.strike, fault))
         run.wait(timeline)
     return run, striker.strikes
 
 
-def _told(struck: Strike) -> str:
-    fault = struck.fault
-    place = f" at step {struck.step}" if struck.step is not None else ""
-    return f"{fault.number}. {fault.kind}: " + (struck.skipped or f"{struck.who}{place}")
+def _fault_line(strike: Strike) -> str:
+    fault = strike.fault
+    where = f" at step {strike.step}" if strike.step is not None else ""
+    return f"{fault.number}. {fault.kind}: " + (strike.skipped or f"{strike.who}{where}")
 
 
 class _Run:
@@ -109,11 +109,13 @@ class _Run:
 
     def __init__(self, asked: Chaos, name: str, *, max_restarts: int) -> None:
         self._asked, self._max_restarts = asked, max_restarts
-        self.run_dir, self.told = asked.folder / name, asked.folder / f"{name}.jsonl"
-        self._said = asked.folder / f"{name}.err"
+        self.run_dir, self.events_file = asked.folder / name, asked.folder / f"{name}.jsonl"
+        self._stderr_file = asked.folder / f"{name}.err"
         self._process: subprocess.Popen[bytes] | None = None
         self._join_file = asked.folder / f"{name}.join"
-        self.agents = Agents(asked.agents - 1, asked.agent_words, self._join_file, asked.folder / f"{name}.agents.txt")
+        self.agents = ExtraAgents(
+            asked.agents - 1, asked.agent_words, self._join_file, asked.folder / f"{name}.agents.txt"
+        )
         self._read_bytes = 0
         self.commits: list[Event] = []
         self.exit_code = -1
@@ -121,22 +123,22 @@ class _Run:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Inside, the run is alive or over; afterwards nothing of it is left."""
+        """Inside, the run is alive or has ended; afterwards none of its processes is left."""
         command = [
             *(sys.executable, "-m", "manyhands.cli.main", "run", "--json"),
             *("--run-dir", str(self.run_dir), "--max-restarts", str(self._max_restarts)),
         ]
-        if self._asked.agents > 1:  # as on several hosts, but nothing leaves this one
+        if self._asked.agents > 1:  # as on several hosts, but over loopback
             command += ["--hosts-wanted", str(self._asked.agents), "--listen", "127.0.0.1"]
             command += ["--join-file", str(self._join_file), "--insecure-data-plane"]
-        began = time.monotonic()
-        with self.told.open("wb") as told, self._said.open("wb") as said:
+        started_at = time.monotonic()
+        with self.events_file.open("wb") as events_file, self._stderr_file.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [*command, *self._asked.words],
-                stdout=told,
-                stderr=said,
+                stdout=events_file,
+                stderr=stderr,
                 env={**environment(), CHAOS_VARIABLE: "1"},
-                start_new_session=True,  # Ctrl-C is for us; we end the run
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the run
             )
         try:
             if self._asked.agents > 1:
@@ -145,7 +147,7 @@ class _Run:
         finally:
             self.exit_code = _end(self._process)
             self.agents.end()
-            self.seconds = time.monotonic() - began
+            self.seconds = time.monotonic() - started_at
             self._read()
 
     def wait_for_first_step(self) -> None:
@@ -157,38 +159,38 @@ class _Run:
             time.sleep(POLL_S)
             self._read()
 
-    def wait(self, timeline: Timeline) -> None:
-        """Until the run ends, or has taken too long; plays what is on the timeline meanwhile."""
+    def wait(self, timeline: FaultTimeline) -> None:
+        """Wait until the run ends or takes too long; inject the faults of the timeline meanwhile."""
         assert self._process is not None
         deadline = time.monotonic() + 60.0 * self._asked.minutes + self._asked.wait_s
         while self._process.poll() is None and time.monotonic() < deadline:
             timeline.play()
             time.sleep(POLL_S)
 
-    def must_have_ended_well(self) -> None:
+    def check_success(self) -> None:
         if self.exit_code != 0 or not self.commits:
-            raise self._failed("it did not end by itself" if self.commits else "it trained nothing")
+            raise self._failed("it did not end successfully" if self.commits else "it committed no step")
 
     def _read(self) -> None:
-        with self.told.open("rb") as file:
+        with self.events_file.open("rb") as file:
             file.seek(self._read_bytes)
             *lines, rest = file.read().split(b"\n")
             self._read_bytes = file.tell() - len(rest)
         self.commits += [event for line in lines if isinstance(event := parse_line(line), StepDone)]
 
     def _failed(self, what: str) -> TrainingFailed:
-        words = _failure(self.told) or self._said.read_text(errors="replace") + self.agents.said()
+        words = _failure(self.events_file) or self._stderr_file.read_text(errors="replace") + self.agents.output()
         words = words[-TAIL_CHARS:].strip()
         code = "" if self.exit_code == -1 else f" (exit code {self.exit_code})"
         return TrainingFailed(
-            f"The script cannot be put to the test: {what}{code}." + (f" It said:\n{words}" if words else ""),
-            fix=["mh run with the same words, to see what it does", f"--wait {2 * self._asked.wait_s:g}"],
+            f"The script cannot be tested: {what}{code}." + (f" Its output:\n{words}" if words else ""),
+            fix=["mh run with the same arguments, to see what it does", f"--wait {2 * self._asked.wait_s:g}"],
         )
 
 
-def _failure(told: Path) -> str:
-    """What the launcher said of the failure that ended the run; empty if it said nothing."""
-    lines = [line for line in told.read_bytes().splitlines() if line.startswith(b'{"event": "Failure"')]
+def _failure(events_file: Path) -> str:
+    """The launcher's report of the failure that ended the run; empty if there is none."""
+    lines = [line for line in events_file.read_bytes().splitlines() if line.startswith(b'{"event": "Failure"')]
     if not lines:
         return ""
     facts = msgspec.json.decode(lines[-1])
@@ -196,29 +198,29 @@ def _failure(told: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a run that has ended, or is told to, now."""
+    """End the run if it has not ended; returns its exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends a run at once
         if process.poll() is None:
             process.send_signal(number)
     try:
         return process.wait(GONE_AFTER_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its guard ends what it leaves
+        process.kill()  # its guard ends the processes that it leaves
         return process.wait()
 
 
-def _weights(disturbed: _Run, undisturbed: _Run) -> Weights:
-    return compare_weights(disturbed.run_dir / "checkpoints", undisturbed.run_dir / "checkpoints")
+def _weights(chaos: _Run, reference: _Run) -> Weights:
+    return compare_weights(chaos.run_dir / "checkpoints", reference.run_dir / "checkpoints")
 
 
 def compare_weights(checkpoints: Path, reference: Path) -> Weights:
-    """The newest checkpoint of each folder, bit for bit."""
-    mine, theirs = _newest(checkpoints), _newest(reference)
-    ours, others = (one.tensors if one is not None else {} for one in (mine, theirs))
+    """Compare the newest checkpoints of both folders bit for bit."""
+    chaos_checkpoint, reference_checkpoint = _newest(checkpoints), _newest(reference)
+    ours, others = (one.tensors if one is not None else {} for one in (chaos_checkpoint, reference_checkpoint))
     names = sorted(ours.keys() | others.keys())
     return Weights(
-        step=mine.manifest.step if mine is not None else -1,
-        reference_step=theirs.manifest.step if theirs is not None else -1,
+        step=chaos_checkpoint.manifest.step if chaos_checkpoint is not None else -1,
+        reference_step=reference_checkpoint.manifest.step if reference_checkpoint is not None else -1,
         tensors=len(names),
         different=[name for name in names if not _same_bits(ours.get(name), others.get(name))],
     )

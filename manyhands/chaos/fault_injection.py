@@ -1,9 +1,8 @@
-"""The faults themselves: signals and limits on the processes of a live run. Decides nothing but whom a fault finds.
+"""Injects faults: signals and limits on the processes of a live run. Decides only which process a fault hits.
 
-Where the worker or server that should be struck is not there, or not in the run yet, the next one is. A run's last
-healthy worker is spared until another has joined: without it nobody could go on, and the run would start again from its
-checkpoint. What a server keeps outlives it, so no server is spared.
-Start reading at `Striker.strike`.
+If the scheduled worker or server is missing or has not joined yet, the next one is hit. A run's last healthy worker is
+spared until another has joined: without it no worker could continue, and the run would restart from its checkpoint. A
+server's state outlives it, so no server is spared. Start reading at `Striker.strike`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.chaos.extra_agents import RETURN_AFTER_S, Agents, workers_of
+from manyhands.chaos.extra_agents import RETURN_AFTER_S, ExtraAgents, workers_of
 from manyhands.chaos.fault_schedule import ON_SERVERS, ON_WORKERS, Fault
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus, Status
 from manyhands.control.session.run_client import query
 from manyhands.errors import ManyhandsError
 from manyhands.launcher.worker_process.hang_on_signal import HANG_SIGNAL
 
-__all__ = ["Strike", "Striker", "Timeline"]
+__all__ = ["FaultTimeline", "Strike", "Striker"]
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -38,27 +37,27 @@ SIGNALS = {
 }
 SLOW_TURN_S = 0.1
 RETRY_S = 0.05
-# A fault that finds nobody for so long is given up.
+# A fault without a target for this long is skipped.
 PATIENCE_S = 30.0
 
 
 class Strike(msgspec.Struct, kw_only=True):
-    """A fault, as it struck."""
+    """A fault as it was injected."""
 
     fault: Fault
     time_s: float
     """Wall clock, as in events."""
     rank: int | None = None
     slot: int | None = None
-    """A worker's; of a server, its number."""
+    """Slot of a worker; number of a server."""
     pid: int | None = None
     others: list[int] = []
-    """Processes that go with it: a lost agent's workers."""
+    """Processes that end with it: the workers of a killed agent."""
     step: int | None = None
-    """Where the victim said it was."""
+    """The last step that the victim reported."""
     until_s: float | None = None
     skipped: str = ""
-    """Why it did not strike at all."""
+    """Why it was not injected at all."""
 
     @property
     def who(self) -> str:
@@ -71,45 +70,47 @@ class Strike(msgspec.Struct, kw_only=True):
         return f"worker {self.slot}{' (chief)' if self.rank == 0 else ''}"
 
 
-class Timeline:
-    """What is to be done, and when; one thread, no waiting of its own."""
+class FaultTimeline:
+    """Actions with their times; one thread, never waits."""
 
     def __init__(self) -> None:
-        self._acts: list[tuple[float, int, Callable[[], None]]] = []
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def add(self, at: float, act: Callable[[], None]) -> None:
-        """`at` is by the monotonic clock."""
-        heapq.heappush(self._acts, (at, next(self._numbers), act))
+        """`at` is a time of the monotonic clock."""
+        heapq.heappush(self._actions, (at, next(self._numbers), act))
 
     def play(self) -> None:
-        """Do whatever is due."""
-        while self._acts and self._acts[0][0] <= time.monotonic():
-            heapq.heappop(self._acts)[2]()
+        """Run the actions that are due."""
+        while self._actions and self._actions[0][0] <= time.monotonic():
+            heapq.heappop(self._actions)[2]()
 
 
 class Striker:
-    """Strikes a run's processes and notes down what it did in `strikes`. `say` gets a line for each."""
+    """Injects faults into a run's processes and records them in `strikes`. `say` is called with each."""
 
-    def __init__(self, run_dir: Path, timeline: Timeline, agents: Agents, say: Callable[[Strike], None]) -> None:
+    def __init__(
+        self, run_dir: Path, timeline: FaultTimeline, agents: ExtraAgents, say: Callable[[Strike], None]
+    ) -> None:
         self._run_dir, self._timeline, self._agents, self._say = run_dir, timeline, agents, say
         self.strikes: list[Strike] = []
         self._doomed: set[int] = set()
-        """Struck for good, whether their agent knows it yet or not."""
+        """Processes with a permanent fault, whether their agent has noticed it yet or not."""
         self._disk_full_until = 0.0
         self._limits: dict[int, tuple[int, int] | None] = {}
-        """File-size limits, by process, as they were before."""
+        """Original file-size limits, by process."""
 
     def strike(self, fault: Fault, *, give_up_at: float | None = None) -> None:
-        """Strike now, or as soon as there is somebody to strike."""
+        """Inject the fault now, or as soon as there is a target."""
         give_up_at = give_up_at or time.monotonic() + PATIENCE_S
         status = self._status()
         struck = status is not None and self._at(fault, status)
         if not struck and time.monotonic() < give_up_at:
             self._timeline.add(time.monotonic() + RETRY_S, lambda: self.strike(fault, give_up_at=give_up_at))
         elif not struck:
-            whom = "server to strike" if fault.kind in ON_SERVERS else "worker to spare"
-            why = "the run did not answer" if status is None else f"there was no {whom}"
+            target = "server to hit" if fault.kind in ON_SERVERS else "second healthy worker"
+            why = "the run did not answer" if status is None else f"there was no {target}"
             self._note(Strike(fault=fault, time_s=time.time(), skipped=f"{why} for {PATIENCE_S:g} s"))
 
     def _status(self) -> Status | None:
@@ -133,7 +134,7 @@ class Striker:
         members = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
         if len(members) < 2:
             return False
-        victim = min(members, key=lambda one: _turns(fault, one.slot))
+        victim = min(members, key=lambda one: _cyclic_order(fault, one.slot))
         struck = Strike(
             fault=fault, time_s=time.time(), rank=victim.rank, slot=victim.slot, pid=victim.pid, step=victim.step
         )
@@ -151,7 +152,7 @@ class Striker:
         servers = [one for one in status.servers if one.pid not in self._doomed and _serves(one)]
         if not servers:
             return False
-        victim, now = min(servers, key=lambda one: _turns(fault, one.server)), time.time()
+        victim, now = min(servers, key=lambda one: _cyclic_order(fault, one.server)), time.time()
         if not _send(victim.pid, SIGNALS[fault.kind]):
             return False
         self._doomed.add(victim.pid)
@@ -159,11 +160,11 @@ class Striker:
         return True
 
     def _pause(self, pid: int, until: float) -> None:
-        """Stop it and let it go, by turns, unless something else strikes it for good: half of its time is taken."""
+        """Stop and resume the process by turns, half of the time each, unless it gets a permanent fault."""
         if time.monotonic() < until and pid not in self._doomed and _send(pid, signal.SIGSTOP):
-            self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._go_on(pid, until))
+            self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._resume(pid, until))
 
-    def _go_on(self, pid: int, until: float) -> None:
+    def _resume(self, pid: int, until: float) -> None:
         if pid not in self._doomed and _send(pid, signal.SIGCONT):
             self._timeline.add(time.monotonic() + SLOW_TURN_S, lambda: self._pause(pid, until))
 
@@ -175,10 +176,10 @@ class Striker:
         return True
 
     def _agent(self, fault: Fault, status: Status) -> bool:
-        """A machine is gone: an agent and its workers, at once. Another comes after a while."""
+        """Simulate the loss of a host: an agent and its workers die at once. Another agent starts after a while."""
         others, now = self._agents.pids(), time.time()
-        here = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
-        if not others or not here:
+        members = [one for one in status.members if one.pid not in self._doomed and _is_at_work(one)]
+        if not others or not members:
             return False
         assert fault.slot is not None
         victim = others[fault.slot % len(others)]
@@ -200,7 +201,7 @@ class Striker:
             return True
         if not any(limits.values()):
             return False
-        for pid, before in limits.items():  # the first word counts: the disk may be full already
+        for pid, before in limits.items():  # keep the first: the disk may be full already
             self._limits.setdefault(pid, before)
         self._disk_full_until = time.monotonic() + fault.lasts_s
         self._timeline.add(self._disk_full_until, self._free_disk)
@@ -228,8 +229,8 @@ def _serves(server: ServerStatus) -> bool:
     return server.status == "live" and server.step is not None
 
 
-def _turns(fault: Fault, slot: int | None) -> tuple[bool, int]:
-    """Whose turn it is: the scheduled one's, else that of the next one by number, and around."""
+def _cyclic_order(fault: Fault, slot: int | None) -> tuple[bool, int]:
+    """Sort key that puts the scheduled number first, then the following ones, cyclically."""
     assert fault.slot is not None
     assert slot is not None
     return slot < fault.slot, slot
@@ -244,7 +245,7 @@ def _send(pid: int, number: int) -> bool:
 
 
 def _forbid_files(pid: int) -> tuple[int, int] | None:
-    """The process's limits before, None if it is gone."""
+    """The process's previous limits; None if it has ended."""
     try:
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))

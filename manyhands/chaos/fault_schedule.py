@@ -1,7 +1,7 @@
-"""Which faults strike, when, and whom: a pure function of the seed and the size of the run.
+"""The schedule of faults, their times and targets: a pure function of the seed and the size of the run.
 
-The same arguments give the same schedule on every machine. Whether a fault finds its victim is another matter: the
-run is real, and a worker that should be killed may be dead already; see `fault_injection`.
+The same arguments give the same schedule on every machine. A fault may not find its target: the run is real, and a
+worker that should be killed may be dead already; see `fault_injection`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Fault(msgspec.Struct, frozen=True):
     """After the first committed step."""
     kind: Kind
     slot: int | None = None
-    """The place in the run of the worker, server or agent that it strikes; None: it is about none of them."""
+    """Number of the worker, server or agent that it hits; None for other kinds."""
     lasts_s: float = 0.0
-    """0: it does not end by itself."""
+    """0: it is permanent."""
 
 
 def schedule(
     seed: int, *, mtbf_s: float, minutes: float, workers: int, servers: int = 0, kinds: Sequence[Kind] = ON_ONE_HOST
 ) -> tuple[Fault, ...]:
-    """Faults with exponential gaps of mean `mtbf_s`, each kind and each worker or server as likely as any other."""
+    """Faults with exponential gaps of mean `mtbf_s`; kinds, and workers or servers, are equally likely."""
     size = f"{workers}" + (f" {servers}" if servers else "")
     draw = random.Random(f"{seed} {mtbf_s:g} {minutes:g} {size} {' '.join(sorted(kinds))}")
     faults: list[Fault] = []

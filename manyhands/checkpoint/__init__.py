@@ -1,8 +1,10 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
-`writer` saves beside training, `reader` finds and loads, `commit` is the protocol, `format` the format, `files` the
-only way to the disk. docs/checkpoints.md says what is promised and what that rests on. Which tensors and state there
-are, and when to save, is the runtime's business.
+`writer` saves in the background, `reader` finds and loads, `commit` is the protocol, `format` the format, `file_ops`
+the only access to the disk. docs/checkpoints.md states the promises and their assumptions. The training loop decides
+which tensors and state there are, and when to save.
+May import `spec`.
+Start reading at `commit.commit`.
 """
 
 from manyhands.checkpoint.export import export, save_tensors

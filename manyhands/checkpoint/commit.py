@@ -1,8 +1,8 @@
-"""One checkpoint from nothing to committed: temp directory, shards, manifest, rename.
+"""Writes and commits one checkpoint: temp directory, shards, manifest, rename.
 
-Several processes may write shards of one draft; one of them, the chief, begins and commits it. Until the rename the
-checkpoint does not exist, after it it is whole; docs/checkpoints.md says what that rests on. When to save, and in
-which thread, is `writer`'s business. Start reading at `commit`.
+Several processes may write shards of one draft; one of them, the chief, begins and commits it. Before the rename the
+checkpoint does not exist, after it it is complete; docs/checkpoints.md states the assumptions. `writer` decides when to
+save, and in which thread. Start reading at `commit`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -45,9 +45,9 @@ from manyhands.checkpoint.tensor_file import describe, tensor_chunks
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed
 
 __all__ = [
-    "Committed",
-    "Draft",
-    "Facts",
+    "CheckpointDraft",
+    "CheckpointFacts",
+    "CommittedCheckpoint",
     "ShardRecord",
     "begin",
     "collect_garbage",
@@ -59,13 +59,13 @@ __all__ = [
     "write_shard",
 ]
 
-# Below torch's grain size of 32768 elements a reduction stays on the calling thread: checking for NaN in the background
-# must not take the training threads' cores.
+# Below torch's grain size of 32768 elements a reduction stays on the calling thread: the NaN check in the background
+# must not take cores from the training threads.
 _SCAN_ELEMENTS = 32_000
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
-    """What one process wrote; small and plain, to be sent to the chief."""
+    """The shard that one process wrote; small and plain, to be sent to the chief."""
 
     name: str
     size: int
@@ -73,8 +73,8 @@ class ShardRecord(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorEntry]
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest says besides the files."""
+class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manifest contains besides the files."""
 
     run: str
     generation: tuple[int, int]
@@ -85,24 +85,24 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[str, float] = {}
 
 
-class Draft(NamedTuple):
+class CheckpointDraft(NamedTuple):
     """A checkpoint being written, in a temp directory of the root."""
 
     root: Path
     path: Path
 
 
-class Committed(NamedTuple):
+class CommittedCheckpoint(NamedTuple):
     path: Path
     manifest: Manifest
     warnings: list[str]
 
 
 @contextlib.contextmanager
-def begin(root: Path, step: int, files: Files) -> Iterator[Draft]:
-    """A fresh, private temp directory, removed on the way out unless it was committed.
+def begin(root: Path, step: int, files: FileSystem) -> Iterator[CheckpointDraft]:
+    """A new, private temp directory, removed on exit unless it was committed.
 
-    It is locked meanwhile, which is how `sweep` tells it from a dead writer's.
+    It is locked meanwhile; `sweep` removes only unlocked ones, whose writer is dead.
     """
     path = root / temp_name(step)
     files.make_directory(path)
@@ -111,11 +111,11 @@ def begin(root: Path, step: int, files: Files) -> Iterator[Draft]:
         if lock is None:
             raise CheckpointSaveFailed(f"{path} was locked by another process the moment it was made.")
         try:
-            yield Draft(root, path)
+            yield CheckpointDraft(root, path)
         finally:
             os.close(lock)
     finally:
-        # A disk that refuses this too has already been reported; the next writer's `sweep` tries again.
+        # If the disk refuses this too, the error was already reported; the next writer's `sweep` tries again.
         with contextlib.suppress(OSError):
             files.remove(path)
 
@@ -125,26 +125,32 @@ def write_shard(
     index: int,
     count: int,
     tensors: Mapping[str, Tensor],
-    files: Files | None = None,
+    files: FileSystem | None = None,
     bring: Callable[[str], Tensor] | None = None,
 ) -> ShardRecord:
     """Write and sync shard `index` (from 1) of `count` into a draft's directory. Any process may; each index once.
 
-    `bring` is `tensor_chunks`'s.
+    `bring` is passed to `tensor_chunks`.
     """
     path = directory / shard_name(index, count)
     entries = {name: TensorEntry(path.name, *describe(name, tensor)) for name, tensor in tensors.items()}
-    written = (files or Files()).write_file(path, tensor_chunks(tensors, bring=bring))
+    written = (files or FileSystem()).write_file(path, tensor_chunks(tensors, bring=bring))
     return ShardRecord(path.name, written.size, written.sha256, entries)
 
 
 def commit(
-    draft: Draft, facts: Facts, state_json: bytes, shards: Sequence[ShardRecord], files: Files, *, hashes: bool = True
-) -> Committed:
+    draft: CheckpointDraft,
+    facts: CheckpointFacts,
+    state_json: bytes,
+    shards: Sequence[ShardRecord],
+    files: FileSystem,
+    *,
+    hashes: bool = True,
+) -> CommittedCheckpoint:
     """Make the draft a checkpoint, or raise and leave everything as it was.
 
-    What was written is read back first (sizes always, checksums unless told otherwise), so that nothing is ever visible
-    that does not verify. The rename is the commit; LATEST comes after it and its failure is only a warning.
+    The files are read back first (sizes always, checksums with `hashes`), so that no visible checkpoint ever fails to
+    verify. The rename is the commit; LATEST is written after it, and a failure of that is only a warning.
     """
     state = files.write_file(draft.path / STATE, [memoryview(state_json)])
     entries = [FileEntry(STATE, state.size, state.sha256)]
@@ -154,20 +160,20 @@ def commit(
     files.sync_directory(draft.path)
     _read_back(draft.path, [*manifest.files, FileEntry(MANIFEST, sealed.size, sealed.sha256)], files, hashes)
     with files.locked(draft.root):
-        # Under the lock: a stale writer that was held up until now must see what was committed meanwhile.
+        # Under the lock: a stale writer that was delayed until now must see what was committed meanwhile.
         refuse_stale(draft.root, facts.generation)
         target = draft.root / str(_free_name(draft.root, facts.step))
         files.rename(draft.path, target)
         files.sync_directory(draft.root)
         warnings = _point_latest(draft.root, target.name, sealed.sha256, files)
-    return Committed(target, manifest, warnings)
+    return CommittedCheckpoint(target, manifest, warnings)
 
 
-def _manifest(root: Path, facts: Facts, files: list[FileEntry], shards: Sequence[ShardRecord]) -> Manifest:
+def _manifest(root: Path, facts: CheckpointFacts, files: list[FileEntry], shards: Sequence[ShardRecord]) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     for shard in shards:
-        if twice := tensors.keys() & shard.tensors.keys():
-            raise CheckpointSaveFailed(f"Tensor {min(twice)!r} is in two shards, one of them {shard.name}.")
+        if duplicates := tensors.keys() & shard.tensors.keys():
+            raise CheckpointSaveFailed(f"Tensor {min(duplicates)!r} is in two shards, one of them {shard.name}.")
         tensors |= shard.tensors
     return Manifest(
         run=facts.run,
@@ -184,7 +190,7 @@ def _manifest(root: Path, facts: Facts, files: list[FileEntry], shards: Sequence
     )
 
 
-def _read_back(path: Path, entries: list[FileEntry], files: Files, hashes: bool) -> None:
+def _read_back(path: Path, entries: list[FileEntry], files: FileSystem, hashes: bool) -> None:
     for entry in entries:
         files.forget_cache(path / entry.name)
     try:
@@ -198,7 +204,7 @@ def _free_name(root: Path, step: int) -> StepName:
     return StepName(step, 1 + max((name.repeat for name in names), default=0))
 
 
-def _point_latest(root: Path, name: str, sha256: str, files: Files) -> list[str]:
+def _point_latest(root: Path, name: str, sha256: str, files: FileSystem) -> list[str]:
     temp = root / latest_temp_name()
     try:
         files.write_file(temp, [memoryview(f"{name} {sha256}\n".encode())])
@@ -222,16 +228,16 @@ def refuse_stale(root: Path, generation: tuple[int, int]) -> None:
 
 
 def refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
-    """CheckpointSaveFailed, naming the tensor, if the model holds NaN or infinity."""
+    """CheckpointSaveFailed, with the tensor's name, if the model contains NaN or infinity."""
     for name, tensor in tensors.items():
         if name.startswith(MODEL) and (tensor.is_floating_point() or tensor.is_complex()):
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            # Types of one byte have no arithmetic of their own.
+            # One-byte types have no arithmetic.
             narrow = values.element_size() == 1
             for part in torch.split(values.detach().reshape(-1), _SCAN_ELEMENTS):
                 if part.numel() and not _finite(part.float() if narrow else part):
                     raise CheckpointSaveFailed(
-                        f"Tensor {name!r} holds NaN or infinity; the checkpoint was not written.",
+                        f"Tensor {name!r} contains NaN or infinity; the checkpoint was not written.",
                         fix=["a smaller learning rate, clip_norm=1.0, or resume from the checkpoint before"],
                     )
 
@@ -242,35 +248,36 @@ def _finite(part: Tensor) -> bool:
 
 
 def collect_garbage(
-    root: Path, keep_last: int, best: Best | None, files: Files, trusted_step: int | None = None
+    root: Path, keep_last: int, best: Best | None, files: FileSystem, trusted_step: int | None = None
 ) -> list[str]:
-    """Remove what need not be kept; call it only after a newer commit. What it cannot read stays. Returns warnings."""
+    """Remove checkpoints that need not be kept; call it only after a newer commit. Unreadable ones stay. Returns
+    warnings."""
     try:
         with files.locked(root):
             committed = [(found.path, found.manifest) for found in scan(root) if found.manifest]
             trusted = [trusted_step is not None and manifest.step <= trusted_step for _, manifest in committed]
             for index in expendable([manifest.results for _, manifest in committed], keep_last, best, trusted):
-                gone, manifest = committed[index]
+                old_path, manifest = committed[index]
                 trash = root / temp_name(manifest.step)
-                # Out of sight first: a half-removed directory must never look like a damaged checkpoint.
-                files.rename(gone, trash)
+                # Renamed first: a half-removed directory must never look like a damaged checkpoint.
+                files.rename(old_path, trash)
                 files.remove(trash)
     except (OSError, CheckpointSaveFailed) as error:
         return [f"Old checkpoints in {root} could not be removed: {error}."]
     return []
 
 
-def set_aside(root: Path, after_step: int, files: Files) -> None:
-    """Rename checkpoints of later steps, so that nobody takes them for one. What they hold stays, for whoever looks."""
+def set_aside(root: Path, after_step: int, files: FileSystem) -> None:
+    """Rename checkpoints of later steps, so that no run resumes from them. Their files stay for inspection."""
     with files.locked(root):
         for found in scan(root):
             if found.name.step > after_step:
                 files.rename(found.path, _free_path(found.path.with_name(f"{found.path.name}{SET_ASIDE}")))
         files.sync_directory(root)
-        left = next((found for found in scan(root) if found.manifest), None)
-        if left is not None:
-            sealed = hashlib.sha256((left.path / MANIFEST).read_bytes()).hexdigest()
-            _point_latest(root, left.path.name, sealed, files)
+        newest = next((found for found in scan(root) if found.manifest), None)
+        if newest is not None:
+            sealed = hashlib.sha256((newest.path / MANIFEST).read_bytes()).hexdigest()
+            _point_latest(root, newest.path.name, sealed, files)
 
 
 def _free_path(path: Path) -> Path:
@@ -278,16 +285,16 @@ def _free_path(path: Path) -> Path:
     return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
-def sweep(root: Path, files: Files) -> None:
-    """Remove what dead writers left: names of our own form, and only where no live writer holds the lock."""
+def sweep(root: Path, files: FileSystem) -> None:
+    """Remove what dead writers left: only names that this module makes, and only if no live writer has the lock."""
     with files.locked(root):
         for name in filter(is_temp_name, os.listdir(root)):
-            # What cannot be removed now is harmless, and the next start tries again.
+            # What cannot be removed now does no harm, and the next start tries again.
             with contextlib.suppress(OSError):
                 _remove_if_dead(root / name, files)
 
 
-def _remove_if_dead(path: Path, files: Files) -> None:
+def _remove_if_dead(path: Path, files: FileSystem) -> None:
     if path.is_symlink() or not path.is_dir():
         files.remove_file(path)
     elif (lock := files.try_lock(path)) is not None:

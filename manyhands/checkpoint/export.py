@@ -1,4 +1,4 @@
-"""The model alone, as one file for other programs: plain safetensors, or a `.pt` of tensors on request."""
+"""Exports the model as one file for other programs: safetensors, or a `.pt` of tensors on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.format import MODEL
 from manyhands.checkpoint.reader import load
 from manyhands.checkpoint.tensor_file import tensor_chunks
@@ -28,7 +28,7 @@ ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pt": "pt", ".pth"
 def export(
     path: Path, destination: Path, format: Format = "safetensors", only_model: bool = True, *, force: bool = False
 ) -> None:
-    """Write the model of the checkpoint at `path`, verified first, under the model's own names.
+    """Write the model of the checkpoint at `path`, verified first, under the names that the model uses.
 
     Without `only_model`, every tensor under its full name.
     """
@@ -40,15 +40,15 @@ def export(
 
 
 def format_of(destination: Path, more: Sequence[str] = ()) -> Format:
-    """As the ending says: torch's own for those that its users know as such. `SpecError` for one that says neither.
+    """The format for a file name ending. `SpecError` for an unknown ending.
 
-    `more` are endings that the caller writes itself.
+    `more`: further endings that the caller handles, listed in the error.
     """
     ending = destination.suffix.lower()
     if ending not in ENDINGS:
         known, named = [*ENDINGS, *more], f"ends with {ending}" if ending else "has no ending"
         raise SpecError(
-            f"{destination} {named}, so that it is not known what to write: there are {', '.join(known)}.",
+            f"{destination} {named}, so the format is not known; known endings: {', '.join(known)}.",
             fix=[str(destination.with_suffix(".safetensors")), str(destination.with_suffix(".pt"))],
         )
     return ENDINGS[ending]
@@ -57,16 +57,16 @@ def format_of(destination: Path, more: Sequence[str] = ()) -> Format:
 def save_tensors(
     destination: Path, tensors: Mapping[str, Tensor], format: Format = "safetensors", *, force: bool = False
 ) -> None:
-    """Write `tensors` to one file: whole or not at all, and over an existing file only with `force`."""
+    """Write `tensors` to one file, completely or not at all; overwrites an existing file only with `force`."""
     if destination.is_dir() or (destination.exists() and not force):
         fix = [] if destination.is_dir() else ["--force (in Python: force=True)"]
         raise UsageError(f"{destination} already exists.", fix=["another file name", *fix])
-    files, temp = Files(), destination.with_name(f".{destination.name}.tmp-{uuid.uuid4().hex}")
+    files, temp = FileSystem(), destination.with_name(f".{destination.name}.tmp-{uuid.uuid4().hex}")
     try:
         _write(temp, tensors, format, files)
         files.rename(temp, destination)
         files.sync_directory(destination.parent)
-    except (OSError, RuntimeError) as error:  # torch's writer makes the second of the first
+    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
         why = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointSaveFailed(f"{destination} was not written: {why}.") from error
     finally:
@@ -74,13 +74,13 @@ def save_tensors(
             files.remove(temp)
 
 
-def _write(temp: Path, tensors: Mapping[str, Tensor], format: Format, files: Files) -> None:
-    # Unlike a checkpoint this is for others to read: the user's umask decides.
+def _write(temp: Path, tensors: Mapping[str, Tensor], format: Format, files: FileSystem) -> None:
+    # Unlike a checkpoint this is for other users to read: the umask decides.
     if format == "safetensors":
         files.write_file(temp, tensor_chunks(tensors, {"format": "pt"}), mode=0o666)
         return
     with os.fdopen(files.create(temp, mode=0o666), "wb") as file:
-        # Cloned, because torch.save writes the whole memory a tensor is a view of.
+        # Cloned, because torch.save writes the whole storage of a view.
         torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, file)
         file.flush()
         files.sync(file.fileno(), temp)

@@ -1,7 +1,7 @@
-"""Every change a checkpoint makes to the file system goes through one small object.
+"""Every change that a checkpoint makes to the file system goes through one small object.
 
-`Files` creates, writes, syncs, renames, removes and locks, and decides nothing. Because it is the only way out, a
-test can pass another one in that fails, dies at, or records each call, and so try every crash there is. Reading is in
+`FileSystem` creates, writes, syncs, renames, removes and locks, and decides nothing. Because there is no other access,
+a test can pass a subclass that fails, dies at, or records each call, and so test every possible crash. Reading is in
 `reader`.
 """
 
@@ -20,18 +20,18 @@ from pathlib import Path
 from manyhands.errors import CheckpointSaveFailed
 from manyhands.private_files import is_for_group, open_private
 
-__all__ = ["Files", "Stream"]
+__all__ = ["FileSystem", "HashedFile"]
 
 LOCK_TIMEOUT_S = 30.0
 PRIVATE = 0o600
 _LOCK_POLL_S = 0.01
 
 
-class Files:
-    """The real file system. Nothing here follows a symbolic link or overwrites, except `rename`."""
+class FileSystem:
+    """The real file system. No call follows a symbolic link or overwrites, except `rename`."""
 
     def before(self, operation: str, path: Path) -> None:
-        """Called ahead of every change; does nothing. The place for a test to fail or to kill the process."""
+        """Called before every change; does nothing. A test overrides it to fail or to kill the process."""
 
     def make_directory(self, path: Path) -> None:
         self.before("mkdir", path)
@@ -84,9 +84,9 @@ class Files:
             self.remove_file(path / name)
         self.remove_directory(path)
 
-    def write_file(self, path: Path, chunks: Iterable[memoryview], mode: int = PRIVATE) -> Stream:
-        """Create `path`, write and sync; size and SHA-256 are taken on the way, so the data is touched once."""
-        stream = Stream(0, hashlib.sha256())
+    def write_file(self, path: Path, chunks: Iterable[memoryview], mode: int = PRIVATE) -> HashedFile:
+        """Create `path`, write and sync; size and SHA-256 are computed meanwhile, so the data is read once."""
+        stream = HashedFile(0, hashlib.sha256())
         fd = self.create(path, mode)
         try:
             for chunk in chunks:
@@ -98,7 +98,7 @@ class Files:
         return stream
 
     def try_lock(self, path: Path) -> int | None:
-        """A descriptor that holds the directory's lock until it is closed, or the process ends; None if it is taken."""
+        """A descriptor that has the directory's lock until it is closed, or the process ends; None if it is taken."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ class Files:
 
     @contextlib.contextmanager
     def locked(self, path: Path) -> Iterator[None]:
-        """Hold the directory's lock. Commits and removals are short, so waiting long means a stuck file system."""
+        """Hold the directory's lock. Commits and removals are short, so a long wait means a stuck file system."""
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while (fd := self.try_lock(path)) is None:
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class Files:
             os.close(fd)
 
     def forget_cache(self, path: Path) -> None:
-        """Let the next read come from the disk, not from memory, where the system can do that."""
+        """Make the next read come from the disk, not from the page cache, if the system supports that."""
         if hasattr(os, "posix_fadvise"):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -136,8 +136,8 @@ class Files:
         return found.f_bavail * found.f_frsize
 
 
-class Stream:
-    """Size and digest of what was written so far."""
+class HashedFile:
+    """Size and digest of the data written so far."""
 
     def __init__(self, size: int, digest: hashlib._Hash) -> None:
         self.size, self._digest = size, digest

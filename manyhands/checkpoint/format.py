@@ -1,11 +1,11 @@
-"""What a checkpoint looks like on disk: names, the manifest, and its seal. Pure: bytes in, values out.
+"""The format of a checkpoint on disk: names, the manifest, and its seal. Pure: bytes in, values out.
 
     <root>/step-00001800/
         shard-00001-of-00003.safetensors     tensors, split by size
         state.json                           everything that is not a tensor
-        MANIFEST.json                        what there must be, with sizes and SHA-256; sealed with its own SHA-256
-    <root>/step-00001800.2/                  the same step saved once more, later
-    <root>/step-00001800.set-aside/          its weights may be wrong; nobody resumes from it
+        MANIFEST.json                        list of files, with sizes and SHA-256; sealed with its own SHA-256
+    <root>/step-00001800.2/                  the same step saved again, later
+    <root>/step-00001800.set-aside/          its weights may be wrong; no run resumes from it
     <root>/step-00001800.tmp-<uuid>/         being written, or being removed; never a checkpoint
     <root>/LATEST                            name and manifest digest of the last commit: a hint, and proof of one
 
@@ -58,9 +58,9 @@ FORMAT = 1
 MANIFEST, STATE, LATEST = "MANIFEST.json", "state.json", "LATEST"
 SET_ASIDE = ".set-aside"
 MODEL = "model/"
-"""Tensors under this prefix are the model's: fingerprinted, refused when not finite, and exported."""
+"""Tensors under this prefix belong to the model: fingerprinted, refused if not finite, and exported."""
 
-# Bounds on what a reader will even look at; a hostile file costs bounded time and memory.
+# Limits on what a reader reads at all, so that a hostile file costs bounded time and memory.
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_STATE_BYTES = 256 * 2**20
 MAX_NAME_CHARS = 4096
@@ -100,25 +100,25 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_possible(dtype: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor can be so. An empty dimension does not excuse the others: strides are counted in 63 bits."""
+    """Whether such a tensor can exist. Other dimensions count even if one is 0: strides must fit in 63 bits."""
     if dtype not in DTYPE_BYTES or len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
         return False
     return math.prod(max(1, dim) for dim in shape) * DTYPE_BYTES[dtype] < 2**63
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be there for the directory to be a checkpoint. A later format may add fields only with a new number."""
+    """What must exist for the directory to be a checkpoint. Adding a field needs a new format number."""
 
     format: int = FORMAT
     run: _Text
     generation: tuple[_Count, _Count]
-    """(term, counter) of the membership that wrote it; commits of a lower one are refused."""
+    """(term, counter) of the generation that wrote it; commits of a lower generation are refused."""
     sequence: _Count
-    """Counts commits in this root: which checkpoint is newest, even after a return to an earlier step."""
+    """Counts commits in this root: the newest checkpoint has the highest, even after a return to an earlier step."""
     step: _Count
     epoch: _Count
     world_size: _Count
-    """How many workers there were, for people: a checkpoint loads on any number."""
+    """Number of workers, for information: a checkpoint loads on any number."""
     slices: _Count
     results: dict[_Text, float] = {}
     """Evaluation results at this step, for keep_best; finite ones only."""
@@ -132,7 +132,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(entry.size for entry in self.files)
 
     def by_shard(self) -> dict[str, dict[str, TensorEntry]]:
-        """The shards that hold tensors, in the order of their names."""
+        """The shards that contain tensors, sorted by name."""
         shards: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in self.tensors.items():
             shards.setdefault(entry.shard, {})[name] = entry
@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class StepName(NamedTuple):
-    """A checkpoint directory's name; sorts by step, then by how often that step was saved."""
+    """A checkpoint directory's name; sorts by step, then by the number of times that step was saved."""
 
     step: int
     repeat: int = 1
@@ -166,7 +166,7 @@ def latest_temp_name() -> str:
 
 
 def parse_latest(raw: bytes) -> StepName | None:
-    """The checkpoint that LATEST names; None if the file is not one of ours."""
+    """The checkpoint that LATEST names; None if the file is not valid."""
     match = _LATEST.fullmatch(raw)
     return parse_step_name(match[1].decode()) if match else None
 
@@ -183,7 +183,7 @@ def shard_name(index: int, count: int) -> str:
 
 
 def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Names per shard, in the order given; a tensor above `max_bytes` gets a shard of its own."""
+    """Names per shard, in the given order; a tensor above `max_bytes` gets a separate shard."""
     shards: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -201,8 +201,8 @@ def fingerprint(tensors: Mapping[str, TensorEntry]) -> str:
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
 
 
-# The seal: the last field of the file is the SHA-256 of every byte before it. It can be checked without understanding
-# the rest, so a flipped bit is told apart from a later format, in this version and every later one.
+# The seal: the last field of the file is the SHA-256 of every byte before it. It can be checked without parsing the
+# rest, so a flipped bit can be distinguished from a later format, in this version and every later one.
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _SEAL_BYTES = 78
 
@@ -213,7 +213,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def unseal(raw: bytes, where: str) -> Manifest:
-    """The manifest in `raw`; CheckpointCorrupt or CheckpointTooNew, naming `where`, if it is not one."""
+    """The manifest in `raw`; CheckpointCorrupt or CheckpointTooNew, with `where`, if it is not valid."""
     body, tail = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
     if tail is None or hashlib.sha256(body).hexdigest().encode() != tail[1]:
         raise CheckpointCorrupt(f"{where} does not match its own checksum: it is truncated or changed.")
@@ -240,24 +240,22 @@ def _check(manifest: Manifest, where: str) -> None:
     names = {entry.name for entry in manifest.files}
     for name, entry in manifest.tensors.items():
         if entry.shard not in names or not is_possible(entry.dtype, entry.shape):
-            raise CheckpointCorrupt(f"{where} describes tensor {name!r} as {entry}, which cannot be.")
+            raise CheckpointCorrupt(f"{where} describes tensor {name!r} as {entry}, which is impossible.")
     if len(names) != len(manifest.files) or STATE not in names:
         raise CheckpointCorrupt(f"{where} must list {STATE}, and every file once.")
     if fingerprint(manifest.tensors) != manifest.model:
-        raise CheckpointCorrupt(f"{where}: the model's fingerprint does not belong to the tensors listed.")
+        raise CheckpointCorrupt(f"{where}: the model's fingerprint does not match the listed tensors.")
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """JSON that decodes to an equal value: nan, infinities and big integers included (they are not in msgspec's JSON).
+    """JSON that decodes to an equal value, including nan, infinities and big integers (which msgspec's JSON lacks).
 
-    Tuples become lists. Anything else that JSON would change or drop is a TypeError naming its place.
+    Tuples become lists. Anything else that JSON would change or drop is a TypeError with its path.
     """
     _refuse_lossy(state, "state")
     raw = json.dumps(state).encode()
     if len(raw) > MAX_STATE_BYTES:
-        raise ValueError(
-            f"it takes {len(raw)} bytes, where {MAX_STATE_BYTES} is the most; large data belongs in tensors"
-        )
+        raise ValueError(f"it takes {len(raw)} bytes, but the limit is {MAX_STATE_BYTES}; store large data in tensors")
     return raw
 
 
@@ -269,18 +267,18 @@ def decode_state(raw: bytes) -> dict[str, Any]:
     return state
 
 
-def _refuse_lossy(value: Any, place: str) -> None:
-    # Exact types: an IntEnum or a numpy float64 would pass isinstance and come back as something else.
+def _refuse_lossy(value: Any, path: str) -> None:
+    # Exact types: an IntEnum or a numpy float64 would pass isinstance and be loaded as another type.
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise TypeError(f"{place} has the key {key!r}; keys must be strings")
-            _refuse_lossy(item, f"{place}[{key!r}]")
+                raise TypeError(f"{path} has the key {key!r}; keys must be strings")
+            _refuse_lossy(item, f"{path}[{key!r}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            _refuse_lossy(item, f"{place}[{index}]")
+            _refuse_lossy(item, f"{path}[{index}]")
     elif value is not None and type(value) not in (str, int, float, bool):
-        raise TypeError(f"{place} is a {type(value).__name__}; state holds dict, list, str, int, float, bool and None")
+        raise TypeError(f"{path} is a {type(value).__name__}; state may have dict, list, str, int, float, bool, None")
 
 
 def finite_results(results: Mapping[str, float]) -> dict[str, float]:

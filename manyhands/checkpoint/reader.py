@@ -1,7 +1,7 @@
 """Finding, verifying and loading checkpoints. Trusts nothing in the directory, writes nothing.
 
-A directory is a checkpoint if its manifest is sealed and every file has the size and SHA-256 that the manifest says.
-Whatever else lies in the root is not looked at. Start reading at `newest_valid` and `load`.
+A directory is a checkpoint if its manifest is sealed and every file has the size and SHA-256 given in the manifest.
+Other entries of the root are ignored. Start reading at `newest_valid` and `load`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _READ_BYTES = 2**20
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A directory named like a checkpoint: its manifest, or why it has none that can be used."""
+    """A directory named like a checkpoint: its manifest, or why its manifest cannot be used."""
 
     path: Path
     name: StepName
@@ -61,7 +61,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[tuple[int, int], int, StepName]:
-        """The order of commits, not of steps: after a return to an earlier step, the new branch is the newer one."""
+        """The order of commits, not of steps: after a return to an earlier step, the later commits are newer."""
         generation, sequence = (self.manifest.generation, self.manifest.sequence) if self.manifest else ((-1, -1), -1)
         return generation, sequence, self.name
 
@@ -78,25 +78,25 @@ class Loaded(msgspec.Struct, frozen=True):
     manifest: Manifest
     state: dict[str, Any]
     tensors: dict[str, Tensor]
-    """Mapped from the files; writing to one changes memory, never the checkpoint."""
+    """Memory-mapped from the files; writing to one changes memory, never the checkpoint."""
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A checkpoint that was verified, and is read when it is asked."""
+    """A verified checkpoint whose tensors are read on request."""
 
     path: Path
     manifest: Manifest
     state: dict[str, Any]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Mapped from the files; writing to one changes memory, never the checkpoint."""
+        """Memory-mapped from the files; writing to one changes memory, never the checkpoint."""
         found: dict[str, Tensor] = {}
         for shard in self.manifest.by_shard():
             found |= map_tensors(self.path / shard)
         return found
 
     def tensor(self, name: str) -> Tensor:
-        """One of them, mapped by itself: what was read of it is out of memory once it is dropped."""
+        """One tensor, mapped separately, so that its pages leave memory when it is dropped."""
         return map_tensors(self.path / self.manifest.tensors[name].shard, [name])[name]
 
 
@@ -121,9 +121,9 @@ def _candidate(path: Path, name: StepName) -> Candidate:
 def newest_valid(root: Path) -> Found | None:
     """The newest checkpoint in `root` that verifies in full; None if there is none at all.
 
-    Two things are errors, not reasons to fall back or to start over, because going on would bury work that is there:
-    a newer checkpoint of a later format (CheckpointTooNew), and checkpoints none of which verifies (CheckpointCorrupt),
-    be it that their manifests are gone. An empty directory is no checkpoint, whatever its name.
+    Two cases are errors, not reasons to fall back or to start over, because continuing would hide existing work: a
+    newer checkpoint of a later format (CheckpointTooNew), and checkpoints none of which verifies (CheckpointCorrupt),
+    even if their manifests are missing. An empty directory is no checkpoint, even with the name of one.
     """
     candidates = scan(root)
     skipped: list[str] = []
@@ -148,12 +148,12 @@ def newest_valid(root: Path) -> Found | None:
 def _has_files(path: Path) -> bool:
     try:
         return any(os.scandir(path))
-    except OSError:  # what cannot be looked at may hold something
+    except OSError:  # a directory that cannot be read may contain files
         return True
 
 
 def latest_committed(root: Path) -> StepName | None:
-    """What LATEST says was committed last, whether or not it is still there."""
+    """What LATEST names as the last commit, even if it no longer exists."""
     try:
         return parse_latest(_read(root / LATEST, 4096))
     except CheckpointCorrupt:
@@ -161,7 +161,7 @@ def latest_committed(root: Path) -> StepName | None:
 
 
 def _unreadable(candidates: list[Candidate], after: StepName) -> list[str]:
-    """Why directories named later than `after` have no manifest to order them by."""
+    """Why directories with a later name than `after` have no manifest, by which they could be ordered."""
     problems = [other.problem for other in candidates if other.problem is not None and other.name > after]
     for problem in problems:
         if isinstance(problem, CheckpointTooNew):
@@ -170,33 +170,33 @@ def _unreadable(candidates: list[Candidate], after: StepName) -> list[str]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of one checkpoint directory, its seal checked; says nothing about the other files."""
+    """The manifest of one checkpoint directory, with its seal checked; the other files are not checked."""
     manifest = unseal(_read(path / MANIFEST, MAX_MANIFEST_BYTES), str(path / MANIFEST))
     named = parse_step_name(path.name)
     if named is not None and named.step != manifest.step:
-        raise CheckpointCorrupt(f"{path} holds step {manifest.step}: the directory was renamed or swapped.")
+        raise CheckpointCorrupt(f"{path} contains step {manifest.step}: the directory was renamed or swapped.")
     return manifest
 
 
 def verify_files(path: Path, *, hashes: bool = True) -> Manifest:
-    """Check every file's size, header and (unless told otherwise) SHA-256; CheckpointCorrupt names the bad one."""
+    """Check every file's size, header and (with `hashes`) SHA-256; CheckpointCorrupt names the bad one."""
     manifest = read_manifest(path)
     for entry in manifest.files:
         _verify_file(path / entry.name, entry, hashes)
     for shard, tensors in manifest.by_shard().items():
         if read_header(path / shard) != {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}:
-            raise CheckpointCorrupt(f"{path / shard} holds other tensors than the manifest says.")
+            raise CheckpointCorrupt(f"{path / shard} contains other tensors than the manifest lists.")
     return manifest
 
 
 def load(path: Path, *, verify: bool = True) -> Loaded:
-    """Everything in one checkpoint directory, verified by checksum unless told otherwise."""
+    """Everything in one checkpoint directory, verified by checksum unless `verify` is False."""
     stored = open_checkpoint(path, verify=verify)
     return Loaded(stored.manifest, stored.state, stored.tensors())
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Stored:
-    """The same, but for its tensors, which are there to be read."""
+    """The same without its tensors, which can be read from the result."""
     manifest = verify_files(path, hashes=verify)
     return Stored(path, manifest, _read_state(path / STATE))
 
@@ -204,7 +204,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Stored:
 def check_model(manifest: Manifest, model_tensors: Mapping[str, Tensor]) -> None:
     """CheckpointMismatch unless the checkpoint's model has the names and shapes of `model_tensors` (a `state_dict()`).
 
-    Types may differ: loading converts. So may what `torch.compile` adds to names.
+    Types may differ: loading converts. Prefixes that `torch.compile` adds to names are ignored.
     """
     in_model = ((name.removeprefix(MODEL), one) for name, one in manifest.tensors.items() if name.startswith(MODEL))
     saved = {plain_name(name): Size(one.shape) for name, one in in_model}
@@ -232,7 +232,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
     try:
         size = os.fstat(fd).st_size
         if size > max_bytes:
-            raise CheckpointCorrupt(f"{path} has {size} bytes, where {max_bytes} is the most.")
+            raise CheckpointCorrupt(f"{path} has {size} bytes, but the limit is {max_bytes}.")
         with os.fdopen(fd, "rb", closefd=False) as file:
             return file.read()
     except OSError as error:

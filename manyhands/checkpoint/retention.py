@@ -1,4 +1,4 @@
-"""Which checkpoints may go. Pure: a list in, a list out; `writer` removes them, after the newest one has verified."""
+"""Which checkpoints may be removed. Pure; `writer` removes them, after the newest one has verified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Best", "expendable", "parse_best"]
 
 
 class Best(NamedTuple):
-    """The result by which one checkpoint is kept beyond the last few."""
+    """The result by which one checkpoint is kept in addition to the last few."""
 
     result: str
     largest: bool
@@ -20,7 +20,7 @@ class Best(NamedTuple):
         return than is None or (value > than if self.largest else value < than)
 
     def pick(self, results: Sequence[Mapping[str, float]]) -> int | None:
-        """The index of the best; of equals the first. None if none has the result."""
+        """The index of the best, the first of equals. None if none has the result."""
         sign = -1.0 if self.largest else 1.0
         ranked = [(sign * found[self.result], index) for index, found in enumerate(results) if self.result in found]
         return min(ranked)[1] if ranked else None
@@ -37,7 +37,7 @@ def expendable(
 ) -> list[int]:
     """Indices that may be removed, given each checkpoint's results, newest first. Never 0, the newest.
 
-    Nor the newest of those that are `trusted`: should later ones turn out to be wrong, it is where a run goes on.
+    Also never the newest of the `trusted` ones: if later ones turn out to be wrong, a run continues from it.
     """
     kept = set(range(max(1, keep_last)))
     if True in trusted:

@@ -1,7 +1,7 @@
-"""Training state as tensors and plain values, and back: what a checkpoint holds besides files.
+"""Training state as tensors and plain values, and back.
 
-`pack` takes any tree of dicts, lists, tuples, tensors and plain values apart; tensors get names, the rest becomes
-JSON-able. `unpack` is its inverse. Optimizers, schedulers and hooks pass through here, so nothing is ever pickled.
+`pack` separates any tree of dicts, lists, tuples, tensors and plain values: tensors get names, the rest becomes JSON.
+`unpack` is its inverse. The state of optimizers, schedulers and hooks is packed here, so nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pack(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         kind = {list: "$list", tuple: "$tuple"}.get(type(tree), "$list")
         return {kind: [pack(value, f"{prefix}/{i}", tensors) for i, value in enumerate(tree)]}
     raise CheckpointSaveFailed(
-        f"{prefix} holds a {type(tree).__name__}, which cannot be saved without running code on load.",
+        f"{prefix} contains a {type(tree).__name__}, which cannot be saved without running code on load.",
         fix=["keep tensors, numbers, strings, lists and dicts in state() and state_dict()"],
     )
 
@@ -87,9 +87,9 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """A model's tensors without repetition, other names for them (tied weights), and state that is no tensor.
+    """A model's tensors without duplicates, further names for them (tied weights), and state that is no tensor.
 
-    Names are plain ones: compiled or not, it is the same model.
+    Names are plain ones: the same for a compiled and an uncompiled model.
     """
     weights: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -100,8 +100,8 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], di
         if not isinstance(value, Tensor):
             extra[name] = value
             continue
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
-        first = seen.setdefault(place, name)
+        storage = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
+        first = seen.setdefault(storage, name)
         if first == name:
             weights[name] = value.detach()
         else:
@@ -110,7 +110,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], di
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """`load_state_dict`, whether the model is compiled, and whether the one that was saved was."""
+    """`load_state_dict` that works whether or not the model, or the saved one, is compiled."""
     own = own_names(model.state_dict())
     model.load_state_dict({own.get(plain_name(name), name): value for name, value in state.items()})
 
@@ -135,12 +135,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], n
     groups = [
         {**group, "params": [index_of[plain_name(name)] for name in group["params"]]} for group in saved["param_groups"]
     ]
-    # load_state_dict keeps the objects it is given; copies, so that training does not write into what was loaded.
-    state = {index_of[plain_name(n)]: {k: _own(v) for k, v in values.items()} for n, values in saved["state"].items()}
+    # load_state_dict keeps the objects it is given; copies, so that training does not change what was loaded.
+    state = {index_of[plain_name(n)]: {k: _copy(v) for k, v in values.items()} for n, values in saved["state"].items()}
     optimizer.load_state_dict({"state": OrderedDict(state), "param_groups": groups})
 
 
-def _own(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -154,7 +154,7 @@ def _name(param: Tensor, names: Mapping[int, str]) -> str:
 
 
 def rng_state() -> dict[str, Any]:
-    """The generators of code outside slices; inside them randomness is keyed by (seed, step, slice)."""
+    """The generators for code outside of slices; inside, randomness is keyed by (seed, step, slice)."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {

@@ -1,7 +1,7 @@
-"""Tensors <-> one safetensors file, without a second copy in memory and without trusting the file.
+"""Reads and writes one safetensors file, without a second copy in memory and without trusting the file.
 
-Writing streams each tensor's own bytes past the hash into the file. Reading checks the header against hard bounds
-before anything is mapped. Which tensors go where is the caller's business. Start reading at `tensor_chunks` and
+Writing streams each tensor's bytes through the hash into the file. Reading checks the header against fixed limits
+before anything is mapped. The caller decides which tensors go into which file. Start reading at `tensor_chunks` and
 `read_header`.
 """
 
@@ -43,17 +43,17 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 
-# Small enough to stay in the cache between hashing and writing, large enough that Python's share is nothing.
+# Small enough to stay in the cache between hashing and writing, large enough that Python's overhead is negligible.
 CHUNK_BYTES = 2**20
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 2**20
 
 
 def describe(name: str, tensor: Tensor) -> tuple[str, list[int]]:
-    """The file's dtype and shape of a tensor; CheckpointSaveFailed if safetensors has no way to hold it."""
+    """The file's dtype and shape of a tensor; CheckpointSaveFailed if safetensors cannot store it."""
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise CheckpointSaveFailed(
-            f"Tensor {name!r} is {tensor.dtype} ({tensor.layout}, on {tensor.device}); safetensors cannot hold it.",
+            f"Tensor {name!r} is {tensor.dtype} ({tensor.layout}, on {tensor.device}); safetensors cannot store it.",
             fix=["save it as a dense tensor of a smaller type; complex128 as torch.view_as_real(tensor)"],
         )
     if name == "__metadata__" or len(name) > MAX_NAME_CHARS:
@@ -62,7 +62,7 @@ def describe(name: str, tensor: Tensor) -> tuple[str, list[int]]:
 
 
 def empty_tensor(dtype: str, shape: Sequence[int]) -> Tensor:
-    """Room for a tensor that a file describes so."""
+    """An uninitialised tensor of this dtype and shape, as a file describes them."""
     [kind] = [one for one, code in _DTYPES.items() if code == dtype]
     return torch.empty(tuple(shape), dtype=kind)
 
@@ -77,9 +77,9 @@ def tensor_chunks(
     metadata: Mapping[str, str] | None = None,
     bring: Callable[[str], Tensor] | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes of a safetensors file holding `tensors`, a piece at a time.
+    """The bytes of a safetensors file of `tensors`, in chunks.
 
-    With `bring`, `tensors` say what there will be, and it has the values of each when its turn has come, in file order.
+    With `bring`, `tensors` only give shapes and types, and `bring(name)` returns the values, called in file order.
     """
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
     order = file_order(tensors)
@@ -102,13 +102,13 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
-    # Only a tensor that is elsewhere, strided or lazily conjugated is copied here, and only one at a time.
+    # A tensor is copied only if it is on another device, strided or lazily conjugated, and only one at a time.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
 
 
 def open_regular(path: Path) -> int:
-    """Open a plain file for reading; CheckpointCorrupt, naming it, if it is missing, a link, a pipe or a device."""
+    """Open a plain file for reading; CheckpointCorrupt with its name if it is missing, a link, a pipe or a device."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -136,7 +136,7 @@ def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
     try:
         # Before parsing: a hundred thousand small objects take seconds.
         if (count := raw.count(b'"data_offsets"')) > MAX_TENSORS_PER_SHARD:
-            raise ValueError(f"{count} tensors, where {MAX_TENSORS_PER_SHARD} is the most")
+            raise ValueError(f"{count} tensors, but the limit is {MAX_TENSORS_PER_SHARD}")
         return _check_header(json.loads(raw, object_pairs_hook=_no_duplicates), size - 8 - length)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointCorrupt(f"{path} has a header that cannot be used: {error}.") from error
@@ -149,7 +149,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _TensorRange(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -161,9 +161,9 @@ def _check_header(header: Any, data_bytes: int) -> dict[str, tuple[str, list[int
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if sum(len(key) + len(value) for key, value in metadata.items()) > MAX_METADATA_BYTES:
         raise ValueError(f"metadata of more than {MAX_METADATA_BYTES} bytes")
-    entries = msgspec.convert(header, dict[str, _Entry])
+    entries = msgspec.convert(header, dict[str, _TensorRange])
     position = 0
-    # In file order every tensor must begin where the one before it ended, and the last must end with the file.
+    # In file order every tensor must begin where the previous one ends, and the last must end with the file.
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
         if len(name) > MAX_NAME_CHARS:
@@ -179,18 +179,18 @@ def _check_header(header: Any, data_bytes: int) -> dict[str, tuple[str, list[int
 
 
 def map_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file whose header was checked, or those of them that are named.
+    """The tensors of a safetensors file whose header was checked, or those in `names`.
 
     The data is mapped, not read: pages are loaded on use and shared between processes, writes stay private.
     """
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in names or opened.keys()}
-    except (SafetensorError, ValueError, OverflowError) as error:  # the last two: of numbers that torch cannot take
+    except (SafetensorError, ValueError, OverflowError) as error:  # the last two: for numbers that torch refuses
         raise CheckpointCorrupt(f"{path} is not a safetensors file: {error}.") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of any safetensors file, its header checked first. A foreign file carries no checksum of its data."""
+    """The tensors of any safetensors file, after a check of its header. A foreign file has no checksum of its data."""
     read_header(path)
     return map_tensors(path)

@@ -1,7 +1,7 @@
-"""Tensors from the thread that has them to the one that writes them, one at a time, in the order of the file.
+"""Passes tensors from the training thread to the thread that writes them, one at a time, in file order.
 
-Where a model is divided no process has room for all of it. So the training loop fetches a tensor when its turn has
-come, and waits until the writer has it; what was written before is forgotten by then. Start reading at `Delivery`.
+With a sharded model no process has memory for all of it. So the training loop fetches a tensor when the writer needs
+it, and waits until the writer has taken it; the tensors before it are freed by then. Start reading at `TensorStream`.
 """
 
 from __future__ import annotations
@@ -14,62 +14,64 @@ from torch import Tensor
 
 from manyhands.errors import CheckpointSaveFailed
 
-__all__ = ["Delivery", "announced"]
+__all__ = ["TensorStream", "announced"]
 
 
 def announced(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Stands for a tensor that is still to come: its shape and type, without memory for its values."""
+    """A placeholder for a tensor that is still to be fetched: its shape and type, without memory for its values."""
     return torch.empty((), dtype=dtype).expand(tuple(shape))
 
 
-class Delivery:
-    """Of the tensors in `names`, in that order. One thread gives, another takes."""
+class TensorStream:
+    """Passes the tensors in `names`, in that order. One thread calls `give`, another `take`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self._known = frozenset(names)
         self._changed = threading.Condition()
-        self._here: tuple[str, Tensor] | None = None
-        self._over = self._broken = False
+        self._current: tuple[str, Tensor] | None = None
+        self._ended = self._broken = False
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    # The thread that has them.
+    # The training thread.
 
     def give(self, name: str, tensor: Tensor) -> None:
-        """Wait until the writer has taken it, or wants no more: then it is dropped."""
+        """Wait until the writer has taken it; if the writer has stopped, the tensor is dropped."""
         with self._changed:
-            self._here = name, tensor
+            self._current = name, tensor
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._here is None or self._over)
-            self._here = None
+            self._changed.wait_for(lambda: self._current is None or self._ended)
+            self._current = None
 
     def wait(self) -> None:
-        """Until nothing that was given is looked at any more."""
+        """Wait until the writer no longer reads any tensor that it was given."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over)
+            self._changed.wait_for(lambda: self._ended)
 
     def break_off(self) -> None:
-        """Nothing more will be given; whoever waits for it fails."""
+        """No more tensors will be given; a waiting `take` fails."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
-    # The thread that writes.
+    # The writer's thread.
 
     def take(self, name: str) -> Tensor:
         with self._changed:
-            self._changed.wait_for(lambda: self._here is not None or self._broken)
-            if self._here is None:
-                raise CheckpointSaveFailed(f"A worker was lost before {name!r} came; the checkpoint was not written.")
-            (given, tensor), self._here = self._here, None
-            assert given == name, f"{given} was given where {name} is due"
+            self._changed.wait_for(lambda: self._current is not None or self._broken)
+            if self._current is None:
+                raise CheckpointSaveFailed(
+                    f"A worker was lost before sending {name!r}; the checkpoint was not written."
+                )
+            (given, tensor), self._current = self._current, None
+            assert given == name, f"{given} was given where {name} was expected"
             self._changed.notify_all()
             return tensor
 
     def end(self) -> None:
-        """All is written, or nothing more will be."""
+        """All tensors are written, or the save has failed."""
         with self._changed:
-            self._over = True
+            self._ended = True
             self._changed.notify_all()

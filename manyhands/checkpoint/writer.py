@@ -1,8 +1,8 @@
-"""Saving beside training: one background thread, at most one save in flight.
+"""Saves in the background: one thread, at most one save in flight.
 
-The training loop pays for the copy of the tensors (`CheckpointWriter.snapshot`) and nothing else; hashing, writing,
-reading back and removing old checkpoints happen on the thread. A save that fails changes nothing on disk, and training
-goes on: `poll` tells. The protocol itself is in `commit`. Start reading at `CheckpointWriter`.
+The training loop only pays for the copy of the tensors (`CheckpointWriter.snapshot`); the thread hashes, writes, reads
+back and removes old checkpoints. A save that fails changes nothing on disk, and training continues: `poll` reports it.
+The protocol is in `commit`. Start reading at `CheckpointWriter`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint.commit import (
-    Facts,
+    CheckpointFacts,
     begin,
     collect_garbage,
     commit,
@@ -28,11 +28,11 @@ from manyhands.checkpoint.commit import (
     sweep,
     write_shard,
 )
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.format import encode_state, plan_shards
 from manyhands.checkpoint.retention import parse_best
 from manyhands.checkpoint.tensor_file import file_order
-from manyhands.checkpoint.tensor_stream import Delivery
+from manyhands.checkpoint.tensor_stream import TensorStream
 from manyhands.errors import CheckpointSaveFailed
 from manyhands.private_files import make_directory
 
@@ -42,7 +42,7 @@ MAX_SHARD_BYTES = 2 * 2**30
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """What a save writes. The tensors must not change until it has ended; `state` is encoded before `save` returns."""
+    """Input of a save. The tensors must not change until it has ended; `state` is encoded before `save` returns."""
 
     step: int
     epoch: int
@@ -51,8 +51,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     world_size: int
     slices: int
     results: dict[str, float] = {}
-    delivery: Delivery | None = None
-    """Brings the values of those tensors that are only announced in `tensors`; the others are there."""
+    delivery: TensorStream | None = None
+    """Provides the values of the tensors that are only placeholders in `tensors`."""
 
     def bring(self, name: str) -> Tensor:
         if self.delivery is None or name not in self.delivery:
@@ -73,7 +73,7 @@ class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     error: CheckpointSaveFailed | None = None
     skipped: str | None = None
-    """Why the save was not even begun: an earlier one was still running."""
+    """Why the save was not started: an earlier one was still running."""
     warnings: list[str] = []
     """The checkpoint is committed, but LATEST or the removal of an old one failed."""
 
@@ -81,9 +81,9 @@ class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
 def take_snapshot_tensors(
     tensors: Mapping[str, Tensor], reuse: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Copies on the CPU that training will not touch, in the memory of `reuse` where shape and type fit.
+    """Copies on the CPU that training will not change, in the memory of `reuse` if shape and type fit.
 
-    Fresh memory costs a page fault for every 4 KiB, often more than the copy itself.
+    New memory costs a page fault for every 4 KiB, often more than the copy itself.
     """
     reuse, taken = reuse or {}, {}
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def take_snapshot_tensors(
 class CheckpointWriter:
     """Writes checkpoints of one run into `root`, which it creates; removes what dead writers left there.
 
-    All methods are for one thread, the training loop's.
+    Only the training thread may call its methods.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class CheckpointWriter:
         *,
         verify: bool = True,
         max_shard_bytes: int = MAX_SHARD_BYTES,
-        files: Files | None = None,
+        files: FileSystem | None = None,
     ) -> None:
         self._root, self._run, self._generation = root, run, generation
         self._keep_last, self._best = keep_last, parse_best(keep_best)
         self._verify, self._max_shard_bytes = verify, max_shard_bytes
-        self._files = files or Files()
+        self._files = files or FileSystem()
         self.trusted_step: int | None = None
-        """Keep one checkpoint of this step or before, whatever else is kept: workers were last known to agree then."""
+        """Always keep one checkpoint of this step or before: workers were last known to agree then."""
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -127,7 +127,7 @@ class CheckpointWriter:
         try:
             self._open_root()
         except OSError as error:
-            raise CheckpointSaveFailed(f"No checkpoint can be written to {root}: {error.strerror}.") from error
+            raise CheckpointSaveFailed(f"Checkpoints cannot be written to {root}: {error.strerror}.") from error
 
     def _open_root(self) -> None:
         make_directory(self._root.parent)
@@ -138,13 +138,13 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """A save is running. Ask before taking a snapshot that would only be skipped."""
+        """Whether a save is running. Check before taking a snapshot that would be skipped."""
         return not self._idle.is_set()
 
     def snapshot(self, tensors: Mapping[str, Tensor], *, waiting: bool = False) -> dict[str, Tensor]:
-        """`take_snapshot_tensors` into the memory of the snapshot before; waits for the save that still reads it.
+        """`take_snapshot_tensors` into the memory of the previous snapshot; waits for the save that still reads it.
 
-        Where training waits for the save to end there is nothing to copy: the tensors are written from where they are.
+        If training waits for the save to end (`waiting`), tensors on the CPU are not copied.
         """
         self._wait(None)
         if waiting and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
@@ -152,17 +152,17 @@ class CheckpointWriter:
         self._buffers = take_snapshot_tensors(tensors, reuse=self._buffers)
         return self._buffers
 
-    def deliver(self, tensors: Mapping[str, Tensor], announced: Collection[str]) -> Delivery:
-        """For a snapshot of these tensors, some of which are still to come: in the order in which they are written."""
+    def deliver(self, tensors: Mapping[str, Tensor], announced: Collection[str]) -> TensorStream:
+        """The stream for a snapshot of these tensors, of which `announced` are placeholders, in file order."""
         shards = self._plan(tensors)
         order = (name for names in shards for name in file_order({name: tensors[name] for name in names}))
-        return Delivery([name for name in order if name in announced])
+        return TensorStream([name for name in order if name in announced])
 
     def save(self, snapshot: Snapshot, *, wait: bool) -> None:
-        """Start a save; never raises for a save that fails, `poll` tells.
+        """Start a save. Never raises if the save fails; `poll` reports it.
 
-        With `wait`, waits for the save that is running, then for this one: afterwards it is committed or has failed.
-        Without, returns at once; if a save is running this one is skipped, which `poll` tells too.
+        With `wait`, waits for the running save, then for this one: afterwards it is committed or has failed.
+        Without, returns at once; if a save is running this one is skipped, which `poll` reports too.
         """
         if self.busy and not wait:
             self._report(SaveResult(step=snapshot.step, skipped="the save before it is still running"))
@@ -176,7 +176,7 @@ class CheckpointWriter:
             self._report(SaveResult(step=snapshot.step, error=failed))
             snapshot.end_delivery()
             return
-        # A daemon: if the process ends without `close`, an unfinished save is worth nothing and is swept up later.
+        # A daemon: if the process ends without `close`, the unfinished save is useless, and `sweep` removes it later.
         self._thread = threading.Thread(
             target=self._save, args=(snapshot, state_json), name="manyhands-checkpoint", daemon=True
         )
@@ -192,11 +192,11 @@ class CheckpointWriter:
         return results
 
     def wait(self) -> None:
-        """For the save that is running, if there is one."""
+        """Wait for the running save, if there is one."""
         self._wait(None)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the save in flight; False if it is still running then. Its result is in `poll`."""
+        """Wait for the save in flight; False if it is still running then. `poll` returns its result."""
         self._wait(timeout_s)
         self._buffers = {}
         return not self.busy
@@ -222,15 +222,15 @@ class CheckpointWriter:
         finally:
             snapshot.end_delivery()
         with self._results_lock:
-            # Together: whoever sees the result may start the next save.
+            # Both under the lock: a thread that sees the result may start the next save.
             self._results.append(result)
             self._idle.set()
 
     def _write(self, snapshot: Snapshot, state_json: bytes) -> SaveResult:
         refuse_stale(self._root, self._generation)
-        late = snapshot.delivery or ()
-        refuse_non_finite({name: tensor for name, tensor in snapshot.tensors.items() if name not in late})
-        facts = Facts(
+        streamed = snapshot.delivery or ()
+        refuse_non_finite({name: tensor for name, tensor in snapshot.tensors.items() if name not in streamed})
+        facts = CheckpointFacts(
             run=self._run,
             generation=self._generation,
             step=snapshot.step,
@@ -261,7 +261,7 @@ class CheckpointWriter:
         if isinstance(error, OSError):
             reason = f"{error.strerror or error} ({_size(needed)} needed, {self._free()} free)"
         failed = CheckpointSaveFailed(
-            f"The checkpoint of step {step} was not saved to {self._root}: {reason}. Those before it are untouched.",
+            f"The checkpoint of step {step} was not saved to {self._root}: {reason}. Earlier ones are unchanged.",
             fix=["free some space, or keep fewer: keep_last=1"] if _is_full(error) else [],
         )
         failed.__cause__ = error
@@ -271,7 +271,7 @@ class CheckpointWriter:
         try:
             return _size(self._files.free_bytes(self._root))
         except OSError:
-            return "an unknown number"
+            return "unknown"
 
 
 def _is_full(error: Exception) -> bool:

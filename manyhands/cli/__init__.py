@@ -1,1 +1,5 @@
-"""The command line: one thin file per command. Each parses, calls the library and prints."""
+"""The command line: one thin file per command, in a folder per purpose. Each parses, calls the library and prints.
+
+May import `spec` and `cli.common`.
+Start reading at `main.main`.
+"""

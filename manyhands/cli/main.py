@@ -1,7 +1,7 @@
-"""`mh`: finds the command, runs it, and turns what it raises into a message and an exit code.
+"""`mh`: finds the command, runs it, and turns exceptions into a message and an exit code.
 
-Commands are imported when they are called, so `mh --help` is quick and loads no torch. A user's mistake is told in
-two or three lines; a traceback means a bug of ours (exit 70). Start reading at `main`.
+Commands are imported when they are called, so `mh --help` is quick and loads no torch. A user error prints two or three
+lines; a traceback means a bug in manyhands (exit 70). Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ COMMANDS = {
     "demo": "Train on handwritten digits with 2 workers, kill one, stop, resume on 1, report.",
     "run": "Train: start workers for a script or module on this host.",
     "tune": "Find the fastest settings for a script on this machine, by measurement.",
-    "plan": "Show how a script's model would be divided over workers, and the memory that takes.",
+    "plan": "Show how a script's model would be split over workers, and the memory that each needs.",
     "check": "Compare a script's result under every layout with that of one process.",
-    "chaos": "Strike a script's run with random faults, and report how it came through.",
-    "agent": "Lend this host to a run that waits for more hosts.",
+    "chaos": "Inject random faults into a script's run, and report how it recovered.",
+    "agent": "Add this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
     "scale": "Ask a live elastic run for more or fewer workers.",
     "status": "Show what a run is doing, or did.",
@@ -44,7 +44,7 @@ COMMANDS = {
     "doctor": "Check that this machine can train.",
     "keygen": "Make a key file for runs over several hosts.",
 }
-"""Every command with its one line of help; each is the function of its name in the module of its name."""
+"""Every command with its one-line help; each is a function in the module of the same name."""
 
 FOLDERS = {
     "start": ("demo", "run", "chaos", "agent"),
@@ -58,7 +58,7 @@ BUG = "This is a bug in manyhands. Please report it with the traceback above, th
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group whose commands are imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -80,7 +80,7 @@ class LazyGroup(click.Group):
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
             if script_in(words) is not None:
-                raise _needs_run(f"{words[0]} is no flag of mh itself, and no command was given", words) from None
+                raise _needs_run(f"{words[0]} is not a flag of mh, and no command was given", words) from None
             raise
 
     def resolve_command(
@@ -108,17 +108,18 @@ def cli() -> None:
     """Train one PyTorch model with any number of workers.
 
     Exit codes: 0 done, 1 the training code failed, 2 usage or config, 3 environment, 4 gave up after the restart
-    budget, 70 a bug of ours, 75 preempted with a committed checkpoint, 130 and 143 stopped by the user without one.
+    budget, 70 a bug in manyhands, 75 preempted with a committed checkpoint, 130 and 143 stopped by the user without
+    one.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The whole life of one `mh` command; ends the process with its exit code."""
+    """Run one `mh` command and end the process with its exit code."""
     try:
         code = cli.main(args=arguments, prog_name="mh", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe went away (`mh logs | head`): nobody is left to tell. click, too, ends with 1 here.
+        # The reader of a pipe closed it (`mh logs | head`): there is no output to write to. click also exits with 1.
         sys.stdout = None
         code = 1
     except BaseException as error:
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def report(error: BaseException, stream: IO[str]) -> int:
-    """Say what went wrong, in the form that fits its kind; returns the exit code."""
+    """Print the error in the form that fits its kind; return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
@@ -148,18 +149,18 @@ def report(error: BaseException, stream: IO[str]) -> int:
 
 
 def _denied(error: PermissionError) -> EnvironmentProblem:
-    """Somebody else's file, most of the time a run of theirs: whose, and what its mode is."""
-    place = Path(os.fsdecode(error.filename)).absolute()
-    for path in (place, *place.parents):  # the nearest that may be looked at
+    """The error for another user's file, usually of their run: names its owner and mode."""
+    denied = Path(os.fsdecode(error.filename)).absolute()
+    for path in (denied, *denied.parents):  # the closest one that this user may stat
         with contextlib.suppress(OSError):
             owner, mode = owner_and_mode(path)
             break
     return EnvironmentProblem(
-        f"{place} is not for this user: {path} belongs to {owner} and has mode {mode}.",
+        f"This user may not access {denied}: {path} belongs to {owner} and has mode {mode}.",
         fix=[
             f"as {owner}: the same command",
             f"as {owner}: mh run --group-readable ..., for a run that the directory's group may read",
-            "a run of your own; runs are private to who started them",
+            "one of your runs; a run is private to the user who started it",
         ],
     )
 

@@ -1,8 +1,9 @@
-"""A line of ranks that talk: collectives that carry a name and a timeout, so a hang becomes an error with an address.
+"""Collectives over the ranks of one mesh axis. Each call has a name and a timeout, so a hang raises an error that says
+which call and which rank.
 
-An `Axis` owns one process group and hands it to nobody. Tensors in, tensors out: models, plans and strategies are
-other people's business. Calls ending in `_start` return at once; their `Pending` is waited for later. With one rank
-every call has nothing to do. Start reading at `Axis`.
+An `Axis` owns one process group and never exposes it. It knows tensors only, no models, plans or strategies. Calls
+ending in `_start` return at once; wait on the `Pending` that they return. With one rank every call is a no-op.
+Start reading at `Axis`.
 """
 
 from __future__ import annotations
@@ -20,24 +21,23 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands.comm.device_groups import GroupsByDevice
-from manyhands.comm.peer_waits import Waiting
-from manyhands.comm.purposes import do_different_things
+from manyhands.comm.peer_waits import Waiting, different_collectives, waits_for_peers
 from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
 
-__all__ = ["Axis", "Done", "Following", "Pending", "connect"]
+__all__ = ["Axis", "CompletedWork", "Following", "Pending", "connect"]
 
-LOOK_UP_S = 0.2
+POLL_LOST_S = 0.2
 BROADCAST_BYTES = 32 * 2**20
 NAME_BYTES = 80
-"""So much of what others do is told where workers differ in it."""
+"""The error for ranks in different collectives shows at most this much of each rank's call name."""
 
 
 class Pending:
     """An operation under way. `wait` may be called once; it raises `PeerLost` or `PeerTimeout` with the name."""
 
-    def __init__(self, work: Any, name: str, axis: Axis, *, looks_up: bool = True) -> None:
-        """`looks_up`: it can be waited for a while, to look up in between whether anybody is lost."""
-        self._work, self._name, self._axis, self._looks_up = work, name, axis, looks_up
+    def __init__(self, work: Any, name: str, axis: Axis, *, polls_lost: bool = True) -> None:
+        """`polls_lost`: `wait` may wait in short intervals and check in between whether a rank is lost."""
+        self._work, self._name, self._axis, self._looks_up = work, name, axis, polls_lost
 
     @property
     def done(self) -> bool:
@@ -47,14 +47,14 @@ class Pending:
     def wait(self) -> None:
         began = perf_counter()
         try:
-            self._axis.wait_for(self._work, self._name, looks_up=self._looks_up)
+            self._axis.wait_for(self._work, self._name, polls_lost=self._looks_up)
         except RuntimeError as error:
             raise self._axis.translate(error, self._name) from error
         finally:
             self._axis.waiting.seconds += perf_counter() - began
 
 
-class Done(Pending):
+class CompletedWork(Pending):
     """Nothing to wait for."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Done(Pending):
 class Axis:
     """Ranks 0 to `size` - 1 of one generation.
 
-    `missing` is asked, after a timeout only, for a line that says where the other ranks were last seen. `lost` is asked
-    now and then during a long wait: whether a rank is known to be gone, whose connection may be silent for ever.
+    `missing` is called only after a timeout and returns a line that says where the other ranks were last seen. `lost`
+    is polled during a long wait and returns whether a rank is known to be lost: its connection may never close.
     """
 
     def __init__(
@@ -90,23 +90,24 @@ class Axis:
         self._group, self._missing, self._lost = group, missing, lost
         self.waiting = Waiting()
 
-    def wait_for(self, work: Any, name: str, *, looks_up: bool = True) -> None:
+    @waits_for_peers
+    def wait_for(self, work: Any, name: str, *, polls_lost: bool = True) -> None:
         """Wait for an operation that was started here."""
-        while self._lost is not None and looks_up:
+        while self._lost is not None and polls_lost:
             try:
-                work.wait(timedelta(seconds=LOOK_UP_S))
+                work.wait(timedelta(seconds=POLL_LOST_S))
                 return
             except RuntimeError as error:
-                if "Operation timed out" not in str(error):  # what an impatient wait says; Gloo's own words are others
+                if "Operation timed out" not in str(error):  # the text of a short wait; Gloo's own timeouts differ
                     raise
                 if self._lost():
                     raise PeerLost(f"Rank {self.rank} was in {name!r} when a rank was lost.") from error
         work.wait()
 
     def sum_start(self, tensor: torch.Tensor, name: str) -> Pending:
-        """Sum in place over the ranks, in the backend's order: the same bits for any grouping with two ranks only."""
+        """Sum in place over the ranks, in the backend's order: independent of the grouping for two ranks only."""
         if self.size == 1:
-            return Done()
+            return CompletedWork()
         return self._start(lambda group: group.allreduce([tensor]), name)
 
     def all_to_all_start(
@@ -115,66 +116,66 @@ class Axis:
         return self._start(lambda group: group.alltoall_base(output, input, output_sizes, input_sizes), name)
 
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
-        """`output` becomes the ranks' `input`s, one after the other; all of one size."""
+        """`output` becomes the concatenation of all ranks' `input`s, which have the same size."""
         if self.size == 1:
             output.copy_(input.view_as(output))
-            return Done()
+            return CompletedWork()
         return self._start(lambda group: group._allgather_base(output, input), name)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
-        """`output` becomes the sum of all ranks' parts for this one; `input` holds one for each rank, and is spent."""
+        """`input` has one chunk per rank; `output` becomes the sum of this rank's chunks. Overwrites `input`."""
         self.sum_start(input, name).wait()
         output.copy_(input.view(self.size, *output.shape)[self.rank])
 
     def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
-        """To one rank, which receives it with the same tag. The tensor must not change until it has gone."""
-        return self._start(lambda group: group.send([tensor], to, tag), name, looks_up=False)
+        """Send to one rank, which receives with the same tag. The tensor must not change until the send is done."""
+        return self._start(lambda group: group.send([tensor], to, tag), name, polls_lost=False)
 
     def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
-        """Into `tensor`, of the size that was sent."""
-        return self._start(lambda group: group.recv([tensor], source, tag), name, looks_up=False)
+        """Receive into `tensor`, which has the size of the tensor that was sent."""
+        return self._start(lambda group: group.recv([tensor], source, tag), name, polls_lost=False)
 
     def all_gather_bytes(self, name: str, data: bytes) -> list[bytes]:
-        """Every rank's `data`, of any length, in rank order. `TrainingFailed` if they call it in different names."""
+        """Every rank's `data`, of any length, in rank order. `TrainingFailed` if ranks call it with different names."""
         if self.size == 1:
             return [data]
-        mark = zlib.crc32(name.encode())
-        told = self._rows(torch.tensor([len(data), mark]), f"{name} (lengths)")
-        if bool((told[:, 1] != mark).any()):
-            raise self._differ(name)
-        lengths = told[:, 0]
+        name_crc = zlib.crc32(name.encode())
+        headers = self._all_gather(torch.tensor([len(data), name_crc]), f"{name} (lengths)")
+        if bool((headers[:, 1] != name_crc).any()):
+            raise self._different_names(name)
+        lengths = headers[:, 0]
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
-        rows = self._rows(_padded(data, longest), name)
-        return [rows[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
+        gathered = self._all_gather(_padded(data, longest), name)
+        return [gathered[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
 
-    def _rows(self, mine: torch.Tensor, name: str) -> torch.Tensor:
-        """Every rank's, of one size."""
+    def _all_gather(self, mine: torch.Tensor, name: str) -> torch.Tensor:
+        """One line per rank; all ranks pass vectors of the same size."""
         everyone = torch.empty(self.size * len(mine), dtype=mine.dtype)
         self.all_gather_start(everyone, mine, name).wait()
         return everyone.view(self.size, len(mine))
 
-    def _differ(self, name: str) -> TrainingFailed:
-        """By all ranks together: each has seen that there is another name than its own."""
-        rows = self._rows(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
-        return do_different_things(
-            {rank: row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for rank, row in enumerate(rows)}
+    def _different_names(self, name: str) -> TrainingFailed:
+        """Every rank calls this: each has received a name that differs from its own."""
+        names = self._all_gather(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
+        return different_collectives(
+            {rank: line.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for rank, line in enumerate(names)}
         )
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], name: str, *, source: int = 0) -> None:
-        """Give every rank the source's values, in place. Tensors of one dtype travel together, some at a time."""
+        """Copy the source's values to every rank, in place. Tensors of one dtype share messages of limited size."""
         if self.size == 1:
             return
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for (dtype, device), group in ((kind, some) for kind, all_of in by_kind.items() for some in _together(all_of)):
+        for (dtype, device), group in ((kind, some) for kind, all_of in by_kind.items() for some in _grouped(all_of)):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            # Gloo knows no bool, bf16 arithmetic or 8-bit floats; a broadcast moves bytes and needs none.
+            # Gloo has no bool, bf16 arithmetic or 8-bit floats; a broadcast only moves bytes.
             raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=device)
             self._broadcast(raw, source, f"{name} ({dtype})")
-            if self.rank != source:  # whose tensors may be in use, and must not seem changed
+            if self.rank != source:  # the source's tensors may be in use: their version counters must not change
                 _scatter_back(flat, group)
 
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
@@ -185,11 +186,11 @@ class Axis:
         self.all_gather_bytes(name, b"")
 
     def close(self) -> None:
-        """Drop the group; its sockets close, which is how peers that wait for us learn that we are gone."""
+        """Drop the group. Its sockets close, which ends the wait of peers that wait for this rank."""
         self._group = None
 
     def retire(self) -> None:
-        """The same after an error, when an operation may still be pending: its end is waited for on another thread."""
+        """`close` after an error, when an operation may still be pending: another thread waits for it to end."""
         dropped = [self._group]
         self._group = None
         threading.Thread(target=dropped.clear, name="manyhands-retired-group", daemon=True).start()
@@ -198,26 +199,29 @@ class Axis:
         text = str(error)
         if "imed out" in text or "imeout" in text:
             return PeerTimeout(
-                f"Rank {self.rank} waited {self.timeout_s:g} s for the others in {name!r}. {self._missing()}".rstrip(),
+                f"Rank {self.rank} waited {self.timeout_s:g} s for other ranks in {name!r}. {self._missing()}".rstrip(),
                 fix=[
                     "the logs of the ranks that did not arrive (mh logs --rank R)",
-                    "[comm] timeout_s, if a step may take this long",
+                    "a larger [comm] timeout_s, if a step may take this long",
                 ],
             )
         return PeerLost(f"Rank {self.rank} lost a peer in {name!r}: {_reason(text)}.")
 
-    def _start(self, call: Callable[[Any], Any], name: str, *, looks_up: bool = True) -> Pending:
-        """Without `looks_up` for what passes between two: a wait for it that ends early closes all of Gloo's pairs."""
+    def _start(self, call: Callable[[Any], Any], name: str, *, polls_lost: bool = True) -> Pending:
+        """Not `polls_lost` for point-to-point calls: if a wait on one times out early, Gloo closes all its pairs."""
         if self._group is None:
-            raise PeerLost(f"Rank {self.rank} has left its group and cannot take part in {name!r}.")
+            raise PeerLost(f"Rank {self.rank} has left its group and cannot join {name!r}.")
         try:
-            return Pending(call(self._group), name, self, looks_up=looks_up)
+            return Pending(call(self._group), name, self, polls_lost=polls_lost)
         except RuntimeError as error:
             raise self.translate(error, name) from error
 
 
 class Following(Axis):
-    """Whatever axis `find` gives at the time, for those who outlive a generation: in each, as many ranks, as placed."""
+    """Forwards each call to the axis that `find` returns at the time, for objects that outlive a generation.
+
+    The axis of every generation has the same size, and this process has the same rank in it.
+    """
 
     def __init__(self, find: Callable[[], Axis]) -> None:
         first = find()
@@ -259,9 +263,9 @@ def connect(
     missing: Callable[[], str] = lambda: "",
     lost: Callable[[], bool] | None = None,
 ) -> Axis:
-    """Build the group of one generation: Gloo on CPUs, bound to `address` and nothing else.
+    """Build the process group of one generation: Gloo on CPUs, bound to `address` only.
 
-    On CUDA devices NCCL for what is there, and the same Gloo beside it for what is in the host's memory.
+    With CUDA devices, NCCL for CUDA tensors and the same Gloo for tensors in host memory.
     """
     if size == 1:
         return Axis(rank, size, timeout_s=timeout_s, missing=missing)
@@ -273,9 +277,9 @@ def connect(
         if on_cuda:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            apart = [dist.PrefixStore(name, store) for name in ("nccl", "gloo")]  # type: ignore[attr-defined]
-            on_device = dist.ProcessGroupNCCL(apart[0], rank, size, nccl)
-            axis._group = GroupsByDevice(on_device, dist.ProcessGroupGloo(apart[1], rank, size, options))
+            stores = [dist.PrefixStore(name, store) for name in ("nccl", "gloo")]  # type: ignore[attr-defined]
+            on_device = dist.ProcessGroupNCCL(stores[0], rank, size, nccl)
+            axis._group = GroupsByDevice(on_device, dist.ProcessGroupGloo(stores[1], rank, size, options))
         else:
             axis._group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
@@ -284,7 +288,7 @@ def connect(
 
 
 def gloo_options(address: str, timeout: timedelta) -> Any:
-    """Gloo at `address` and nowhere else."""
+    """Options that bind Gloo to `address` only."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
@@ -311,8 +315,8 @@ def _padded(data: bytes, length: int) -> torch.Tensor:
     return padded
 
 
-def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """As many at a time as fit in a message: it is a copy of them."""
+def _grouped(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups of about `BROADCAST_BYTES`: a message is a copy of its tensors, so its size is bounded."""
     some: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:

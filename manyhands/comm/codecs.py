@@ -1,10 +1,10 @@
-"""Tensors as fewer bytes, and back: `Bf16` halves fp32, `Int8` quarters it.
+"""Compression of tensors: `Bf16` halves the bytes of fp32, `Int8` quarters them.
 
-Flat tensors in, one flat uint8 tensor of a length that is known beforehand out, so that it travels through any
-collective that moves bytes. What is encoded is fp32: values of another floating dtype are converted first, and
-decoded ones converted to the dtype asked for. The same bytes decode to the same values on every rank. What is not
-finite stays visible. Given a residual, `Int8` adds it to the values and leaves in it what these bytes do not tell
-("error feedback"): over many calls nothing is lost, only late. Start reading at `Int8.encode`.
+A codec encodes a flat tensor to a flat uint8 tensor whose length is known in advance, so any collective that moves
+bytes can carry it. Codecs encode fp32: values of another floating dtype are converted first, decoded values to the
+dtype of the output. The same bytes decode to the same values on every rank. NaN and infinity are not hidden. With a
+residual (error feedback), `Int8` adds it to the values and stores the new encoding error in it: over many calls no
+value is lost, only delayed. Start reading at `Int8.encode`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from manyhands.native import library
 
-__all__ = ["Bf16", "Codec", "Int8"]
+__all__ = ["CODECS", "Bf16", "Codec", "Int8", "codec_of"]
 
-# Every encoded tensor is a whole number of these, so that several of them in a row all begin where a float32 may.
+# Encoded tensors are padded to this many bytes, so that each of several in one buffer starts at a float32 address.
 ALIGNMENT = 4
 
 
 class Codec(Protocol):
     feeds_back: ClassVar[bool]
-    """Whether `encode` wants a residual that lives as long as the training."""
+    """Whether `encode` takes a residual, which is kept for the whole training."""
 
     def num_bytes(self, numel: int) -> int: ...
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None: ...
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """With `add`, to what is there."""
+        """With `add`, add the decoded values to `out`."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -40,8 +40,8 @@ def aligned(num_bytes: int) -> int:
 class Bf16:
     """fp32 rounded to the nearest bfloat16: all of its range, 8 bits of its precision.
 
-    NaN and infinity arrive as they were sent; finite values above 3.39e38 arrive as infinity. It keeps no residual:
-    a rounding error of at most 1/256 of each value does not add up to anything that training notices.
+    NaN and infinity are kept; finite values above 3.39e38 become infinity. There is no residual: a rounding error of at
+    most 1/256 of each value does not accumulate to an error that affects training.
     """
 
     feeds_back: ClassVar[bool] = False
@@ -67,37 +67,37 @@ class Bf16:
 
 
 class Int8:
-    """Whole numbers from -127 to 127, and one fp32 scale for each block of `BLOCK` values; rounds to the nearest.
+    """Integers from -127 to 127, and one fp32 scale for each block of `BLOCK` values; rounds to the nearest.
 
-    A value is off by at most half a scale, which is 1/254 of the largest value in its block. A block with a NaN or an
-    infinity in it decodes to NaN throughout. A block that holds nothing above 1.5e-36 decodes to zeros.
+    The error of a value is at most half a scale, which is 1/254 of the largest magnitude in its block. A block that
+    contains a NaN or an infinity decodes to NaN throughout. A block with no magnitude above 1.5e-36 decodes to zeros.
     """
 
     feeds_back: ClassVar[bool] = True
     BLOCK = 1024
-    # As many values as stay in a core's cache while they are read a few times over: a third of the time of doing each
-    # operation on 10 M values before the next.
+    # As many values as fit in a core's cache, because each is read several times: a third of the time of running each
+    # operation over all of 10 M values before the next operation.
     SPAN = 128 * BLOCK
     # Below it the reciprocal of a scale would be infinite.
     SMALLEST_SCALE = 2.0**-126
 
     def __init__(self) -> None:
-        self._room = torch.empty(0)
+        self._buffer = torch.empty(0)
 
     def num_bytes(self, numel: int) -> int:
         return aligned(4 * self._num_blocks(numel) + numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """`values` stay as they are; `residual`, of the same length and fp32, becomes what is still to be told.
+        """Encode without changing `values`; `residual` (fp32, same length) becomes the error that is still to be sent.
 
-        Of a block that is not finite nothing is owed afterwards: there is no telling what its values were.
+        The residual of a block that is not finite becomes 0, because its values are unknown.
         """
         values = _as_fp32(values)
         scales, codes = self._parts(out, values.numel())
         if _is_native(values, out, residual):
-            owed = residual.data_ptr() if residual is not None else 0
-            places = (values.data_ptr(), owed, scales.data_ptr(), codes.data_ptr())
-            library.int8_encode(*places, values.numel(), self.BLOCK)
+            residual_address = residual.data_ptr() if residual is not None else 0
+            addresses = (values.data_ptr(), residual_address, scales.data_ptr(), codes.data_ptr())
+            library.int8_encode(*addresses, values.numel(), self.BLOCK)
             return
         for start, stop, block in self._spans(values.numel()):
             wanted = values[start:stop].view(-1, block)
@@ -110,7 +110,7 @@ class Int8:
             if residual is not None:
                 wanted.sub_(steps.mul_(scale))
         if residual is not None:
-            self._forgive(residual, scales)
+            self._clear_not_finite(residual, scales)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         scales, codes = self._parts(data, out.numel())
@@ -130,16 +130,16 @@ class Int8:
         torch.maximum(scale, wanted.amin(1, keepdim=True).neg_(), out=scale)
         scale.mul_(1 / 127)
         scale.add_(scale * 0)  # infinity times 0 is NaN, as NaN is
-        nothing = scale < self.SMALLEST_SCALE
-        scale.masked_fill_(nothing, 0)
-        return scale.reciprocal().masked_fill_(nothing, 0)
+        too_small = scale < self.SMALLEST_SCALE
+        scale.masked_fill_(too_small, 0)
+        return scale.reciprocal().masked_fill_(too_small, 0)
 
-    def _forgive(self, residual: Tensor, scales: Tensor) -> None:
-        for number in scales.isnan().nonzero().flatten().tolist():
-            residual[number * self.BLOCK : (number + 1) * self.BLOCK] = 0
+    def _clear_not_finite(self, residual: Tensor, scales: Tensor) -> None:
+        for block in scales.isnan().nonzero().flatten().tolist():
+            residual[block * self.BLOCK : (block + 1) * self.BLOCK] = 0
 
     def _parts(self, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales, then the whole numbers."""
+        """The scales, then the integers."""
         head = 4 * self._num_blocks(numel)
         return data[:head].view(torch.float32), data[head : head + numel].view(torch.int8)
 
@@ -147,7 +147,7 @@ class Int8:
         return -(-numel // self.BLOCK)
 
     def _spans(self, numel: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, size of its blocks): whole blocks, as many as stay in cache; the short last one by itself."""
+        """(start, stop, block size): as many whole blocks as fit in cache; the short last block is a separate span."""
         whole = numel - numel % self.BLOCK
         for start in range(0, whole, self.SPAN):
             yield start, min(start + self.SPAN, whole), self.BLOCK
@@ -155,13 +155,13 @@ class Int8:
             yield whole, numel, numel - whole
 
     def _scratch(self, like: Tensor) -> Tensor:
-        if self._room.numel() < like.numel() or self._room.device != like.device:
-            self._room = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-        return self._room[: like.numel()].view_as(like)
+        if self._buffer.numel() < like.numel() or self._buffer.device != like.device:
+            self._buffer = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return self._buffer[: like.numel()].view_as(like)
 
 
 def _is_native(*tensors: Tensor | None) -> bool:
-    """Whether the C extension can do it: one pass over memory instead of several."""
+    """Whether the C extension can be used, which reads the memory once instead of several times."""
     return library is not None and all(
         tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors if tensor is not None
     )
@@ -169,5 +169,14 @@ def _is_native(*tensors: Tensor | None) -> bool:
 
 def _as_fp32(values: Tensor) -> Tensor:
     if not values.is_floating_point():
-        raise TypeError(f"Only floating-point values can be sent as fewer bytes, not {values.dtype}.")
+        raise TypeError(f"Only floating-point values can be compressed, not {values.dtype}.")
     return values.float()
+
+
+CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
+"""By the name of the reducer; `spec.strategy_names` has the same names, and which of them have residuals."""
+
+
+def codec_of(reducer: str) -> Codec | None:
+    """A new one; None for "exact", which sends values as they are."""
+    return CODECS[reducer]() if reducer != "exact" else None

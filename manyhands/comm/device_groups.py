@@ -1,6 +1,6 @@
-"""Two process groups of the same ranks as one: for tensors on an accelerator, and for those in the host's memory.
+"""Combines two process groups of the same ranks: one for tensors on an accelerator, one for tensors in host memory.
 
-NCCL takes CUDA tensors only, but ranks also exchange names, lengths, hashes and losses, which are made on the CPU.
+NCCL takes CUDA tensors only, but ranks also exchange names, lengths, hashes and losses, which are on the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["GroupsByDevice"]
 
 
 class GroupsByDevice:
-    """What `Axis` uses of a process group, passed to the one whose tensors these are."""
+    """The part of a process group that `Axis` uses; forwards each call to the group of the tensor's device."""
 
     def __init__(self, on_device: Any, in_memory: Any) -> None:
         self._on_device, self._in_memory = on_device, in_memory

@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share: a memfd, which has no name and is gone with the last who holds it.
+"""Shared memory of one host: a memfd, which has no name and is freed when the last process closes it.
 
-The host's agent owns a `HostMemory` and allots regions of it, each allocated in full before anybody writes to it; its
-workers inherit the file descriptor and map what they were told as `Segment`s. No torch in here. Collectives on top of
-it are in `shared_memory`.
+The host's agent owns a `HostMemory` and assigns regions of it, each allocated in full before a process writes to it.
+Workers inherit the file descriptor and map their regions as `Segment`s. Imports no torch. The collectives that use
+this memory are in `shared_memory`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE_PAGE = 2**21
 
 
 class Segment:
-    """A region of shared memory in this process. Fresh memory is all zero."""
+    """A region of shared memory, mapped into this process. New memory is all zero."""
 
     def __init__(self, fd: int, num_bytes: int, offset: int = 0, *, flags: int = mmap.MAP_SHARED) -> None:
         self.num_bytes = num_bytes
@@ -37,21 +37,21 @@ class Segment:
         self._large: int | None = None
 
     def words(self) -> memoryview:
-        """All of it as 64-bit numbers, each read and written in one go; `struct` writes zeros first."""
+        """The region as 64-bit integers, each read and written atomically (`struct` would write zeros first)."""
         return memoryview(self.buffer).cast("Q")
 
     def use_large_pages(self) -> None:
-        """Have `address` lead to pages of 2 MB, if the memory is in such. For what is read here and there."""
+        """Map the region again with 2 MB pages, if the kernel allocated such, for memory with random access."""
         if self.num_bytes >= LARGE_PAGE and self._large is None:
             self._large = library.map_again(self.address, self.num_bytes) or None
             self.address = self._large or self.address
 
     def free(self) -> None:
-        """Give the memory back to the system; for everybody who maps it, it is zero from now on."""
+        """Return the memory to the system; every process that maps it reads zeros from then on."""
         self.buffer.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Tensors that look at the memory keep it mapped."""
+        """Unmap the region, unless tensors still view it."""
         if self._large is not None:
             library.unmap(self._large, self.num_bytes)
         del self._first
@@ -66,7 +66,7 @@ class _Plane(NamedTuple):
 
 
 class HostMemory:
-    """One memfd per attempt, and who has which region of it."""
+    """One memfd per attempt, and the table of its regions."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("manyhands", os.MFD_CLOEXEC)
@@ -76,10 +76,10 @@ class HostMemory:
         self._planes: dict[str, list[_Plane]] = {}
 
     def allot(self, name: str, num_bytes: int, ranks: int = 0, generation: str = "") -> int:
-        """Where the region `name` begins; the same answer to everybody who asks, a refusal included.
+        """The offset of the region `name`, the same for every caller; so is the error if it cannot be allocated.
 
-        With `ranks` it is a plane between so many in this generation: `lose` wakes those who wait in it, and another
-        generation has another one of that name.
+        With `ranks` the region is a plane for that many ranks of this generation: `lose` wakes the ranks that wait in
+        it, and each generation has its own plane of that name.
         """
         region = (generation if ranks else "", name)
         if region in self._refused:
@@ -96,17 +96,17 @@ class HostMemory:
         return self._offsets[region]
 
     def _allocate(self, num_bytes: int) -> int:
-        # Asked first: what the kernel cannot allocate in the end, it makes room for by killing somebody.
-        room = free_bytes()
-        if num_bytes > room:
-            raise _no_memory(num_bytes, f"{room / 1e6:.1f} MB are free")
+        # Checked first: if the kernel runs out of memory later, it kills a process.
+        free = free_bytes()
+        if num_bytes > free:
+            raise _no_memory(num_bytes, f"{free / 1e6:.1f} MB are free")
         is_large = num_bytes >= LARGE_PAGE and library is not None
         unit = LARGE_PAGE if is_large else mmap.ALLOCATIONGRANULARITY
         offset = -(-self._end // unit) * unit
         if is_large:
             library.allocate_large(self.fd, offset, num_bytes)
         try:
-            # Writing to memory that is not there would be a SIGBUS in the middle of a step; here it is an error.
+            # Without this, writing to memory that is not available would raise SIGBUS in the middle of a step.
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
             raise _no_memory(num_bytes, error.strerror or str(error)) from error
@@ -114,15 +114,15 @@ class HostMemory:
         return offset
 
     def lose(self, rank: int | None, generation: str = "") -> None:
-        """A rank of this host in a generation, counted here from 0, has ended: nobody waits for it any longer.
+        """End all waits in the planes of a generation, because `rank` (counted from 0 on this host) is lost.
 
-        None: one of another host, so that those who wait here for each other do not wait in vain.
+        None: a rank of another host is lost; ranks of this host must not wait for each other in vain either.
         """
         for plane in self._planes.get(generation, []):
             library.abort_plane(plane.segment.address, plane.ranks, plane.ranks if rank is None else rank)
 
     def free(self, generation: str) -> None:
-        """Give back the planes of a generation that nobody here is in any more."""
+        """Free the planes of a generation that no worker of this host is in any more."""
         for plane in self._planes.pop(generation, []):
             plane.segment.free()
             plane.segment.close()
@@ -137,13 +137,13 @@ class HostMemory:
 
 def _no_memory(num_bytes: int, why: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"No {num_bytes / 1e6:.1f} MB of memory to share between workers: {why}.",
+        f"Cannot allocate {num_bytes / 1e6:.1f} MB of memory to share between workers: {why}.",
         fix=["a smaller model, or fewer workers", "a higher memory limit of the container"],
     )
 
 
 def all_bytes() -> int:
-    """What this machine has, or the container that we are in may have."""
+    """Memory of this machine, or the memory limit of the container."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
         total = min(total, int((CGROUP / "memory.max").read_text()))
@@ -151,7 +151,7 @@ def all_bytes() -> int:
 
 
 def free_bytes(cgroup: Path = CGROUP) -> int:
-    """What this machine, or the container that we are in, has left."""
+    """Memory that is available on this machine, or left in the container."""
     free = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit: "max"
         limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))

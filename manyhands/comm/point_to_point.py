@@ -1,8 +1,9 @@
-"""Values from rank to rank of an axis: tensors in lists, tuples and dicts, whose sizes the receiver need not know.
+"""Point-to-point messages between the ranks of an axis: tensors in lists, tuples and dicts, of sizes that the receiver
+need not know.
 
-A short value is one message, a long one two: the first says how long it is in all. Sending returns at once, so ranks
-that send to each other never wait for each other in a circle. Start reading at `Values`; `shared_memory_messages` has
-the same for ranks of one host.
+A short value is one message, a long one two: the first contains the total length. Sending returns at once, so ranks
+that send to each other cannot deadlock. Start reading at `PointToPoint`; `shared_memory_messages` is the same for
+ranks of one host.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 from manyhands.comm.axis import Axis, Pending
 from manyhands.comm.tensor_messages import Frame, pack, unpack
 
-__all__ = ["FollowingMessages", "Messages", "Values", "frames_of", "headed"]
+__all__ = ["FollowingMessages", "Messages", "PointToPoint", "frames_of", "headed"]
 
 FIRST_BYTES = 2**16
-"""Of the first message, at most. Gloo takes less than a receiver is ready for."""
+"""Most bytes of the first message. Gloo accepts a message shorter than the receive buffer."""
 
 
 class Messages(Protocol):
-    """What ranks of a line send each other. Tags tell apart what is under way between the same two ranks."""
+    """Point-to-point messages between the ranks of an axis. Messages in flight between two ranks differ by tag."""
 
     @property
     def rank(self) -> int: ...
@@ -34,49 +35,49 @@ class Messages(Protocol):
     def bytes_sent(self) -> int: ...
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
-        """Returns at once; what is sent may change afterwards."""
+        """Return at once; `value` may change afterwards."""
 
     def expect(self, source: int, tag: int, name: str) -> None:
-        """Be ready for what will be received soon, so that it can arrive in the meantime."""
+        """Post a receive for a message that `receive` will read soon, so that it can arrive in the meantime."""
 
     def receive(self, source: int, tag: int, name: str) -> Any:
-        """What `source` sends with this tag, in tensors of its own."""
+        """The next value that `source` sends with this tag, in new tensors."""
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all sends are done."""
 
     def forget(self) -> None:
-        """After an error: nothing of what was under way is waited for any more."""
+        """After an error: drop all pending sends and receives without waiting for them."""
 
 
-class Values:
+class PointToPoint:
     """Sends and receives over the sockets of one axis."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.rank, self.size = axis, axis.rank, axis.size
-        self._going: list[tuple[Pending, Tensor]] = []
-        self._coming: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
+        self._sends: list[tuple[Pending, Tensor]] = []
+        self._receives: dict[tuple[int, int], tuple[Pending, Tensor]] = {}
         self.bytes_sent = 0
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
         data = _joined(headed(pack(value, name)))
         self.bytes_sent += len(data)
-        self._going = [one for one in self._going if not one[0].done]
+        self._sends = [one for one in self._sends if not one[0].done]
         for part, number in ((data[:FIRST_BYTES], 2 * tag), (data[FIRST_BYTES:], 2 * tag + 1)):
             if len(part):
-                self._going.append((self.axis.send_start(part, to, number, name), data))
+                self._sends.append((self.axis.send_start(part, to, number, name), data))
 
     def expect(self, source: int, tag: int, name: str) -> None:
-        """Be ready for what will be received next, so that its first part can arrive in the meantime."""
+        """Post the receive of the next message's first part, so that it can arrive in the meantime."""
         first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
-        self._coming[source, tag] = self.axis.receive_start(first, source, 2 * tag, name), first
+        self._receives[source, tag] = self.axis.receive_start(first, source, 2 * tag, name), first
 
     def receive(self, source: int, tag: int, name: str) -> Any:
-        """What `source` sends with this tag, in tensors of its own."""
-        if (source, tag) not in self._coming:
+        """The next value that `source` sends with this tag, in new tensors."""
+        if (source, tag) not in self._receives:
             self.expect(source, tag, name)
-        coming, first = self._coming.pop((source, tag))
-        coming.wait()
+        receiving, first = self._receives.pop((source, tag))
+        receiving.wait()
         (length,) = struct.unpack("<q", first[:8].numpy().tobytes())
         data = first[:length]
         if length > FIRST_BYTES:
@@ -87,17 +88,18 @@ class Values:
         return unpack(frames_of(data.numpy().data))
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
-        going, self._going = self._going, []
-        for pending, _ in going:
+        """Wait until all sends are done."""
+        sends, self._sends = self._sends, []
+        for pending, _ in sends:
             pending.wait()
 
     def forget(self) -> None:
-        self._going, self._coming = [], {}
+        self._sends, self._receives = [], {}
 
 
 class FollowingMessages:
-    """Whatever way `find` gives at the time, for those who outlive a generation, as `Following` is for an axis."""
+    """Forwards to the `Messages` that `find` returns at the time, for objects that outlive a generation (as
+    `Following` does for an axis)."""
 
     def __init__(self, find: Callable[[], Messages]) -> None:
         first = find()
@@ -105,7 +107,7 @@ class FollowingMessages:
 
     @property
     def bytes_sent(self) -> int:
-        """In this generation."""
+        """Bytes sent in this generation."""
         return self._find().bytes_sent
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
@@ -125,10 +127,10 @@ class FollowingMessages:
 
 
 def headed(frames: Sequence[Frame]) -> list[Frame]:
-    """Behind what says where they are: the length of all, the number of frames and their lengths."""
+    """Frames with a header before them: the total length, the number of frames and the length of each."""
     lengths = [len(frame) for frame in frames]
-    head = struct.pack(f"<{2 + len(lengths)}q", 8 * (2 + len(lengths)) + sum(lengths), len(lengths), *lengths)
-    return [head, *frames]
+    header = struct.pack(f"<{2 + len(lengths)}q", 8 * (2 + len(lengths)) + sum(lengths), len(lengths), *lengths)
+    return [header, *frames]
 
 
 def _joined(frames: Sequence[Frame]) -> Tensor:
@@ -141,7 +143,7 @@ def _joined(frames: Sequence[Frame]) -> Tensor:
 
 
 def frames_of(view: memoryview) -> list[Frame]:
-    """The frames behind a head."""
+    """The frames after a header."""
     (count,) = struct.unpack_from("<q", view, 8)
     lengths = struct.unpack_from(f"<{count}q", view, 16)
     frames: list[Frame] = []

@@ -1,43 +1,43 @@
-"""Where messages lie in a stretch of memory that is used round and round. Numbers only."""
+"""Allocates messages in a ring buffer. Arithmetic only, no memory."""
 
 from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Room"]
+__all__ = ["RingBuffer"]
 
 LINE = 64
 
 
-class Room:
-    """`num_bytes` for messages that are taken out in the order in which they were put in, `most` of them at once.
+class RingBuffer:
+    """A ring of `num_bytes` with at most `most` messages, which are removed in the order in which they were added.
 
-    Each lies in one piece, and begins a cache line of its own.
+    Each message is contiguous and starts on a new cache line.
     """
 
     def __init__(self, num_bytes: int, most: int) -> None:
         self._num_bytes, self._most = num_bytes, most
-        self._held: deque[range] = deque()
+        self._messages: deque[range] = deque()
 
     def put(self, length: int) -> int | None:
-        """Where the next message begins; None: there is no room for it now."""
-        whole = max(1, -(-length // LINE)) * LINE
-        start = self._free(whole)
+        """The offset of the next message; None: it does not fit now."""
+        padded = max(1, -(-length // LINE)) * LINE
+        start = self._free(padded)
         if start is not None:
-            self._held.append(range(start, start + whole))
+            self._messages.append(range(start, start + padded))
         return start
 
     def take(self, count: int) -> None:
-        """So many more have been taken out."""
+        """Free the `count` oldest messages."""
         for _ in range(count):
-            self._held.popleft()
+            self._messages.popleft()
 
     def _free(self, length: int) -> int | None:
-        if len(self._held) >= self._most:
+        if len(self._messages) >= self._most:
             return None
-        if not self._held:  # back to the beginning, which is in the caches
+        if not self._messages:  # start again at 0, which is in the caches
             return 0 if length <= self._num_bytes else None
-        first, last = self._held[0], self._held[-1]
+        first, last = self._messages[0], self._messages[-1]
         if last.start < first.start:
             return last.stop if last.stop + length <= first.start else None
         if last.stop + length <= self._num_bytes:

@@ -1,9 +1,10 @@
-"""Values from rank to rank of one host, through memory that the two share: what `comm.point_to_point` does over
-sockets.
+"""Point-to-point messages between ranks of one host through shared memory (`comm.point_to_point` is the same over
+sockets).
 
-From every rank to every other there is a ring: a table of messages and the room for them, into which the sender puts
-and from which the receiver takes. A message that does not fit moves the talk to a larger ring, so sending never waits.
-`room` says where a message lies; the counters that both go by are those of a `Plane`. Start reading at `SharedValues`.
+For every ordered pair of ranks there is a ring: a table of messages and the space for them; the sender adds messages,
+the receiver removes them. If a message does not fit, the sender switches to a larger ring, so sending never waits.
+`ring_buffer` allocates the space; the counters of messages sent and received are those of a `Plane`. Start reading at
+`SharedMemoryPointToPoint`.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from typing import Any
 
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.point_to_point import Messages, frames_of, headed
-from manyhands.comm.ring_buffer import Room
+from manyhands.comm.ring_buffer import RingBuffer
 from manyhands.comm.shared_memory import Plane
 from manyhands.comm.tensor_messages import Frame, pack, unpack
 
-__all__ = ["MixedValues", "SharedValues"]
+__all__ = ["MixedPointToPoint", "SharedMemoryPointToPoint"]
 
 FIRST_BYTES = 2**22
-"""Of a ring, at first. One that stays in the caches is quicker than one with room to spare."""
+"""Size of the first ring. A ring that fits in the caches is faster than a larger one."""
 ENTRIES = 512
-"""Of the table: messages under way at once, and one that says where the talk goes on."""
+"""Entries of the table: the messages in flight, and one that announces the next ring."""
 MOVED = 2**64 - 1
-"""In place of a tag."""
+"""Tag of the entry that announces the next ring."""
 
-AREA_BYTES = 128  # the least that a plane has; nothing goes through it
+AREA_BYTES = 128  # the smallest area of a plane; it is not used
 ENTRY_WORDS = 3  # tag, begin, length
 SENDER, RECEIVER = 0, 1
 
 
-class SharedValues:
-    """Rank `rank` of a line whose members are `ranks` in the run; `memory` gives a region, the same one to both ends.
+class SharedMemoryPointToPoint:
+    """Rank `rank` of an axis whose ranks in the run are `ranks`; `memory` returns a region, the same one for both ends.
 
-    A rank that is lost, or does not send in time, ends the wait as it does in every `Plane`.
+    A rank that is lost, or does not send in time, ends the wait as in every `Plane`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SharedValues:
         missing: Callable[[], str] = lambda: "",
         first_bytes: int = FIRST_BYTES,
     ) -> None:
-        """`here` are the run's ranks on this host, `missing` is as `Plane` has it."""
+        """`here`: the run's ranks on this host; `missing`: as in `Plane`."""
         self.rank, self.size, self._ranks, self._memory = rank, len(ranks), list(ranks), memory
         self._settings: dict[str, Any] = {"timeout_s": timeout_s, "here": here, "missing": missing}
         self._first_bytes = first_bytes
@@ -65,22 +66,22 @@ class SharedValues:
         self.bytes_sent += sum(map(len, pieces))
 
     def expect(self, source: int, tag: int, name: str) -> None:
-        """Nothing has to be made ready: what was sent is there."""
+        """Nothing to post: a message is in shared memory once it was sent."""
 
     def receive(self, source: int, tag: int, name: str) -> Any:
-        """What `source` sends with this tag, in tensors of its own."""
+        """The next value that `source` sends with this tag, in new tensors."""
         if source not in self._inboxes:
             self._inboxes[source] = _Inbox(self._opener(source, self.rank), self._first_bytes)
         return self._inboxes[source].take(tag, name)
 
     def flush(self) -> None:
-        """What was sent has gone."""
+        """Nothing to wait for: sends are done when they return."""
 
     def forget(self) -> None:
-        """Rings are of one group, and end with it."""
+        """Nothing to drop: rings belong to one generation and end with it."""
 
     def _opener(self, source: int, to: int) -> Callable[[int, int], _Ring]:
-        """Opens a ring between these two, by its number and the room that it has."""
+        """A function that opens a ring between these two ranks, given its number and size."""
         ranks = [self._ranks[source], self._ranks[to]]
         end = SENDER if source == self.rank else RECEIVER
 
@@ -92,7 +93,7 @@ class SharedValues:
 
 
 class _Ring:
-    """One end's view of it. An end posts once for every message that it has put, or taken."""
+    """One end of a ring. The sender posts once per message added, the receiver once per message removed."""
 
     def __init__(self, segment: Segment, plane: Plane) -> None:
         self.segment, self.plane = segment, plane
@@ -106,9 +107,9 @@ class _Ring:
 
     @property
     def next_entry(self) -> memoryview:
-        """Of the message that this end puts, or takes, next."""
-        place = self.plane.num_posts % ENTRIES * ENTRY_WORDS
-        return self._table[place : place + ENTRY_WORDS]
+        """The table entry of the next message of this end."""
+        begin = self.plane.num_posts % ENTRIES * ENTRY_WORDS
+        return self._table[begin : begin + ENTRY_WORDS]
 
     def write_entry(self, tag: int, begin: int, length: int) -> None:
         entry = self.next_entry
@@ -130,14 +131,14 @@ class _Outbox:
 
     def _enter(self, num_bytes: int) -> None:
         self._number, self._num_bytes, self._taken = self._number + 1, num_bytes, 0
-        self._ring, self._room = self._open(self._number, num_bytes), Room(num_bytes, ENTRIES - 1)
+        self._ring, self._room = self._open(self._number, num_bytes), RingBuffer(num_bytes, ENTRIES - 1)
 
     def put(self, tag: int, pieces: Sequence[Frame]) -> None:
         length = sum(map(len, pieces))
-        self._look()
+        self._free_taken()
         begin = self._room.put(length)
         if begin is None:
-            self._move(length)
+            self._switch_ring(length)
             begin = self._room.put(length)
         assert begin is not None
         at = begin
@@ -146,15 +147,15 @@ class _Outbox:
             at += len(piece)
         self._ring.write_entry(tag, begin, length)
 
-    def _look(self) -> None:
-        """What the receiver has taken since makes room."""
+    def _free_taken(self) -> None:
+        """Free the space of the messages that the receiver has removed."""
         before = self._taken
         while self._taken < self._ring.plane.num_posts and self._ring.plane.all_posted(self._taken + 1):
             self._taken += 1
         self._room.take(self._taken - before)
 
-    def _move(self, length: int) -> None:
-        """Go on in a ring of at least twice the size; the receiver follows when it comes to where that is said."""
+    def _switch_ring(self, length: int) -> None:
+        """Switch to a ring of at least twice the size; the receiver follows when it reads the `MOVED` entry."""
         before = self._ring
         num_bytes = max(2 * self._num_bytes, 1 << (4 * length).bit_length())
         self._enter(num_bytes)
@@ -169,7 +170,7 @@ class _Inbox:
         self._open, self._number = open_ring, 0
         self._ring = open_ring(0, num_bytes)
         self._early: defaultdict[int, deque[Any]] = defaultdict(deque)
-        """What came before it was asked for, by its tag."""
+        """Messages that arrived before `take` was called for their tag."""
 
     def take(self, tag: int, name: str) -> Any:
         while not self._early[tag]:
@@ -193,31 +194,31 @@ class _Inbox:
         ring.plane.post()
 
 
-class MixedValues:
-    """Through memory to the ranks that are near, over sockets to the others."""
+class MixedPointToPoint:
+    """Uses shared memory for the ranks `near` (on this host), sockets for all others."""
 
     def __init__(self, shared: Messages, far: Messages, near: Collection[int]) -> None:
         self.rank, self.size = far.rank, far.size
-        self._ways = [shared if rank in near else far for rank in range(far.size)]
+        self._channels = [shared if rank in near else far for rank in range(far.size)]
         self._both = (shared, far)
 
     @property
     def bytes_sent(self) -> int:
-        return sum(way.bytes_sent for way in self._both)
+        return sum(channel.bytes_sent for channel in self._both)
 
     def send(self, value: Any, to: int, tag: int, name: str) -> None:
-        self._ways[to].send(value, to, tag, name)
+        self._channels[to].send(value, to, tag, name)
 
     def expect(self, source: int, tag: int, name: str) -> None:
-        self._ways[source].expect(source, tag, name)
+        self._channels[source].expect(source, tag, name)
 
     def receive(self, source: int, tag: int, name: str) -> Any:
-        return self._ways[source].receive(source, tag, name)
+        return self._channels[source].receive(source, tag, name)
 
     def flush(self) -> None:
-        for way in self._both:
-            way.flush()
+        for channel in self._both:
+            channel.flush()
 
     def forget(self) -> None:
-        for way in self._both:
-            way.forget()
+        for channel in self._both:
+            channel.forget()

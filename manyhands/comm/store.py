@@ -1,8 +1,8 @@
-"""The store that process groups meet through, carried by the run's own control channel.
+"""The rendezvous store of process groups, carried by the run's control channel.
 
 `ControlStore` is a `torch.distributed.Store`: Gloo, NCCL, `new_group` and DeviceMesh exchange their addresses
-through it, so no TCPStore listens anywhere. Values live with the coordinator, per generation; a prefix keeps groups
-apart.
+through it, so there is no TCPStore that listens on a port. The coordinator stores the values per generation; each
+group has its own prefix.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["ControlStore", "KeyValues"]
+__all__ = ["ControlStore", "KeyValueClient"]
 
 DEFAULT_TIMEOUT_S = 60.0
 
 
-class KeyValues(Protocol):
-    """What a `ControlStore` stands on; a worker's is `control.session.store_client`."""
+class KeyValueClient(Protocol):
+    """The client that a `ControlStore` uses; in a worker `control.session.session` implements it."""
 
     def get(self, key: str, timeout_s: float) -> bytes: ...
     def set(self, key: str, value: bytes) -> None: ...
@@ -30,9 +30,9 @@ class KeyValues(Protocol):
 
 
 class ControlStore(dist.Store):  # type: ignore[misc, name-defined]
-    """Calls come from C++ threads too; `values` must be safe from any thread."""
+    """C++ threads call this too, so `values` must be thread-safe."""
 
-    def __init__(self, values: KeyValues, prefix: str) -> None:
+    def __init__(self, values: KeyValueClient, prefix: str) -> None:
         super().__init__()
         self._values, self._prefix, self._timeout_s = values, prefix, DEFAULT_TIMEOUT_S
 

@@ -1,8 +1,8 @@
-"""Messages with tensors in tow: a typed header, then frames of raw bytes; and plain values as such frames.
+"""Messages with tensors: a typed header, then frames of raw bytes; and the encoding of plain values as such frames.
 
 A value is numbers, text, bytes, lists, tuples, dicts with text keys, and dense tensors anywhere in it. Nothing is
-pickled, and nothing is trusted: sizes are checked against shapes before a tensor is made, and what does not fit is
-counted and dropped. Start reading at `ParcelPort` and `pack`.
+pickled, and input is not trusted: sizes are checked against shapes before a tensor is made, and a message that does
+not fit is counted and dropped. Start reading at `TensorPort` and `pack`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from manyhands.comm.transport import BURST, MAX_MESSAGE_BYTES, Curve, open_socke
 from manyhands.errors import UsageError
 
 __all__ = [
-    "ParcelPort",
     "Placeholder",
+    "TensorPort",
     "check_parcel",
     "check_tensor",
     "dtype_name",
@@ -36,7 +36,7 @@ __all__ = [
 
 MAX_FRAME_BYTES = 2**31
 MAX_FRAMES = 10_000
-# Whoever passes a header on may have something to add to it.
+# Leaves space for what a process that forwards a message adds to its header.
 MAX_HEADER_BYTES = MAX_MESSAGE_BYTES // 4
 MAX_DIMS = 64
 
@@ -54,22 +54,22 @@ M = TypeVar("M")
 Frame = bytes | memoryview
 
 
-class ParcelPort(Generic[M]):
+class TensorPort(Generic[M]):
     """One ROUTER or DEALER socket; every message has a header of type `accepts` and any number of frames.
 
-    For one thread only, as ZeroMQ sockets are.
+    For one thread only, like every ZeroMQ socket.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], accepts: Any) -> None:
         self.socket = socket
         self.refused = 0
-        """Messages that were none of ours."""
+        """Number of messages that were invalid."""
         self._routed = socket.type == zmq.ROUTER
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: Any, frames: Sequence[Frame] = (), to: bytes = b"") -> bool:
-        """Queue a message; False when the queue is full, or nobody is there to queue it for."""
+        """Queue a message; False when the queue is full, or the receiver is not connected."""
         address = [to] if self._routed else []
         try:
             self.socket.send_multipart([*address, self._encoder.encode(message), *frames], zmq.DONTWAIT)
@@ -78,7 +78,7 @@ class ParcelPort(Generic[M]):
         return True
 
     def receive(self, most: int = BURST) -> Iterator[tuple[bytes, M, list[bytes]]]:
-        """What has arrived, as (sender, message, frames), without waiting."""
+        """The messages that have arrived, as (sender, message, frames), without waiting."""
         for _ in range(most):
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
@@ -111,10 +111,10 @@ def open_parcel_port(
     bind: bool = False,
     identity: bytes | None = None,
     curve: Curve | None = None,
-) -> ParcelPort[Any]:
-    """A bound or connecting port. Raises `zmq.ZMQError` where the address cannot be bound."""
+) -> TensorPort[Any]:
+    """A bound or connecting port. Raises `zmq.ZMQError` if the address cannot be bound."""
     socket = open_socket(context, kind, endpoint, bind=bind, identity=identity, curve=curve, most_bytes=MAX_FRAME_BYTES)
-    return ParcelPort(socket, accepts)
+    return TensorPort(socket, accepts)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------
@@ -125,35 +125,35 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def check_tensor(tensor: Tensor, what: str) -> Tensor:
-    """`UsageError`, saying `what` it is, where it cannot be sent."""
+    """Raise a `UsageError` that names `what`, if the tensor cannot be sent."""
     if dtype_name(tensor) not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise UsageError(f"{what} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be sent.")
     if tensor.nbytes > MAX_FRAME_BYTES:
         raise UsageError(
-            f"{what} is a tensor of {tensor.nbytes / 1e9:.1f} GB; one may have {MAX_FRAME_BYTES / 1e9:.1f} GB.",
+            f"{what} is a tensor of {tensor.nbytes / 1e9:.1f} GB; the limit is {MAX_FRAME_BYTES / 1e9:.1f} GB.",
             fix=["several smaller tensors"],
         )
     return tensor
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements in order; copied only where they do not lie so in this host's memory."""
+    """A tensor's elements in order; copied only if the tensor is not contiguous in host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
 
 
 def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """What a tensor takes; `ValueError` where there can be no such tensor."""
+    """Size of a tensor; `ValueError` if there can be no such tensor."""
     if dtype not in DTYPES or len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
         raise ValueError(f"no tensor is {dtype[:20]}{list(shape[:MAX_DIMS])}")
-    # Also one without elements has strides, which have to fit into 63 bits.
+    # Even a tensor without elements has strides, which must fit into 63 bits.
     if math.prod(max(1, dim) for dim in shape) >= 2**58:
         raise ValueError(f"no tensor is as large as {list(shape)}")
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def tensor_from(data: Frame, shape: Sequence[int], dtype: str) -> Tensor:
-    """A tensor of its own memory; `ValueError` unless the bytes are as many as it takes."""
+    """A tensor with its own memory; `ValueError` unless `data` has exactly its size."""
     if tensor_bytes(shape, dtype) != len(data):
         raise ValueError(f"{len(data)} bytes are not a {dtype}{list(shape)}")
     if not len(data):
@@ -165,7 +165,7 @@ def tensor_from(data: Frame, shape: Sequence[int], dtype: str) -> Tensor:
 
 
 class Placeholder(msgspec.Struct, frozen=True):
-    """Stands in a value for something that only the receiver has."""
+    """A reference, within a value, to something that only the receiver has."""
 
     kind: str
     number: int
@@ -173,30 +173,30 @@ class Placeholder(msgspec.Struct, frozen=True):
 
 
 def pack(value: Any, what: str) -> list[Frame]:
-    """A value as frames; `UsageError`, saying `what` it is, where it has something in it that cannot be sent."""
+    """A value as frames; `UsageError` that names `what`, if part of it cannot be sent."""
     buffers: list[Frame] = []
     try:
         tree = msgspec.msgpack.encode(_plain(value, what, buffers))
     except RecursionError as error:
         raise UsageError(f"{what} is nested too deeply to be sent.") from error
     except OverflowError as error:
-        raise UsageError(f"{what} has a whole number of more than 64 bits in it.", fix=["text, or a float"]) from error
+        raise UsageError(f"{what} contains an integer of more than 64 bits.", fix=["text, or a float"]) from error
     check_parcel(None, [tree, *buffers], what)
     return [tree, *buffers]
 
 
 def check_parcel(header: Any, frames: Sequence[Frame], what: str) -> None:
-    """`UsageError` where a message would be refused for its size, and nobody would hear of it."""
+    """`UsageError` if the message is so large that the receiver would drop it without an error."""
     num_bytes = len(msgspec.msgpack.encode(header))
     if len(frames) >= MAX_FRAMES:
         raise UsageError(
-            f"{what} has {len(frames)} tensors in it; a message carries {MAX_FRAMES - 2}.",
-            fix=["torch.stack, or torch.cat, to make one of many"],
+            f"{what} contains {len(frames)} tensors; a message carries at most {MAX_FRAMES - 2}.",
+            fix=["torch.stack, or torch.cat, to combine them"],
         )
     if num_bytes > MAX_HEADER_BYTES or len(frames[0]) > MAX_FRAME_BYTES:
         raise UsageError(
             f"{what} takes {max(num_bytes, len(frames[0])) / 1e6:.1f} MB beside its tensors.",
-            fix=["a tensor, for many numbers", "shorter names, and fewer of them"],
+            fix=["one tensor instead of many numbers", "shorter names, and fewer of them"],
         )
 
 
@@ -208,7 +208,7 @@ def _plain(value: Any, what: str, buffers: list[Frame]) -> Any:
     kinds: tuple[type[Any], ...] = (bool, int, float, str, bytes)
     for kind in kinds:
         if isinstance(value, kind):
-            return kind(value)  # not what is derived from it
+            return kind(value)  # never an instance of a subclass
     if isinstance(value, Tensor):
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_put(value, what, buffers)))
     if isinstance(value, Placeholder):
@@ -230,23 +230,23 @@ def _put(tensor: Tensor, what: str, buffers: list[Frame]) -> list[Any]:
 
 
 def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda found: found) -> Any:
-    """The value that was packed, with `fill` of every placeholder; `ValueError` where the frames are none."""
+    """The packed value, with `fill(placeholder)` for every placeholder; `ValueError` if the frames are no value."""
 
     def extension(code: int, data: memoryview) -> Any:
         if code == _TENSOR:
-            name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, list[int], int])
-            if not 0 <= place < len(frames) - 1:
+            name, shape, index = msgspec.msgpack.decode(data, type=tuple[str, list[int], int])
+            if not 0 <= index < len(frames) - 1:
                 raise ValueError("a tensor without its bytes")
-            return tensor_from(frames[1 + place], shape, name)
+            return tensor_from(frames[1 + index], shape, name)
         if code == _TUPLE:
             return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=extension))
         if code == _PLACEHOLDER:
             return fill(Placeholder(*msgspec.msgpack.decode(data, type=tuple[str, int, str])))
-        raise ValueError(f"extension {code} is none of ours")
+        raise ValueError(f"extension {code} is unknown")
 
     if not frames:
         raise ValueError("no frame")
     try:
         return msgspec.msgpack.decode(frames[0], ext_hook=extension)
-    except (RecursionError, TypeError) as error:  # TypeError: a key that cannot be one
+    except (RecursionError, TypeError) as error:  # TypeError: an unhashable key
         raise ValueError(f"not a value: {error}") from error

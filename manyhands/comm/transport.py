@@ -1,8 +1,8 @@
-"""Typed messages over ZeroMQ sockets that never block and never trust.
+"""Typed messages over ZeroMQ sockets, which never block and trust no input.
 
 A `Port` is one socket, the Struct types it accepts, and limits: one frame per message, at most `MAX_MESSAGE_BYTES`,
-bounded queues. What does not decode is counted and dropped, never raised. Who the peers are and what the messages
-mean is the caller's business; CURVE keys come ready-made in `Curve`.
+bounded queues. Messages that do not decode are counted and dropped, never raised. The caller knows the peers and the
+meaning of the messages, and passes CURVE keys in `Curve`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import zmq
 __all__ = ["MAX_MESSAGE_BYTES", "Curve", "Message", "Port", "open_port", "open_socket"]
 
 MAX_MESSAGE_BYTES = 2**20
-# Enough for every rank of a large host to meet in the store at once; beyond it messages are dropped, not hoarded.
+# Enough for the rendezvous of all ranks of a large host at once; more messages are dropped, so memory stays bounded.
 QUEUE_MESSAGES = 10_000
-# How many messages one readiness may deliver before other sockets get their turn.
+# Most messages read from one ready socket before the other sockets are read.
 BURST = 500
 HANDSHAKE_MS = 5000
 
@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """CURVE keys of one end, in Z85. A server has no `server_key`; it is told clients apart by ZAP."""
+    """CURVE keys of one end, in Z85. A server has no `server_key`; ZAP identifies its clients."""
 
     public: bytes
     secret: bytes
@@ -35,18 +35,18 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
-    """What travels. It is known by the name of its class, and refused where it has a field that nobody declared."""
+    """Base of all messages. The class name identifies it on the wire; one with an undeclared field is refused."""
 
 
 class Port(Generic[M]):
-    """One ROUTER or DEALER socket that speaks `accepts`. For one thread only, as ZeroMQ sockets are."""
+    """One ROUTER or DEALER socket for messages of type `accepts`. For one thread only, like every ZeroMQ socket."""
 
     def __init__(self, socket: zmq.Socket[bytes], accepts: Any) -> None:
         self.socket = socket
         self.garbage = 0
-        """Frames that were not a message of ours."""
+        """Number of frames that were no valid message."""
         self.dropped = 0
-        """Messages that found the queue full."""
+        """Number of messages dropped because the queue was full."""
         self._routed = socket.type == zmq.ROUTER
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
         self._encoder = msgspec.msgpack.Encoder()
@@ -65,7 +65,7 @@ class Port(Generic[M]):
         return True
 
     def receive(self, most: int = BURST) -> Iterator[tuple[bytes, M]]:
-        """What has arrived, as (sender, message), without waiting."""
+        """The messages that have arrived, as (sender, message), without waiting."""
         for _ in range(most):
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
@@ -97,7 +97,7 @@ def open_port(
     identity: bytes | None = None,
     curve: Curve | None = None,
 ) -> Port[Any]:
-    """A bound or connecting port. Raises `zmq.ZMQError` where the address cannot be bound."""
+    """A bound or connecting port. Raises `zmq.ZMQError` if the address cannot be bound."""
     return Port(open_socket(context, kind, endpoint, bind=bind, identity=identity, curve=curve), accepts)
 
 
@@ -124,7 +124,7 @@ def open_socket(
     ):
         socket.setsockopt(option, value)
     if kind == zmq.ROUTER:
-        # A peer that reconnects under its own identity takes over from its dead connection.
+        # A peer that reconnects under the same identity replaces its dead connection.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)
@@ -144,7 +144,7 @@ def _secure(socket: zmq.Socket[bytes], curve: Curve) -> None:
     if curve.server_key is None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, curve.domain)
-        # A socket with CURVE_SERVER and no ZAP handler lets everyone in; this refuses instead.
+        # Without this option, a CURVE_SERVER socket that has no ZAP handler accepts every client.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     else:
         socket.curve_serverkey = curve.server_key

@@ -1,5 +1,6 @@
-"""Who is in the run: membership (pure), and the coordinator, agents and worker sessions that act on it.
+"""The control plane: membership (pure), and the coordinator, agents and sessions that act on it. Imports no torch.
 
-Start reading at `membership.react.react` for the decisions and at `agent.agent.run_agent` for what performs them;
-docs/protocols/control-plane.md tells the whole story with its assumptions.
+This folder itself has the run directory only.
+May import `spec`.
+Start reading at `membership.react.react`.
 """

@@ -1,8 +1,8 @@
-"""The run directory: its paths, its lock, and `run.json`, the record of what became of the run.
+"""The run directory: its paths, its lock, and `run.json`, the record of the run's status.
 
-One process owns it at a time: the agent of the launching host, or a lone worker. The lock is an flock, so it is free
-the moment its holder is gone, however it went. Directories are 0700, files 0600; in a run for its group 0750 and 0640,
-which is what the mode of `run.json` says (see `private_files`). The lock stays its owner's alone.
+One process owns it at a time: the agent of the launching host, or a lone worker. The lock is an flock, so it is
+released the moment its holder is gone, however it ended. Directories have mode 0700 and files 0600; in a run that its
+group may read, 0750 and 0640, which the mode of `run.json` shows (see `private_files`). The lock stays private.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class RunRecord(msgspec.Struct, kw_only=True):
     pid: int = 0
     generation: str | None = None
     endpoint: str | None = None
-    """Where the agent answers `mh status` and `mh stop`, while the run is live."""
+    """Where the agent answers `mh status`, `mh stop` and `mh scale` while the run is live."""
 
 
 def run_name(target: str) -> str:
-    """<time>-<script>, or the last part of a module, with nothing in it that a path or a terminal could trip over."""
+    """<time>-<script, or last part of the module>, with only characters that are safe in paths and terminals."""
     name = Path(target.split(":")[0]).name
     stem = name.removesuffix(".py") if name.endswith(".py") else name.rpartition(".")[2]
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem).lstrip(".-")[:40] or "run"
@@ -72,7 +72,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 class RunDirectory:
-    """Use `adopt` to own a directory, `visit` to write logs into one that another host owns."""
+    """Use `adopt` to own a directory, `visit` to write logs into a directory that another host owns."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RunDirectory:
         self.path, self.record = path, record
         self._mode = GROUP_FILE if group_readable else 0o600
         self.last_generation = last_generation
-        """Of the launch before this one in the same directory."""
+        """The last generation of the previous launch in this directory."""
         self._lock_fd = lock_fd
 
     @classmethod
@@ -99,48 +99,48 @@ class RunDirectory:
         command: list[str] | None = None,
         endpoint: str | None = None,
     ) -> RunDirectory:
-        """Lock the directory, making it if needed; an unfinished run in it is there to be resumed.
+        """Lock the directory, creating it if needed; an unfinished run in it can be resumed.
 
-        Raises `UsageError` for a name that is no text, `RunDirectoryInUse` naming the holder, `RunFinished` unless
-        `overwrite`, `EnvironmentProblem` when the file system refuses. With `group_readable` what an earlier
-        start wrote becomes readable for the group, and without it private again.
+        Raises `UsageError` for a name that is not valid text, `RunDirectoryInUse` naming the process that has the
+        lock, `RunFinished` unless `overwrite`, `EnvironmentProblem` when the file system refuses. With
+        `group_readable`, files of earlier launches become readable for the group; without it, private again.
         """
-        place = Path(path).absolute()
-        check_name(str(place), "The run directory")
+        run_dir = Path(path).absolute()
+        check_name(str(run_dir), "The run directory")
         try:
-            _make(place, group_readable)
-            lock_fd = _lock(place)
+            _make(run_dir, group_readable)
+            lock_fd = _lock(run_dir)
         except OSError as error:
-            what = f"The run directory {place} cannot be used: {error.strerror}."
+            what = f"The run directory {run_dir} cannot be used: {error.strerror}."
             raise EnvironmentProblem(what, fix=["--run-dir, or run_dir=, with a directory you may write to"]) from error
         try:
-            before = read_run(place) if (place / "run.json").exists() else None
+            before = read_run(run_dir) if (run_dir / "run.json").exists() else None
             if before is not None and before.status == "finished":
-                _make_room(place, overwrite)
+                _make_room(run_dir, overwrite)
         except BaseException:
             os.close(lock_fd)
             raise
         record = RunRecord(
-            run=run or place.name,
+            run=run or run_dir.name,
             command=[readable(word) for word in command or []],
             created=_now(),
             host=socket.gethostname(),
             pid=os.getpid(),
             endpoint=endpoint,
         )
-        directory = cls(place, record, lock_fd, before.generation if before else None, group_readable)
+        directory = cls(run_dir, record, lock_fd, before.generation if before else None, group_readable)
         record.generation = directory.last_generation
-        was_for_group = is_for_group(place)
+        was_for_group = is_for_group(run_dir)
         directory._write()
         if before is not None and was_for_group != group_readable:
-            _let_group_read(place, group_readable)
+            _let_group_read(run_dir, group_readable)
         return directory
 
     @classmethod
     def visit(cls, path: str | Path, run: str) -> RunDirectory:
-        place = Path(path)
-        _make(place, False)
-        return cls(place, RunRecord(run=run), None, None)
+        run_dir = Path(path)
+        _make(run_dir, False)
+        return cls(run_dir, RunRecord(run=run), None, None)
 
     @property
     def checkpoints(self) -> Path:
@@ -154,7 +154,7 @@ class RunDirectory:
         return self.path / "logs" / f"attempt-{attempt}"
 
     def last_attempt(self) -> int:
-        """The highest attempt that has logs here; a resumed run counts on from it."""
+        """The highest attempt that has logs here; a resumed run continues counting from it."""
         numbers = [path.name.removeprefix("attempt-") for path in (self.path / "logs").glob("attempt-*")]
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
@@ -174,7 +174,7 @@ class RunDirectory:
             self._lock_fd = None
 
     def _write(self) -> None:
-        """Replace run.json whole. A full disk must not end a run that is otherwise well, so errors are dropped."""
+        """Replace run.json atomically. Errors are ignored: a full disk must not end a healthy run."""
         if self._lock_fd is None:
             return
         temporary = self.path / f".run.json.{os.getpid()}"
@@ -188,20 +188,20 @@ class RunDirectory:
             temporary.unlink(missing_ok=True)
 
 
-def _make(place: Path, group_readable: bool) -> None:
-    """Those above it that are missing, too: a group that may not pass through them can read nothing below."""
-    missing = [one for one in (place, *place.parents) if not one.exists()]
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _make(run_dir: Path, group_readable: bool) -> None:
+    """Create the directory. Parents that this creates get the group's bits too, or the group could not get through."""
+    missing = [one for one in (run_dir, *run_dir.parents) if not one.exists()]
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if group_readable:
-        for one in {place, *missing}:
+        for one in {run_dir, *missing}:
             os.chmod(one, stat.S_IMODE(one.stat().st_mode) | 0o050)
 
 
-def _let_group_read(place: Path, group_readable: bool) -> None:
-    """What an earlier start wrote, too. Of the user's own files in there none is touched, nor what a link leads to."""
+def _let_group_read(run_dir: Path, group_readable: bool) -> None:
+    """Change the mode of files that manyhands wrote in earlier launches; not the user's own files, nor link targets."""
     for name in OWNED:
-        _change_mode(place / name, group_readable)
-        for folder, folders, files in os.walk(place / name):
+        _change_mode(run_dir / name, group_readable)
+        for folder, folders, files in os.walk(run_dir / name):
             for each in (*folders, *files):
                 _change_mode(Path(folder) / each, group_readable)
 
@@ -218,15 +218,15 @@ def _change_mode(path: Path, group_readable: bool) -> None:
             os.close(fd)
 
 
-def _lock(place: Path) -> int:
-    fd = os.open(place / "run.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+def _lock(run_dir: Path) -> int:
+    fd = os.open(run_dir / "run.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(fd, 4096, 0)
         os.close(fd)
         raise RunDirectoryInUse(
-            f"{place} belongs to a live run: {_holder(holder)}.", fix=["another --run-dir", f"mh stop {place}"]
+            f"{run_dir} belongs to a live run: {_holder(holder)}.", fix=["another --run-dir", f"mh stop {run_dir}"]
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}).encode(), 0)
@@ -241,14 +241,14 @@ def _holder(content: bytes) -> str:
         return "its pid is not known"
 
 
-def _make_room(place: Path, overwrite: bool) -> None:
+def _make_room(run_dir: Path, overwrite: bool) -> None:
     if not overwrite:
         raise RunFinished(
-            f"{place} holds a finished run.",
+            f"{run_dir} holds a finished run.",
             fix=["another --run-dir", "--overwrite (or MANYHANDS_OVERWRITE=1), to lose the finished one"],
         )
     for name in OWNED:
-        found = place / name
+        found = run_dir / name
         shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink(missing_ok=True)
 
 

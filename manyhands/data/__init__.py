@@ -1,1 +1,5 @@
-"""Slices, order and resume (pure); loading and prefetch. Start reading at `sample_order`, then `batches`."""
+"""Training data: slices, sample order and resume (pure); loading and prefetch. `sources` has the kinds of data.
+
+May import only modules of the root, such as `errors`.
+Start reading at `sample_order.order`.
+"""

@@ -1,8 +1,8 @@
-"""Orders that an epoch's rows can be taken in besides shuffled: by weights, and by length.
+"""Sample orders other than a plain shuffle: by weight, and by length.
 
-Each is a function of (seed, epoch, position), as `order.order` is: a run resumes anywhere, on any number of workers.
-The arithmetic is exactly rounded everywhere (no library's logarithm, no library's generator), so that workers on
-different machines draw the same rows. A user finds them as `mh.order`. Start reading at `Weighted.rows`.
+Each is a function of (seed, epoch, position), like `sample_order.order`: a run resumes anywhere, on any number of
+workers. The arithmetic is exactly rounded everywhere (no library's logarithm, no library's generator), so that workers
+on different machines draw the same rows. Users find them as `mh.order`. Start reading at `Weighted.rows`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ __all__ = ["ByLength", "Order", "Weighted"]
 
 Numbers = npt.NDArray[np.float64]
 
-# Keys of each kind of draw, so that none repeats another's.
+# One key per kind of draw, so that no two kinds draw the same numbers.
 _DRAWS, _BATCHES, _SHORT = 101, 102, 103
 
 
 class Order(Protocol):
-    """Which row stands at each position of an epoch."""
+    """Which row is at each position of an epoch."""
 
     def num_positions(self) -> int:
-        """How many rows an epoch takes."""
+        """Number of rows in an epoch."""
 
     def rows(self, batch_size: int, seed: int, epoch: int, start: int, stop: int) -> Rows:
-        """Those at positions [start, stop)."""
+        """The rows at positions [start, stop)."""
 
     def part(self, start: int, stop: int) -> Order:
-        """The same for rows [start, stop) of the data, as data of their own."""
+        """The same for rows [start, stop) of the data, as separate data."""
 
     def check(self, num_rows: int) -> None:
-        """`DataError` where it was not made for data of so many rows."""
+        """`DataError` if it was not made for data with `num_rows` rows."""
 
     def identity(self, batch_size: int = 0) -> str:
-        """Differs where any position's row does."""
+        """Differs if the row at any position differs."""
 
     def describe(self) -> str: ...
 
@@ -48,14 +48,14 @@ class Order(Protocol):
 class Weighted:
     """Rows drawn in proportion to their weights, as torch's `WeightedRandomSampler` draws them.
 
-    An epoch takes `num_samples` rows; default: as many as there are weights. With `replacement` each position is a draw
-    of its own, so some rows come several times in an epoch and some not at all. Without, a row comes once at most: each
-    draw is in proportion to the weights of the rows that are left.
+    An epoch has `num_samples` rows; default: as many as there are weights. With `replacement` each position is an
+    independent draw, so some rows occur several times in an epoch and some not at all. Without, a row occurs at most
+    once: each draw is in proportion to the weights of the remaining rows.
 
     Args:
         weights: One number for each row, 0 or more. They need not sum to 1; a row of weight 0 is never drawn.
         num_samples: Rows of an epoch. Default: as many as there are weights.
-        replacement: Whether a row may come several times in an epoch.
+        replacement: Whether a row may occur several times in an epoch.
     """
 
     def __init__(self, weights: Any, num_samples: int | None = None, replacement: bool = True) -> None:
@@ -68,7 +68,7 @@ class Weighted:
             raise DataError(
                 "Weights must be 0 or more, and one of them above 0.", where="mh.order.Weighted", fix=["weights >= 0"]
             )
-        self._cumulated = np.cumsum(self.weights)  # one after the other: the same bits everywhere
+        self._cumulated = np.cumsum(self.weights)  # sequential addition: the same bits everywhere
         self._last = int(np.flatnonzero(self.weights)[-1])
         self._drawn: tuple[tuple[int, int], Rows] | None = None
         self._check_count()
@@ -77,13 +77,13 @@ class Weighted:
         if self.num_samples < 1:
             what = f"num_samples is {self.num_samples}, but an epoch has at least one row."
             raise DataError(what, where="mh.order.Weighted", fix=[f"num_samples={len(self.weights)}"])
-        there = int(np.count_nonzero(self.weights))
-        if not self.replacement and self.num_samples > there:
+        num_candidates = int(np.count_nonzero(self.weights))
+        if not self.replacement and self.num_samples > num_candidates:
             raise DataError(
-                f"num_samples is {self.num_samples}, but only {there} rows have a weight above 0, and without "
-                "replacement each comes once at most.",
+                f"num_samples is {self.num_samples}, but only {num_candidates} rows have a weight above 0, and without "
+                "replacement each is drawn at most once.",
                 where="mh.order.Weighted",
-                fix=[f"num_samples={there}", "replacement=True"],
+                fix=[f"num_samples={num_candidates}", "replacement=True"],
             )
 
     def num_positions(self) -> int:
@@ -94,11 +94,11 @@ class Weighted:
             return self._without_replacement(seed, epoch)[start:stop]
         draws = _uniform(mix_all(seed, epoch, _DRAWS), np.arange(start, stop, dtype=np.uint64))
         found = np.searchsorted(self._cumulated, draws * self._cumulated[-1], side="right")
-        drawn: Rows = np.minimum(found, self._last).astype(np.int64)  # a product may round up to the sum itself
+        drawn: Rows = np.minimum(found, self._last).astype(np.int64)  # a product may round up to the sum
         return drawn
 
     def _without_replacement(self, seed: int, epoch: int) -> Rows:
-        """All of an epoch: rows in the order of exponential times whose rates are the weights."""
+        """All rows of an epoch, sorted by exponential times whose rates are the weights."""
         known = self._drawn
         if known is None or known[0] != (seed, epoch):
             candidates = np.flatnonzero(self.weights)
@@ -126,20 +126,21 @@ class Weighted:
 class ByLength:
     """Shuffled, with rows of about the same length in a batch: less padding. (Bucket batching.)
 
-    An epoch takes every row once. Of the shuffled order, each `window` batches' rows are sorted by length and cut into
-    batches, which are shuffled among themselves. A larger window pads less; a smaller one is closer to a plain shuffle.
-    The rows of a batch are in the order of their lengths, so that slices, which are padded by themselves, gain, too.
+    An epoch uses every row once. In the shuffled order, the rows of each `window` batches are sorted by length and cut
+    into batches, which are shuffled among themselves. A larger window pads less; a smaller one is closer to a plain
+    shuffle. The rows of a batch are sorted by length, so that slices, which are padded separately, need less padding,
+    too.
 
     Args:
         lengths: One number for each row.
-        window: In batches.
+        window: Number of batches whose rows are sorted together.
     """
 
     def __init__(self, lengths: Any, window: int = 50) -> None:
         self.lengths, self.window = _numbers(lengths, "lengths"), window
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise DataError(
-                f"window is {window!r}, but must be a number of batches from 1 on.",
+                f"window is {window!r}, but must be a number of batches, at least 1.",
                 where="mh.order.ByLength",
                 fix=["window=50"],
             )
@@ -159,11 +160,11 @@ class ByLength:
         shuffled = order(len(self.lengths), seed, epoch, start, stop)
         ordered = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
         whole, rest = divmod(stop - start, batch_size)
-        # The short batch of an epoch is its last, whatever the length of its rows.
+        # The short batch of an epoch is its last, regardless of the length of its rows.
         short = mix_all(seed, epoch, number, _SHORT) % (whole + 1) if rest else whole
         begins = [batch * batch_size + (rest if batch >= short else 0) for batch in range(whole)]
-        turns = order(whole, mix_all(seed, epoch, _BATCHES), number, 0, whole)
-        batches = [ordered[begins[turn] : begins[turn] + batch_size] for turn in turns]
+        batch_order = order(whole, mix_all(seed, epoch, _BATCHES), number, 0, whole)
+        batches = [ordered[begins[batch] : begins[batch] + batch_size] for batch in batch_order]
         if rest:
             batches.append(ordered[short * batch_size : short * batch_size + rest])
         return np.concatenate(batches)
@@ -200,7 +201,7 @@ def _check_length(name: str, given: int, num_rows: int, where: str) -> None:
 
 
 def _uniform(key: int, numbers: npt.NDArray[np.uint64]) -> Numbers:
-    """In [0, 1), in steps of 2^-53: the finaliser of splitmix64, of a sequence that begins at the key."""
+    """In [0, 1), in steps of 2^-53: the finaliser of splitmix64 on a sequence that starts at the key."""
     mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -209,7 +210,7 @@ def _uniform(key: int, numbers: npt.NDArray[np.uint64]) -> Numbers:
 
 
 def _log(numbers: Numbers) -> Numbers:
-    """The logarithm by exactly rounded operations alone: libraries' differ in the last bit from machine to machine."""
+    """The logarithm from exactly rounded operations only: library versions differ in the last bit between machines."""
     fractions, exponents = np.frexp(numbers)  # in [0.5, 1)
     low = fractions < 0.7071067811865476
     fractions, exponents = np.where(low, 2 * fractions, fractions), exponents - low

@@ -1,7 +1,7 @@
-"""Who fetches a slice's rows: the calling thread, a thread ahead of it, or loader processes (`loader_processes`).
+"""Fetching a slice's rows: in the calling thread, in a prefetch thread, or in loader processes (`loader_processes`).
 
-All of them take the same jobs in the same order and give the same batches. A failure is kept until the step that
-needs the slice, and is then raised there as `DataFetchFailed`. Which jobs there are is `feeds`.
+All fetchers take the same requests in the same order and return the same batches. A failure is kept until the step that
+needs the slice, which raises it as `DataFetchFailed`. `feeds` makes the requests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy.typing as npt
 from manyhands.data.randomness import randomness
 from manyhands.errors import DataFetchFailed, ManyhandsError
 
-__all__ = ["Fetcher", "InCaller", "InThread", "Job", "Take", "failed", "failed_here", "fetch_now"]
+__all__ = ["CallerFetcher", "Fetcher", "SliceRequest", "Take", "ThreadFetcher", "failed", "failed_here", "fetch_now"]
 
 
-class Job(NamedTuple):
+class SliceRequest(NamedTuple):
     """One slice to fetch."""
 
     step: int
@@ -31,38 +31,38 @@ class Job(NamedTuple):
     key: int
 
 
-Take = Callable[[Job], Any]
+Take = Callable[[SliceRequest], Any]
 
 
 class Fetcher(Protocol):
-    """Gives the batches of an iterator of jobs, in its order; jobs nobody asks for are passed over."""
+    """Returns the batches of an iterator of requests, in its order; requests that no step needs are skipped."""
 
     def get(self, step: int, v: int) -> Any:
-        """The batch of a job; blocks until it is there; raises `DataFetchFailed`."""
+        """The batch of a request; blocks until it is fetched; raises `DataFetchFailed`."""
 
     def close(self) -> None: ...
 
 
 def failed(
-    job: Job, kind: str, message: str, notes: Sequence[str] = (), *, trace: str = "", fix: Sequence[str] = ()
+    job: SliceRequest, kind: str, message: str, notes: Sequence[str] = (), *, trace: str = "", fix: Sequence[str] = ()
 ) -> DataFetchFailed:
-    """The error a user sees, with the step, the slice and the rows in it; `trace` is a loader process's traceback."""
+    """The error shown to the user, with the step, the slice and its rows; `trace` is a loader process's traceback."""
     rows = job.rows.tolist()
-    told = ", ".join(map(str, rows[:8])) + (f", ... {len(rows)} in all" if len(rows) > 8 else "")
+    shown = ", ".join(map(str, rows[:8])) + (f", ... {len(rows)} in all" if len(rows) > 8 else "")
     which = f"slice {job.v} of step {job.step}" if job.step else f"piece {job.v} of an evaluation"
     what = f"Fetching {which} failed. {kind}: {message}"
-    what += "".join(f" ({note})" for note in notes) + f"\n  rows: {told}"
+    what += "".join(f" ({note})" for note in notes) + f"\n  rows: {shown}"
     if trace:
         what += f"\n  in the loader process:\n{trace.rstrip()}"
-    return DataFetchFailed(what, fix=fix or ["read these rows of your data by hand, in one process"])
+    return DataFetchFailed(what, fix=fix or ["read these rows of your data in one process, without manyhands"])
 
 
-def failed_here(job: Job, error: BaseException) -> DataFetchFailed:
+def failed_here(job: SliceRequest, error: BaseException) -> DataFetchFailed:
     return failed(job, type(error).__name__, str(error), getattr(error, "__notes__", ()))
 
 
-def fetch_now(take: Take, job: Job, *, draws: bool = True) -> Any:
-    """In the thread that asks, with the slice's randomness set where user code `draws`: it may use any generator."""
+def fetch_now(take: Take, job: SliceRequest, *, draws: bool = True) -> Any:
+    """Fetch in the calling thread, with the slice's seed set if user code `draws`: it may use any generator."""
     try:
         with randomness(job.key) if draws else contextlib.nullcontext():
             return take(job)
@@ -72,65 +72,65 @@ def fetch_now(take: Take, job: Job, *, draws: bool = True) -> Any:
         raise failed_here(job, error) from error
 
 
-class InCaller:
-    """In the thread that runs the step: the safe place for user code, as no other thread draws meanwhile."""
+class CallerFetcher:
+    """Fetches in the thread that runs the step: safe for user code, as no other thread draws meanwhile."""
 
-    def __init__(self, take: Take, jobs: Iterator[Job], *, draws: bool = True) -> None:
+    def __init__(self, take: Take, jobs: Iterator[SliceRequest], *, draws: bool = True) -> None:
         self._take, self._jobs, self._draws = take, jobs, draws
 
     def get(self, step: int, v: int) -> Any:
         for job in self._jobs:
             if (job.step, job.v) == (step, v):
                 return fetch_now(self._take, job, draws=self._draws)
-        raise ManyhandsError(f"Slice {v} of step {step} was asked for twice, or out of order.")
+        raise ManyhandsError(f"Slice {v} of step {step} was requested twice, or out of order.")
 
     def close(self) -> None:
         pass
 
 
-class InThread:
-    """One thread, at most `ahead` slices ahead. For sources that run no user code and draw nothing."""
+class ThreadFetcher:
+    """One thread, at most `ahead` slices ahead. For sources that run no user code and draw no random numbers."""
 
-    def __init__(self, take: Take, jobs: Iterator[Job], ahead: int) -> None:
+    def __init__(self, take: Take, jobs: Iterator[SliceRequest], ahead: int) -> None:
         self._take = take
         # Two SimpleQueues, which are C: a bounded queue.Queue takes several locks in Python for each item.
-        self._done: queue.SimpleQueue[tuple[Job | None, Any, BaseException | None]] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[SliceRequest | None, Any, BaseException | None]] = queue.SimpleQueue()
+        self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for _ in range(ahead):
-            self._room.put(True)
+            self._permits.put(True)
         self._thread = threading.Thread(target=self._work, args=(jobs,), name="manyhands-prefetch", daemon=True)
         self._thread.start()
 
-    def _work(self, jobs: Iterator[Job]) -> None:
-        job: Job | None = None
+    def _work(self, jobs: Iterator[SliceRequest]) -> None:
+        job: SliceRequest | None = None
         try:
             for job in jobs:
-                if not self._room.get():
+                if not self._permits.get():
                     return
                 self._done.put((job, self._take(job), None))
-            self._done.put((None, None, ManyhandsError("A slice was asked for twice, or out of order.")))
-        except BaseException as error:  # whatever it is, it belongs to the step that waits for this job
+            self._done.put((None, None, ManyhandsError("A slice was requested twice, or out of order.")))
+        except BaseException as error:  # any error is raised in the step that waits for this request
             self._done.put((job, None, error))
 
     def get(self, step: int, v: int) -> Any:
         while True:
             job, batch, error = self._done.get()
             if error is not None:
-                self._done.put((job, batch, error))  # whoever asks again gets it again
+                self._done.put((job, batch, error))  # the next call gets the same error
                 raise (error if job is None else failed_here(job, error)) from error
-            self._room.put(True)
+            self._permits.put(True)
             if job is not None and (job.step, job.v) == (step, v):
                 return batch
 
     def close(self) -> None:
-        # Only the caller of `get` adds room, so after draining it "stop" is the next thing the thread reads.
-        _drain(self._room)
-        self._room.put(False)
-        # The last reference may be dropped by the thread itself, or while the interpreter ends and threads stand still.
+        # Only the caller of `get` adds permits, so after draining them "stop" is the next item the thread reads.
+        _drain(self._permits)
+        self._permits.put(False)
+        # The thread itself may drop the last reference, or the interpreter may be exiting with its threads stopped.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
             self._thread.join()
         _drain(self._done)
-        self._done.put((None, None, ManyhandsError("A slice was asked for after its batches were closed.")))
+        self._done.put((None, None, ManyhandsError("A slice was requested after its batches were closed.")))
 
 
 def _drain(items: queue.SimpleQueue[Any]) -> None:

@@ -1,9 +1,10 @@
-"""Loader processes: a user's data read ahead, in processes of its own, by torch's DataLoader.
+"""Loader processes: torch's DataLoader reads a user's data ahead, in separate processes.
 
-A job is one slice, seeded with the slice's key in the process that fetches it, so the number of processes changes
-nothing but speed. Processes are spawned (a fork of a process with threads may hang) and end with this one, however that
-ends. A batch travels through shared memory; one that finds no room there becomes an error of its slice (multiprocessing
-would drop it, and we would wait for ever), and no slice is waited for longer than `loader_timeout_s`.
+A request is one slice, seeded with the slice's key in the process that fetches it, so the number of processes affects
+only speed. Processes are spawned (a fork of a process with threads may hang) and end with this process, even if it is
+killed. Batches are sent through shared memory; one that does not fit there becomes an error of its slice
+(multiprocessing would drop it, and the worker would wait for ever), and a worker waits for a slice at most
+`loader_timeout_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands import signals
-from manyhands.data.fetchers import Job, failed
+from manyhands.data.fetchers import SliceRequest, failed
 from manyhands.data.loader_spawn import LoaderContext
 from manyhands.data.randomness import seed_all
 from manyhands.data.sources.row_source import RowSource
@@ -35,10 +36,10 @@ from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
 __all__ = [
     "UNSENDABLE",
-    "Failure",
-    "InProcesses",
     "Loader",
     "LoaderError",
+    "LoaderFailure",
+    "ProcessFetcher",
     "begin_process",
     "cannot_be_sent",
     "fetch_failed",
@@ -57,11 +58,11 @@ UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 class LoaderError(Exception):
-    """Stands for the exception that a loader process met; its text is that process's traceback."""
+    """The cause of a `DataFetchFailed` in a loader process; its text is that process's traceback."""
 
 
-class Failure:
-    """An exception of a loader process as text, because not every exception survives the way."""
+class LoaderFailure:
+    """An exception of a loader process as text, because not every exception can be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.kind, self.message = type(error).__name__, str(error)
@@ -69,26 +70,26 @@ class Failure:
         self.trace = "".join(traceback.format_exception(error))
 
 
-def fetch_failed(job: Job, failure: Failure) -> DataFetchFailed:
+def fetch_failed(job: SliceRequest, failure: LoaderFailure) -> DataFetchFailed:
     """The error of a slice that a loader process could not fetch, or could not send."""
     fix = room_fix() if lacks_room(failure.message) else ()
     return failed(job, failure.kind, failure.message, failure.notes, trace=failure.trace, fix=fix)
 
 
 def lacks_room(message: str) -> bool:
-    """Whether an error speaks of shared memory: torch's own words, the kernel's, and those for SIGBUS."""
-    return any(words in message for words in ("shared memory", "No space left on device", "Bus error"))
+    """Whether an error message is about shared memory: as torch, the kernel, or SIGBUS reports it."""
+    return any(text in message for text in ("shared memory", "No space left on device", "Bus error"))
 
 
 def room_fix() -> Sequence[str]:
-    """What to do where batches find no room in the memory that processes share."""
+    """What to do when batches do not fit in shared memory."""
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return ["num_workers=0", "smaller batches, or more slices"]
     state = os.statvfs(shared)
     size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
     return [
-        f"more room in /dev/shm, which has {size / 2**20:.0f} MB, {free / 2**20:.0f} MB of them free: docker run "
+        f"more memory in /dev/shm, which has {size / 2**20:.0f} MB, {free / 2**20:.0f} MB of them free: docker run "
         "--shm-size=1g, or mount -o remount,size=1g /dev/shm",
         "num_workers=0: without loader processes nothing is sent",
         "smaller batches, more slices, or fewer loader processes",
@@ -97,31 +98,31 @@ def room_fix() -> Sequence[str]:
 
 class _Slices(Dataset[Any]):
     def __init__(self, source: RowSource) -> None:
-        self._source = copy.copy(source)  # without its kept loader, which would be a reference cycle
+        self._source = copy.copy(source)  # without its kept loader, which would make a reference cycle
 
-    def __getitem__(self, job: Job) -> Any:
+    def __getitem__(self, job: SliceRequest) -> Any:
         seed_all(job.key)
         try:
             return job, self._source.take(job.rows)
         except Exception as error:
-            return job, Failure(error)
+            return job, LoaderFailure(error)
 
 
-class InProcesses:
+class ProcessFetcher:
     """Slices from a `Loader`, which can be used again when this is closed."""
 
-    def __init__(self, loader: Loader, jobs: Iterator[Job]) -> None:
+    def __init__(self, loader: Loader, jobs: Iterator[SliceRequest]) -> None:
         self._items: Generator[Any, None, None] | None = loader.run(jobs)
 
     def get(self, step: int, v: int) -> Any:
-        assert self._items is not None, "asked after close"
+        assert self._items is not None, "called after close"
         for job, batch in self._items:
             if (job.step, job.v) != (step, v):
                 continue
-            if isinstance(batch, Failure):
+            if isinstance(batch, LoaderFailure):
                 raise fetch_failed(job, batch) from LoaderError(batch.trace)
             return batch
-        raise ManyhandsError(f"Slice {v} of step {step} was asked for twice, or out of order.")
+        raise ManyhandsError(f"Slice {v} of step {step} was requested twice, or out of order.")
 
     def close(self) -> None:
         if self._items is not None:
@@ -130,17 +131,17 @@ class InProcesses:
 
 
 class _Jobs:
-    """What a DataLoader takes for its sampler. Apart from `Loader`, as a reference cycle would keep processes alive."""
+    """The DataLoader's sampler. Not part of `Loader`, because a reference cycle would keep processes alive."""
 
     def __init__(self) -> None:
-        self.now: Iterator[Job] = iter(())
+        self.requests: Iterator[SliceRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Job]:
-        return self.now
+    def __iter__(self) -> Iterator[SliceRequest]:
+        return self.requests
 
 
 class Loader:
-    """Processes that fetch slices, together about `ahead` slices ahead, for one iterator of jobs at a time."""
+    """Processes that fetch slices, in total about `ahead` slices ahead, for one iterator of requests at a time."""
 
     def __init__(self, source: RowSource, ahead: int) -> None:
         self._jobs = _Jobs()
@@ -148,16 +149,16 @@ class Loader:
             _Slices(source), source.num_workers, ahead, self._jobs, source.loader_timeout_s
         )
 
-    def run(self, jobs: Iterator[Job]) -> Generator[Any, None, None]:
-        assert self._loader is not None, "asked after close"
-        self._jobs.now = jobs
+    def run(self, jobs: Iterator[SliceRequest]) -> Generator[Any, None, None]:
+        assert self._loader is not None, "called after close"
+        self._jobs.requests = jobs
         return start(self._loader)
 
     def close(self) -> None:
-        """Whatever became of the processes."""
+        """Works in any state of the processes."""
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
-            # One that crashes while it ends has nothing left to give; without that method processes end with us.
+            # An error of an ending process does not matter; without that method processes end with this one.
             with contextlib.suppress(RuntimeError, AttributeError):
                 iterator._shutdown_workers()
         self._loader = None
@@ -182,15 +183,15 @@ def _data_loader(
         persistent_workers=True,
         worker_init_fn=functools.partial(begin_process, os.getpid()),
         timeout=timeout_s or 0,
-        generator=torch.Generator(),  # of its own: the default draws from the run's
+        generator=torch.Generator(),  # a separate one: the default would draw from the run's generator
     )
 
 
 def start(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """What the loader gives, in order. Processes are there when this returns."""
+    """The loader's items, in order. The processes are started when this returns."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Got pickle error")  # we say it ourselves
+            warnings.filterwarnings("ignore", message="Got pickle error")  # cannot_be_sent reports it
             return _until_closed(iter(loader), loader.timeout)
     except UNSENDABLE as error:
         raise cannot_be_sent(error) from error
@@ -207,14 +208,14 @@ def cannot_be_sent(error: Exception) -> DataError:
 
 
 def is_gone(error: Exception) -> DataFetchFailed:
-    usual = ["num_workers=0, to see the error itself", 'if __name__ == "__main__": around what the script does']
+    usual = ["num_workers=0, to see the error itself", 'if __name__ == "__main__": around the main part of the script']
     fix = room_fix() if lacks_room(str(error)) else usual
-    return DataFetchFailed(f"A loader process is gone: {error}.", fix=fix)
+    return DataFetchFailed(f"A loader process died: {error}.", fix=fix)
 
 
 def is_late(timeout_s: float) -> DataFetchFailed:
     return DataFetchFailed(
-        f"Loader processes live, but gave nothing for {timeout_s:g} s.",
+        f"Loader processes are alive, but sent nothing for {timeout_s:g} s.",
         where="[train] loader_timeout_s, or the DataLoader's timeout",
         fix=[
             "num_workers=0, to see what the dataset waits for",
@@ -236,23 +237,23 @@ def _as_is(value: Any) -> Any:
 
 
 def begin_process(parent: int, _number: int = 0) -> None:
-    """The first thing that a loader process does."""
+    """The first call in a loader process."""
     _end_with_parent(parent)
-    # The hook is there to be overridden (concurrent.futures does); this process is ours, and sends nothing else.
+    # The hook is meant to be overridden (concurrent.futures does); this process has no other queues.
     multiprocessing.queues.Queue._on_queue_feeder_error = _send_failure_instead  # type: ignore[attr-defined]
 
 
 def _send_failure_instead(queue: Any, error: Exception, item: Any) -> None:
-    """Of a batch that cannot be sent: by default it is dropped, and whoever waits for it waits for ever."""
+    """For a batch that cannot be sent: by default it is dropped, and the worker would wait for it for ever."""
     number, data = item
-    is_slice = isinstance(data, tuple) and isinstance(data[0], Job)
-    queue.put((number, (data[0], Failure(error)) if is_slice else Failure(error)))
+    is_slice = isinstance(data, tuple) and isinstance(data[0], SliceRequest)
+    queue.put((number, (data[0], LoaderFailure(error)) if is_slice else LoaderFailure(error)))
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the kernel end this process with its parent. Stop signals are for the parent to act on."""
+    """Let the kernel kill this process when its parent ends. Stop signals are handled by the parent only."""
     signals.ignore()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)

@@ -1,7 +1,7 @@
-"""How loader processes are started and ended: stop signals are not for them, their worker ends them.
+"""How loader processes start and end: they ignore stop signals, their worker ends them.
 
-A signal that reaches every process of a job must not take the data away from a worker that still has to reach the end
-of its step for a checkpoint. Since a loader process therefore ignores SIGTERM, `terminate` is SIGKILL here.
+A signal that reaches every process of a job must not end the loaders of a worker that still has to finish its step for
+a checkpoint. Because a loader process ignores SIGTERM, `terminate` sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["LoaderContext"]
 
 class _Popen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: Any) -> None:
-        with signals.held_back():  # until `end_with_parent`, after seconds of imports
+        with signals.held_back():  # until `_end_with_parent`, after seconds of imports
             super()._launch(process_obj)  # type: ignore[misc]
 
     def terminate(self) -> None:
@@ -30,11 +30,11 @@ class _Process(context.SpawnProcess):
 
 
 class LoaderContext(context.SpawnContext):
-    """Of multiprocessing, for torch's DataLoader and process pools. Makes the process that cleans up after others."""
+    """A multiprocessing context for torch's DataLoader and process pools. Starts the resource tracker."""
 
     Process = _Process
 
     def __init__(self) -> None:
         super().__init__()
-        with signals.held_back():  # it ignores SIGTERM and SIGINT by itself, but SIGUSR1 would end it
+        with signals.held_back():  # the tracker ignores SIGTERM and SIGINT, but SIGUSR1 would end it
             resource_tracker.ensure_running()

@@ -1,23 +1,23 @@
-"""Each batch once for every optimizer: the steps of a loop in which several of them take turns.
+"""Alternating optimizers: each batch is used once per optimizer.
 
-`Turns` stands between `Batches`, which counts batches, and a loop, which counts updates. Start reading at it.
+`Turns` converts between `Batches`, which counts batches, and a loop, which counts updates. Start reading there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from manyhands.data.batches import Batches, Piece, Step
+from manyhands.data.batches import Batches, FetchedSlice, Step
 from manyhands.data.sample_order import Position, slice_key
 
 __all__ = ["Turn", "Turns"]
 
 
 class Turn(Step):
-    """One optimizer's step on a batch. All turns of a batch but the last leave the run where the batch begins."""
+    """One optimizer's step on a batch. After every turn but the last, the run's position is still the batch's start."""
 
     def __init__(self, batch: Step, number: int, turn: int, turns: int, total: int | None, *, is_fetched: bool) -> None:
-        """`is_fetched`: a turn before this one has had the batch's rows, which have to be fetched again."""
+        """`is_fetched`: an earlier turn has used the batch's rows, which must be fetched again."""
         super().__init__(batch._batches, batch._plan, batch.load_s)
         self._batch, self._total, self._is_fetched = batch, total, is_fetched
         self.number, self.turn = number, (turn, turns)
@@ -33,14 +33,14 @@ class Turn(Step):
         position = self._batch.after
         return position if turn == turns - 1 else Position(position.seed, self.epoch, self.start)
 
-    def _piece(self, v: int, *, again: bool) -> Piece:
+    def _piece(self, v: int, *, again: bool) -> FetchedSlice:
         piece = super()._piece(v, again=again or self._is_fetched)
         key = slice_key(self._batches.schedule.position.seed, self.number, v, "compute")
-        return Piece(v, piece.batch, piece.rows, key, self.number)
+        return FetchedSlice(v, piece.batch, piece.rows, key, self.number)
 
 
 class Turns:
-    """The steps of `batches`, which began after `done` updates, in `turns` turns each."""
+    """The steps of `batches`, which began after `done` updates, with `turns` turns each."""
 
     def __init__(self, batches: Batches, turns: int, done: int) -> None:
         self._batches, self._turns, self._next = batches, turns, done + 1

@@ -1,7 +1,7 @@
-"""The three global generators (`random`, `numpy`, `torch`), set to a slice's key and put back afterwards.
+"""The three global generators (`random`, `numpy`, `torch`), seeded with a slice's key and restored afterwards.
 
-What is drawn inside depends on the key alone: not on the rank, the number of workers or what ran before.
-Which key belongs to which slice is `sample_order.slice_key`.
+Random numbers inside depend on the key only: not on the rank, the number of workers or earlier draws.
+`sample_order.slice_key` gives each slice its key.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from numpy.random import mtrand
 
 __all__ = ["drawn_unseeded", "randomness", "seed_all", "torch_randomness"]
 
-# numpy's get_state and set_state take 90 microseconds together; exchanging the generator takes one. Spares are kept
-# because making one is slow too; a nested use takes another.
+# numpy's get_state and set_state take 90 microseconds together; swapping the generator takes one. Spares are kept
+# because creating one is slow too; a nested use takes another.
 _spare_generators: list[np.random.BitGenerator] = []
 
 
 def seed_all(key: int) -> None:
-    """Seed all three for good. numpy's legacy generator takes 32 bits, so it gets the low ones."""
+    """Seed all three permanently. numpy's legacy generator takes 32 bits, so it gets the low ones."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
-    # torch.manual_seed also visits every kind of accelerator, which takes 160 microseconds where there is none.
+    # torch.manual_seed also visits every kind of accelerator, which takes 160 microseconds even if there is none.
     torch.default_generator.manual_seed(key)
     if _cuda_in_use():
         torch.cuda.manual_seed_all(key)
 
 
 def drawn_unseeded() -> bool:
-    """Whether torch's generator has given numbers that no later run gets: nobody has seeded it, and it was used.
+    """Whether torch's generator was used without a seed, so that no later run can repeat its numbers.
 
-    What torch seeds itself with, where nobody does, has more bits than anybody types.
+    A seed that torch chose has more bits than a user would type.
     """
     seed = torch.default_generator.initial_seed()
     if seed < 2**32:
@@ -45,10 +45,10 @@ def drawn_unseeded() -> bool:
 
 @contextmanager
 def randomness(key: int) -> Iterator[None]:
-    """Seed all three inside, and give them back as they were. About 30 microseconds in all."""
+    """Seed all three inside, and restore them afterwards. About 30 microseconds in all."""
     python_state, torch_state = random.getstate(), torch.default_generator.get_state()
     cuda_states = torch.cuda.get_rng_state_all() if _cuda_in_use() else None
-    put_back = _lend_numpy_generator()
+    put_back = _swap_numpy_generator()
     try:
         seed_all(key)
         yield
@@ -65,7 +65,7 @@ def _cuda_in_use() -> bool:
 
 
 class torch_randomness:  # noqa: N801 - reads like the one above; a class, as a generator takes twice as long per slice
-    """The same for torch alone, which is where a model draws its dropout: a few microseconds."""
+    """The same for torch only, which is where a model draws its dropout: a few microseconds."""
 
     __slots__ = ("_cuda_states", "_key", "_state")
 
@@ -85,7 +85,7 @@ class torch_randomness:  # noqa: N801 - reads like the one above; a class, as a 
             torch.cuda.set_rng_state_all(self._cuda_states)
 
 
-def _lend_numpy_generator() -> Callable[[], None]:
+def _swap_numpy_generator() -> Callable[[], None]:
     outer = mtrand.get_bit_generator()
     inner = _spare_generators.pop() if _spare_generators else np.random.MT19937(0)
     mtrand.set_bit_generator(inner)

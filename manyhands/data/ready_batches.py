@@ -1,8 +1,8 @@
-"""Batches that the user's data has put together itself: how many rows one has, and how it is cut into slices.
+"""Batches that the user's data has already collated: how many rows one has, and how it is cut into slices.
 
 A batch is a structure of columns: a tuple, a dict, or at the top a list, of tensors and arrays whose first dimension
 counts examples. A list below that has one entry per example (text, images of different sizes), and so has a list of
-dicts or tuples at the top. Whatever cannot be cut is refused by its name. Start reading at `num_rows_of`.
+dicts or tuples at the top. Anything that cannot be cut raises an error with its path. Start reading at `num_rows_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["cannot_tell", "cut_rows", "may_be_batch", "num_rows_of"]
 
 
 def num_rows_of(batch: Any) -> int:
-    """The examples of a batch; `DataError` where its columns do not agree, or something in it cannot be cut."""
+    """Number of examples in a batch; `DataError` if its columns differ, or a part of it cannot be cut."""
     lengths: dict[str, int] = {}
     _walk(batch, "batch", lambda column, path: lengths.__setitem__(path, _length(column, path)), top=True)
     if len(set(lengths.values())) != 1:
@@ -41,14 +41,14 @@ def num_rows_of(batch: Any) -> int:
 
 
 def cut_rows(batch: Any, low: int, high: int) -> Any:
-    """Rows [low, high), in the same structure. Copies: what a loss does to them must not change the user's data."""
+    """Rows [low, high), in the same structure. Copies: in-place changes by a loss must not change the user's data."""
     return _walk(batch, "batch", lambda column, _path: _cut(column, low, high), top=True)
 
 
 def may_be_batch(item: Any) -> bool:
-    """Whether an item of a stream has the form of a batch: two columns or more, of the same length, and nothing else.
+    """Whether an item of a stream looks like a batch: two columns or more, of the same length, and nothing else.
 
-    An example may have it, too, such as a sequence with a label for each of its places.
+    An example may look the same, such as a sequence with a label for each of its positions.
     """
     lengths: list[int] = []
 
@@ -60,7 +60,7 @@ def may_be_batch(item: Any) -> bool:
 
 
 def cannot_tell(item: Any) -> DataError:
-    """For an item that `may_be_batch`, where the user has not said what it is."""
+    """For an item that `may_be_batch`, if the user has not set `batched`."""
     shapes: dict[str, str] = {}
     _walk(item, "item", lambda column, path: shapes.__setitem__(path, " x ".join(map(str, column.shape))), top=True)
     found = ", ".join(f"{path} is {shape}" for path, shape in shapes.items())
@@ -74,7 +74,7 @@ def cannot_tell(item: Any) -> DataError:
 
 
 def _walk(batch: Any, path: str, visit: Callable[[Any, str], Any], *, top: bool = False) -> Any:
-    """The same structure with every column replaced."""
+    """The same structure with `visit` of every column."""
     if isinstance(batch, Mapping):
         return {key: _walk(value, f"{path}[{key!r}]", visit) for key, value in batch.items()}
     if isinstance(batch, tuple) or (top and _lists_columns(batch)):
@@ -84,7 +84,7 @@ def _walk(batch: Any, path: str, visit: Callable[[Any, str], Any], *, top: bool 
 
 
 def _lists_columns(batch: Any) -> bool:
-    """What `default_collate` makes of tuples; but a list of dicts, or of text, lists examples."""
+    """As `default_collate` returns for tuples; but a list of dicts, or of text, is a list of examples."""
     return isinstance(batch, list) and any(is_array(item) or isinstance(item, list) for item in batch)
 
 

@@ -1,7 +1,7 @@
-"""What workers tell each other about data, and how it is put into bytes.
+"""Exchange of rows and metadata between workers, and its encoding.
 
-The transport is somebody else's: anything with `all_gather_bytes`. Values are msgpack with arrays as an extension type:
-no pickle, nothing in a message can run. Used for files that no host holds whole (`file_source`) and to see that all
+The transport is anything with `all_gather_bytes`. Values are msgpack with arrays as an extension type: no pickle, so
+that nothing in a message is executed. Used for files that no host has completely (`file_source`) and to check that all
 workers were given the same data (`agree`).
 """
 
@@ -23,7 +23,7 @@ _ARRAY = 1
 
 
 class RowExchange(Protocol):
-    """Carried between all workers of a generation.
+    """Connects all workers of a generation.
 
     Every worker makes the same calls in the same order, from the thread that runs the steps; so an implementation
     may be a plain collective.
@@ -39,7 +39,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of `encode`; tuples come back as lists, arrays read-only. Raises `DataError` for anything else."""
+    """The inverse of `encode`; tuples become lists, arrays are read-only. Raises `DataError` for anything else."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_decode_array)
     except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
@@ -49,8 +49,10 @@ def decode(data: bytes) -> Any:
 def _encode_array(value: object) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
         raise TypeError(f"{type(value).__name__} cannot be sent between workers")
-    head = json.dumps([value.dtype.str, list(value.shape)]).encode()
-    return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(4, "little") + head + np.ascontiguousarray(value).tobytes())
+    header = json.dumps([value.dtype.str, list(value.shape)]).encode()
+    return msgspec.msgpack.Ext(
+        _ARRAY, len(header).to_bytes(4, "little") + header + np.ascontiguousarray(value).tobytes()
+    )
 
 
 def _decode_array(code: int, data: memoryview) -> npt.NDArray[Any]:
@@ -68,13 +70,13 @@ def agree(exchange: RowExchange | None, kind: str, num_rows: int | None) -> None
     """Refuse data that differs between workers in its kind, order or length: their steps would differ too."""
     if exchange is None:
         return
-    told = [decode(data) for data in exchange.all_gather_bytes("data/agree", encode([kind, num_rows]))]
-    if any(answer != told[0] for answer in told):
-        seen = "; ".join(f"rank {rank}: {kind}, {rows} rows" for rank, (kind, rows) in enumerate(told))
+    answers = [decode(data) for data in exchange.all_gather_bytes("data/agree", encode([kind, num_rows]))]
+    if any(answer != answers[0] for answer in answers):
+        seen = "; ".join(f"rank {rank}: {kind}, {rows} rows" for rank, (kind, rows) in enumerate(answers))
         raise DataError(
             f"The workers were given different data: {seen}.",
             fix=[
-                "the same data on every worker; manyhands shares out the rows",
+                "the same data on every worker; manyhands divides the rows among them",
                 "lambda context: ... for data per slice",
             ],
         )

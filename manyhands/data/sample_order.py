@@ -1,9 +1,9 @@
-"""Which rows a step takes, and which slice of it each worker computes: arithmetic over plain numbers.
+"""Which rows a step uses, and which slices of it each worker computes: arithmetic on plain numbers.
 
-The order of an epoch is a keyed permutation that can be read from any position, so the sampler's whole state
-is three integers and a run resumes anywhere, on any number of workers. The arithmetic is our own: no random
-generator of torch or numpy is involved, so the order stays the same for ever (a test pins it). Reading
-and collating rows is `as_source` and `batches`. Start reading at `order`.
+The order of an epoch is a keyed permutation that can be computed from any position, so the sampler's whole state is
+three integers and a run resumes anywhere, on any number of workers. It uses no random generator of torch or numpy, so
+the order stays the same for ever (a test pins it). `as_source` and `batches` read and collate rows. Start reading at
+`order`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Division", "Position", "Rows", "mix_all", "num_slices", "order", "slice_bounds", "slice_key", "slices_of"]
+__all__ = [
+    "Position",
+    "Rows",
+    "SliceDivision",
+    "mix_all",
+    "num_slices",
+    "order",
+    "slice_bounds",
+    "slice_key",
+    "slices_of",
+]
 
 Rows = npt.NDArray[np.int64]
 
 _MASK_64 = 2**64 - 1
 _STREAMS = {"compute": 1, "fetch": 2, "evaluate": 3}
 _ROUNDS = 8
-# Eight rounds of a very narrow network favour some permutations: of 5 rows, by up to twice their share.
+# Eight rounds of a very narrow network favour some permutations: for 5 rows, by up to twice their share.
 _NARROW_BITS, _NARROW_ROUNDS = 6, 16
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The sampler's whole state: `row` rows of epoch `epoch` (0-based) are consumed."""
+    """The sampler's whole state: `row` rows of epoch `epoch` (0-based) have been used."""
 
     seed: int
     epoch: int
@@ -50,7 +60,7 @@ def mix_all(*values: int) -> int:
 
 
 def slice_key(seed: int, step: int, v: int, stream: str) -> int:
-    """The 63-bit key of everything random in slice `v` of a step; each stream has keys of its own."""
+    """The 63-bit key of all randomness in slice `v` of a step; each stream has separate keys."""
     return mix_all(seed, step, v, _STREAMS[stream]) >> 1
 
 
@@ -62,8 +72,8 @@ def order(num_rows: int, seed: int, epoch: int, start: int, stop: int, *, shuffl
     bits = (num_rows - 1).bit_length()
     keys = [mix_all(seed, epoch, number) for number in range(_NARROW_ROUNDS if bits <= _NARROW_BITS else _ROUNDS)]
     rows = _permute(positions, bits, keys)
-    # The network permutes [0, 2^bits). Walking each number on until it falls below num_rows permutes
-    # [0, num_rows); as 2^bits < 2 * num_rows, that is fewer than two rounds on average.
+    # The network permutes [0, 2^bits). Permuting each number again until it is below num_rows permutes [0, num_rows);
+    # as 2^bits < 2 * num_rows, that takes fewer than two rounds on average.
     outside = np.flatnonzero(rows >= num_rows)
     while outside.size:
         walked = _permute(rows[outside], bits, keys)
@@ -73,7 +83,7 @@ def order(num_rows: int, seed: int, epoch: int, start: int, stop: int, *, shuffl
 
 
 def _permute(numbers: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
-    """A Feistel network on `bits` bits; its halves may differ by one bit, as they are mixed in turn."""
+    """A Feistel network on `bits` bits; its halves may differ by one bit, as they are mixed alternately."""
     low_bits = (bits + 1) // 2
     low_mask, high_mask = np.uint64(2**low_bits - 1), np.uint64(2 ** (bits - low_bits) - 1)
     low, high = numbers & low_mask, numbers >> np.uint64(low_bits)
@@ -95,37 +105,37 @@ def _round(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def num_slices(rows: int, slices: int, *, short: bool) -> int:
-    """Slices of a batch: V, or half its rows for a short last batch that would leave slices with one row or none."""
+    """Slices of a batch: V, or half its rows for a short last batch that would give a slice one row or none."""
     return max(1, rows // 2) if short and rows < 2 * slices else slices
 
 
 def slice_bounds(rows: int, count: int) -> list[tuple[int, int]]:
-    """Where each slice of a batch starts and stops."""
+    """Start and stop of each slice of a batch."""
     return [(v * rows // count, (v + 1) * rows // count) for v in range(count)]
 
 
 def slices_of(rank: int, world_size: int, count: int) -> range:
     """The slices of a step that `rank` computes: contiguous and balanced; none for ranks from `count` on.
 
-    Where `count` is world_size times a power of two, each range is one block of the binary tree over slices.
+    If `count` is world_size times a power of two, each range is one block of the binary tree over slices.
     """
     if count <= world_size:
         return range(rank, rank + 1) if rank < count else range(0)
     return range(rank * count // world_size, (rank + 1) * count // world_size)
 
 
-class Division(msgspec.Struct, frozen=True):
+class SliceDivision(msgspec.Struct, frozen=True):
     """Which slices of a step each rank computes: contiguous ranges, in the order of the ranks.
 
-    Sums follow the tree over slices, so no division changes a result.
+    Sums follow the tree over slices, so the division never changes a result.
     """
 
     world_size: int
     parts: tuple[int, ...] | None = None
-    """How many of a whole batch's slices each rank takes; None: evenly. A batch of fewer slices is divided evenly."""
+    """How many of a whole batch's slices each rank computes; None: evenly. Batches with fewer slices: evenly."""
 
     def shares(self, count: int) -> tuple[range, ...]:
-        """Each rank's slices of a step of `count`."""
+        """Each rank's slices of a step with `count` slices."""
         return _shares(self, count)
 
     def share(self, rank: int, count: int) -> range:
@@ -133,7 +143,7 @@ class Division(msgspec.Struct, frozen=True):
 
 
 @functools.lru_cache(maxsize=64)
-def _shares(division: Division, count: int) -> tuple[range, ...]:
+def _shares(division: SliceDivision, count: int) -> tuple[range, ...]:
     parts, world_size = division.parts, division.world_size
     if parts is None or sum(parts) != count:
         return tuple(slices_of(rank, world_size, count) for rank in range(world_size))

@@ -1,8 +1,8 @@
-"""A queue of calls: which worker does which, and what counts when workers die. Pure: no sockets, no clock.
+"""A queue of calls: assigns calls to workers, and reassigns them when workers die. Pure: no sockets, no clock.
 
-A call is handed out to a free worker, with a fresh attempt number each time; only what its newest attempt says counts,
-so it is done once, however often it was begun. After a failure the calls that wait are cancelled, those under way come
-to their end, and then the failure is due: to be raised once. Start reading at `Queue.hand_out`.
+A call is assigned to a free worker, each time with a new attempt number; only reports of the newest attempt count, so
+each call completes once, no matter how often it was started. After a failure, waiting calls are cancelled, running ones
+finish, and then the failure is due: to be raised once. Start reading at `CallQueue.hand_out`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["MOST_LOSSES", "MOST_WAITING", "HandOut", "Loss", "Queue"]
+__all__ = ["MOST_LOSSES", "MOST_WAITING", "CallQueue", "HandOut", "LostWorker"]
 
 MOST_WAITING = 256 * 1024
-# A call that takes its worker with it every time would otherwise take all of them, for ever. Workers that are lost for
-# reasons of their own, one after the other, are rarely in the same call so often.
+# A call that kills every worker that runs it would otherwise be retried for ever. Workers lost for other reasons are
+# rarely running the same call this often.
 MOST_LOSSES = 10
 
 W = TypeVar("W", bound=Hashable)
@@ -26,22 +26,22 @@ class HandOut(NamedTuple, Generic[W]):
     attempt: int
     worker: W
     snapshot: int
-    """The last commit that it sees."""
+    """The last commit that the call sees."""
 
 
-class Loss(NamedTuple):
-    """What the loss of a worker means for the call that it was at, and for others."""
+class LostWorker(NamedTuple):
+    """Effect of a lost worker on the call that it was running, and on other calls."""
 
     call: int | None = None
     losses: int = 0
-    """How many workers were lost in it."""
+    """How many workers were lost while they ran this call."""
     failed: bool = False
-    """They were too many: the call has failed."""
+    """Too many workers were lost: the call has failed."""
     cancelled: tuple[int, ...] = ()
 
 
-class Queue(Generic[W]):
-    """Calls are numbered from 1 in the order in which they were scheduled, and handed out in that order."""
+class CallQueue(Generic[W]):
+    """Calls are numbered from 1 in the order in which they were scheduled, and assigned in that order."""
 
     def __init__(self, most_waiting: int = MOST_WAITING, most_losses: int = MOST_LOSSES) -> None:
         self._most_waiting, self._most_losses = most_waiting, most_losses
@@ -53,11 +53,11 @@ class Queue(Generic[W]):
         self._losses: dict[int, int] = {}
         self._failed: int | None = None
 
-    # ---- what there is ---------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------
 
     @property
     def room(self) -> bool:
-        """Whether a call may be scheduled now: the queue is not full, and no failure waits to be raised."""
+        """Whether a call may be scheduled now: the queue is not full, and there is no failure to raise."""
         return len(self._waiting) < self._most_waiting and self._failed is None
 
     @property
@@ -66,11 +66,11 @@ class Queue(Generic[W]):
 
     @property
     def failure_due(self) -> int | None:
-        """The call whose failure is to be raised; only once nothing is under way any more."""
+        """The call whose failure is to be raised; None while any call is running."""
         return self._failed if not self._running else None
 
     def fails_for(self, call: int) -> bool:
-        """Whether it is this call's failure that will be raised; of several, it is the first."""
+        """Whether this call's failure will be raised; of several failures, the first is."""
         return call == self._failed
 
     @property
@@ -82,20 +82,20 @@ class Queue(Generic[W]):
         return dict(self._running)
 
     def oldest_snapshot(self, newest: int) -> int:
-        """What nobody needs to see any more lies before this commit."""
+        """The oldest snapshot that a running call may read; versions replaced before it can be dropped."""
         return min((given.snapshot for given in self._running.values()), default=newest)
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> int:
-        """The number of a new call. Only where there is `room`."""
+        """Add a call and return its number. Only if there is `room`."""
         assert self.room
         self._scheduled += 1
         self._waiting.append(self._scheduled)
         return self._scheduled
 
     def hand_out(self, snapshot: int) -> HandOut[W] | None:
-        """The next call for the worker that has been free the longest; None while there is no such pair."""
+        """Assign the next call to the worker that has been free the longest; None if there is no call or worker."""
         if not self._waiting or not self._free:
             return None
         call, worker = self._waiting.popleft(), next(iter(self._free))
@@ -105,28 +105,28 @@ class Queue(Generic[W]):
         return given
 
     def is_at(self, worker: W, call: int, attempt: int) -> bool:
-        """Whether what that worker says of that attempt counts."""
+        """Whether that worker is running that attempt, so that its report counts."""
         given = self._running.get(worker)
         return given is not None and (given.call, given.attempt) == (call, attempt)
 
     def done(self, worker: W, call: int, attempt: int) -> bool:
-        """Whether this ends the call. What it says for an attempt that is not the newest is ignored."""
+        """End the call; False if the report is not of its newest attempt, and so ignored."""
         if not self.is_at(worker, call, attempt):
             return False
         self._end(worker)
         return True
 
     def failed(self, worker: W, call: int, attempt: int) -> list[int] | None:
-        """The calls that are cancelled because of it; None where it does not count."""
+        """The calls that are cancelled because of the failure; None if the report does not count."""
         if not self.is_at(worker, call, attempt):
             return None
         self._end(worker)
         return self._fail(call)
 
     def begin_again(self, worker: W, call: int, attempt: int) -> bool:
-        """It cannot be finished as begun, through no fault of its own: it is handed out again, before all others.
+        """Put a call that cannot finish, through no fault of its step, back at the front of the queue.
 
-        Where a failure is due it is cancelled instead: False.
+        If there is a failure to raise, the call is cancelled instead: returns False.
         """
         assert self.is_at(worker, call, attempt)
         del self._running[worker]
@@ -145,33 +145,33 @@ class Queue(Generic[W]):
         return cancelled
 
     def raised(self) -> None:
-        """The failure that was due has been raised: the queue takes calls again."""
+        """The failure that was due has been raised: the queue accepts calls again."""
         assert self.failure_due is not None
         self._failed = None
 
     # ---- workers ---------------------------------------------------------------------------------------------
 
     def came(self, worker: W) -> None:
-        """A worker that is ready for its first call."""
+        """Add a worker that is ready for its first call."""
         assert worker not in self._running
         self._free[worker] = None
 
-    def lost(self, worker: W) -> Loss:
-        """A worker is gone. What it was at is handed out again, before all others."""
+    def lost(self, worker: W) -> LostWorker:
+        """Remove a lost worker. Its call goes back to the front of the queue."""
         self._free.pop(worker, None)
         given = self._running.pop(worker, None)
         if given is None:
-            return Loss()
+            return LostWorker()
         call = given.call
         losses = self._losses[call] = self._losses.get(call, 0) + 1
         if self._failed is not None:
             self._forget(call)
-            return Loss(call, losses, cancelled=(call,))
+            return LostWorker(call, losses, cancelled=(call,))
         if losses >= self._most_losses:
             self._forget(call)
-            return Loss(call, losses, failed=True, cancelled=tuple(self._fail(call)))
+            return LostWorker(call, losses, failed=True, cancelled=tuple(self._fail(call)))
         self._waiting.appendleft(call)
-        return Loss(call, losses)
+        return LostWorker(call, losses)
 
     def _end(self, worker: W) -> None:
         self._forget(self._running.pop(worker).call)

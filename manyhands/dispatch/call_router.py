@@ -1,8 +1,8 @@
-"""The calls and variables of a cluster: what is sent to members, and what becomes of what they say.
+"""The calls and variables of a cluster: sends messages to workers and servers, and handles theirs.
 
-What counts, `dispatch.call_queue` and `dispatch.variable_ledger` decide; here decisions become messages, and
-payloads meet the memory that outlives servers. One thread at a time: the hub sees to that. Start reading at `Desk.take`
-and `Desk.pump`.
+`call_queue` and `variable_ledger` decide; this module turns decisions into messages, and allocates the shared memory
+that outlives servers. Not thread-safe: the hub calls it under its lock. Start reading at `CallRouter.take` and
+`CallRouter.pump`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import Tensor
 
 from manyhands.comm.host_memory import HostMemory
 from manyhands.comm.tensor_messages import Frame, tensor_bytes, tensor_from
-from manyhands.dispatch.call_queue import MOST_WAITING, Queue
+from manyhands.dispatch.call_queue import MOST_WAITING, CallQueue
 from manyhands.dispatch.messages import (
-    Applied,
     Apply,
     CallDone,
     CallFailed,
     CannotFinish,
+    CommitApplied,
     FromMember,
-    Kept,
     Map,
     Read,
-    Run,
+    ReadReply,
+    RunCall,
     ServerHello,
     ServerWelcome,
-    Value,
+    VariableLocation,
 )
-from manyhands.dispatch.variable_ledger import Change, Ledger, VariableInfo
+from manyhands.dispatch.variable_ledger import Change, VariableInfo, VariableLedger
 from manyhands.dispatch.variable_server import region_bytes
 from manyhands.errors import CallCancelled, ManyhandsError, StepFailed, UsageError
 
-__all__ = ["Desk", "Outcome", "Peer"]
+__all__ = ["CallOutcome", "CallRouter", "Peer"]
 
 Peer = tuple[str, bytes]
-"""The port that a member came through, and its identity there."""
+"""The port ("ipc" or "tcp") that a member is connected to, and its identity there."""
 
 
-class Outcome:
-    """What a call came to."""
+class CallOutcome:
+    """The result or error of a call."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] | None = None
@@ -58,7 +58,7 @@ class Outcome:
 class _Call(msgspec.Struct):
     step: str
     frames: Sequence[Frame]
-    outcome: Outcome
+    outcome: CallOutcome
 
 
 class _Reading(msgspec.Struct):
@@ -69,35 +69,35 @@ class _Reading(msgspec.Struct):
     sent_to: Peer | None = None
 
 
-class Desk:
+class CallRouter:
     def __init__(
         self, memory: HostMemory, send: Callable[[Peer, Any, Sequence[Frame]], None], most_waiting: int = MOST_WAITING
     ) -> None:
-        self.queue: Queue[Peer] = Queue(most_waiting)
-        self.ledger = Ledger()
+        self.queue: CallQueue[Peer] = CallQueue(most_waiting)
+        self.ledger = VariableLedger()
         self.refused = 0
-        """Messages that did not count: of strangers, late, or malformed."""
+        """Number of ignored messages: from unknown senders, late, or malformed."""
         self._memory, self._send = memory, send
         self._calls: dict[int, _Call] = {}
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, VariableLocation] = {}
         self._servers: dict[int, tuple[Peer, dict[str, str]]] = {}
-        """Those that are there: how they came in, and where they are read."""
+        """Live servers: their connection, and the addresses to read from."""
         self._addresses: dict[int, dict[str, str]] = {}
         self._maps: dict[Peer, tuple[int, int]] = {}
-        """How many servers and variables each worker was last told of."""
+        """Numbers of servers and variables in the last map that each worker got."""
         self._tickets = itertools.count(1)
         self._readings: dict[int, _Reading] = {}
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def schedule(self, step: str, frames: Sequence[Frame]) -> Outcome:
-        """A new call; only where the queue has room."""
-        call = _Call(step, frames, Outcome())
+    def schedule(self, step: str, frames: Sequence[Frame]) -> CallOutcome:
+        """Add a call; only if the queue has room."""
+        call = _Call(step, frames, CallOutcome())
         self._calls[self.queue.schedule()] = call
         return call.outcome
 
     def take_failure(self) -> ManyhandsError | None:
-        """The failure that is due, once."""
+        """The failure that is due; returned once."""
         call = self.queue.failure_due
         if call is None:
             return None
@@ -105,19 +105,19 @@ class Desk:
         return self._calls.pop(call).outcome.error
 
     def lost(self, peer: Peer, who: str) -> None:
-        """A worker is gone."""
+        """Handle a lost worker."""
         self._maps.pop(peer, None)
-        loss = self.queue.lost(peer)
-        if loss.failed and loss.call is not None:
-            call = self._calls[loss.call]
-            what = f"Step {call.step!r} (call {loss.call}) was given to {loss.losses} workers, and each died in it."
+        effect = self.queue.lost(peer)
+        if effect.failed and effect.call is not None:
+            call = self._calls[effect.call]
+            what = f"Step {call.step!r} (call {effect.call}) ran on {effect.losses} workers, and each died during it."
             call.outcome.error = StepFailed(
-                what, fix=[f"what {who} wrote to standard error", "more memory for workers"]
+                what, fix=[f"look at what {who} wrote to standard error", "more memory for workers"]
             )
-        self._cancel(loss.cancelled)
+        self._cancel(effect.cancelled)
 
     def left(self, peer: Peer) -> None:
-        """A worker has gone of its own accord. A call that it was just given says nothing against the call."""
+        """Handle a worker that left voluntarily. A call just assigned to it does not count as a lost worker's."""
         given = self.queue.running.get(peer)
         if given is not None and not self.queue.begin_again(peer, given.call, given.attempt):
             self._cancel([given.call])
@@ -137,10 +137,10 @@ class Desk:
                 f"Step {call.step!r} (call {number}) was cancelled: another call failed."
             )
 
-    # ---- what members say ------------------------------------------------------------------------------------
+    # ---- messages from workers and servers -------------------------------------------------------------------
 
     def take(self, peer: Peer, message: FromMember, frames: list[bytes]) -> None:
-        """Of a worker that is there, or of a server."""
+        """Handle a message of a live worker or a server."""
         match message:
             case CallDone() if self._is_at(peer, message):
                 self._done(peer, message, frames)
@@ -149,9 +149,9 @@ class Desk:
             case CannotFinish() if self._is_at(peer, message):
                 if not self.queue.begin_again(peer, message.call, message.attempt):
                     self._cancel([message.call])
-            case Applied() if (server := self.server_of(peer)) is not None:
+            case CommitApplied() if (server := self.server_of(peer)) is not None:
                 self.ledger.applied(server, message.commit)
-            case Value() if self.server_of(peer) is not None:
+            case ReadReply() if self.server_of(peer) is not None:
                 self._answered(message, frames)
             case _:
                 self.refused += 1
@@ -181,25 +181,25 @@ class Desk:
         call = self._calls[message.call]
         call.outcome.error = error
         self._cancel(self.queue.failed(peer, message.call, message.attempt) or [])
-        # Of several failures one is raised; the others are told to those who ask for their values.
+        # Of several failures one is raised; the others are raised only by `fetch` of their values.
         if not self.queue.fails_for(message.call):
             del self._calls[message.call]
 
     # ---- variables -------------------------------------------------------------------------------------------
 
     def commit(self, changes: Sequence[Change], payloads: Sequence[Frame], where: str) -> None:
-        """Make the changes of one call count, all of them; or none, with the reason."""
+        """Commit all changes of one call; or none, and raise the reason."""
         why = self.ledger.refusal(changes)
         if why is not None:
-            raise UsageError(why, where=where, fix=["cluster.variables(), for what there is"])
+            raise UsageError(why, where=where, fix=["cluster.variables() lists the variables"])
         fresh = self.ledger.place(changes)
         offsets = [self._memory.allot(f"variable {info.name}", region_bytes(info.num_bytes)) for info in fresh]
         for info, offset in zip(fresh, offsets, strict=True):
-            self._kept[info.name] = Kept(info.name, info.shape, info.dtype, offset)
+            self._kept[info.name] = VariableLocation(info.name, info.shape, info.dtype, offset)
         self.ledger.commit(changes, payloads, fresh)
 
     def read(self, name: str) -> Future[Tensor | None]:
-        """A variable as all commits so far have made it; None: to be asked for again."""
+        """A variable with all commits so far; the result None means that it has to be read again."""
         info = self.ledger.catalogue.get(name)
         if info is None:
             raise UsageError(f"No variable is called {name!r}; there are {', '.join(self.ledger.catalogue) or 'none'}.")
@@ -208,7 +208,7 @@ class Desk:
         self._readings[next(self._tickets)] = reading
         return answer
 
-    def _answered(self, message: Value, frames: list[bytes]) -> None:
+    def _answered(self, message: ReadReply, frames: list[bytes]) -> None:
         reading = self._readings.pop(message.ticket, None)
         if reading is None:
             self.refused += 1
@@ -234,16 +234,16 @@ class Desk:
     def server_lost(self, number: int) -> None:
         self._servers.pop(number, None)
 
-    # ---- what members are sent -------------------------------------------------------------------------------
+    # ---- messages to workers and servers ---------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Send what can be sent now."""
+        """Send everything that can be sent now."""
         for number, (peer, _) in self._servers.items():
             self._send_commits(number, peer)
         while not self.ledger.behind and (given := self.queue.hand_out(self.ledger.commits)) is not None:
             self._send_map(given.worker)
             call = self._calls[given.call]
-            run = Run(
+            run = RunCall(
                 call=given.call,
                 attempt=given.attempt,
                 step=call.step,
@@ -263,7 +263,7 @@ class Desk:
             self._send(peer, apply, commit.payloads)
 
     def _send_map(self, worker: Peer) -> None:
-        """Where variables are, if it does not know yet. Servers keep their address when they are started again."""
+        """Send the locations of variables, if they changed. Restarted servers keep their address."""
         newest = (len(self._addresses), len(self._kept))
         if self._maps.get(worker) != newest:
             self._maps[worker] = newest

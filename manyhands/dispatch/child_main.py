@@ -1,4 +1,4 @@
-"""What a child process of a cluster does: it is a worker or a variable server, told on its standard input which.
+"""Main function of a cluster's child process: a worker or a variable server, by the `ChildConfig` on standard input.
 
 Run as `python -m manyhands.dispatch.child_main PARENT`. Start reading at `main`.
 """
@@ -24,7 +24,7 @@ TRACEBACK_CHARS = 6000
 
 def main() -> NoReturn:
     die_with_parent(int(sys.argv[1]))
-    signals.ignore()  # its parent says when
+    signals.ignore()  # the parent process ends it
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildConfig)
     become_child(config.role)
     sys.path[:] = config.path
@@ -32,7 +32,7 @@ def main() -> NoReturn:
     try:
         _serve(config)
     except Exception as error:
-        _tell(config, error)
+        _report(config, error)
         raise
     leave(0)
 
@@ -50,14 +50,14 @@ def _serve(config: ChildConfig) -> None:
         finally:
             server.close()
     else:
-        from manyhands.dispatch.remote_worker import Worker
+        from manyhands.dispatch.remote_worker import RemoteWorker
         from manyhands.dispatch.worker_session import WorkerConfig
 
-        Worker(WorkerConfig(address=config.hub, number=config.number, steps=tuple(config.steps))).run()
+        RemoteWorker(WorkerConfig(address=config.hub, number=config.number, steps=tuple(config.steps))).run()
 
 
-def _tell(config: ChildConfig, error: Exception) -> None:
-    """Let the cluster know why this process cannot go on; it would start another one for nothing."""
+def _report(config: ChildConfig, error: Exception) -> None:
+    """Send the error to the cluster, which would otherwise keep starting replacements that fail as well."""
     import zmq
 
     from manyhands.comm.tensor_messages import open_parcel_port

@@ -1,6 +1,6 @@
-"""The child processes of a cluster, as their parent holds them, and what each is told when it starts.
+"""Starts and ends the child processes of a cluster, and defines the config that each gets at its start.
 
-A child leads a session of its own and dies with the thread that started it. What it does then is `child_main`.
+A child leads a new session and dies with the thread that started it. What it runs is in `child_main`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from manyhands import signals
 from manyhands.control.processes.fence import Guard, kill_session
 
-__all__ = ["Child", "ChildConfig", "become_child", "in_child"]
+__all__ = ["ChildConfig", "ClusterChild", "become_child", "in_child"]
 
 _role = ""
 
@@ -26,14 +26,14 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     hub: str
     path: list[str]
-    """Where Python looks for modules, as in the parent."""
+    """The parent's `sys.path`."""
     threads: int
     steps: list[str] = []
     server: dict[str, Any] = {}
 
 
 def become_child(role: str) -> None:
-    """This process is one, from now on."""
+    """Mark this process as a child of a cluster."""
     global _role
     _role = role
 
@@ -43,8 +43,8 @@ def in_child() -> str:
     return _role
 
 
-class Child:
-    """The parent's hold on one child, which leads a session of its own."""
+class ClusterChild:
+    """The parent's handle of one child process, which leads a new session."""
 
     def __init__(self, config: ChildConfig, guard: Guard, pass_fds: list[int]) -> None:
         self.role, self.number = config.role, config.number
@@ -61,12 +61,12 @@ class Child:
         self.pidfd = os.pidfd_open(self.pid)
         self.ready = False
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, and found to be
+        with contextlib.suppress(BrokenPipeError):  # it is dead already; its pidfd reports that
             self.process.stdin.write(msgspec.msgpack.encode(config))
             self.process.stdin.close()
 
-    def bury(self) -> str:
-        """End it, if it has not ended, with all that it started; how it ended."""
+    def kill(self) -> str:
+        """Kill the child, if it has not ended, and every process that it started; returns how it ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         code = self.process.wait()

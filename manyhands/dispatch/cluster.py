@@ -1,7 +1,7 @@
-"""`mh.Cluster`: workers and variable servers as child processes, held by one object.
+"""`mh.dispatch.Cluster`: workers and variable servers as child processes of one object.
 
-It starts them, starts others in the place of those that are lost, and ends them; with it, or with the process that it
-is in, however that ends. Calls go to it through `mh.Coordinator`. Start reading at `Cluster`.
+It starts them, replaces those that are lost, and ends them; they also end with the process of the `Cluster`, however it
+ends. Calls go through `mh.dispatch.Dispatcher`. Start reading at `Cluster`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyhands.control.messages.launch_request import JoinTicket
 from manyhands.control.security.keys import new_key, write_join_file
 from manyhands.dispatch.call_queue import MOST_WAITING
 from manyhands.dispatch.child_processes import in_child
-from manyhands.dispatch.step_functions import import_steps, places_of_steps, sendable
+from manyhands.dispatch.step_functions import import_steps, modules_of_steps, sendable
 from manyhands.errors import EnvironmentProblem, SpecError, UsageError
 from manyhands.launcher.script_exit import watch_ending
 
@@ -33,22 +33,22 @@ START_TIMEOUT_S = 120.0
 
 
 class Cluster:
-    """Processes that run steps, and processes that keep variables, on this host.
+    """Processes that run steps, and processes that store variables, on this host.
 
     Subclasses may override the four `on_...` methods; they are called in a thread of the cluster, and must not wait for
-    it.
+    the cluster.
 
     Args:
-        workers: Processes that run steps; 0 where all of them join from elsewhere.
-        servers: Processes that keep variables.
-        steps: The modules, or Python files, of the step functions. Default: all that are registered here by the time of
-            `start`.
-        seed: Of the workers' randomness.
-        threads: Of torch, in each process.
+        workers: Number of processes that run steps; 0 if all workers join from elsewhere.
+        servers: Number of processes that store variables.
+        steps: The modules, or Python files, of the step functions. Default: those of all steps registered when `start`
+            is called.
+        seed: Seed of the workers' randomness.
+        threads: Number of torch threads in each process.
         listen: An address of this host at which workers of other hosts may join. Default: none.
-        silent_s: A worker that gives no sign of life for so many seconds counts as lost. Raise it where steps keep the
-            interpreter to themselves for long.
-        most_waiting: Where so many calls wait, `schedule` does not return at once.
+        silent_s: A worker that sends no heartbeat for this many seconds counts as lost. Raise it if steps hold the
+            interpreter lock for long.
+        most_waiting: While this many calls wait, `schedule` blocks.
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class Cluster:
         if silent_s <= 0:
             raise SpecError(f"silent_s is {silent_s!r}, but must be above 0.", fix=["silent_s=30"])
         if workers == 0 and not listen:
-            raise SpecError(
-                "A cluster without workers has nobody to run steps.", fix=["workers=2", 'listen="10.0.0.1"']
-            )
+            raise SpecError("A cluster without workers cannot run steps.", fix=["workers=2", 'listen="10.0.0.1"'])
         self._steps = [steps] if isinstance(steps, str) else steps
         self._settings: dict[str, Any] = {
             "workers": workers,
@@ -85,10 +83,10 @@ class Cluster:
         }
         self._hub: Hub | None = None
 
-    # ---- its life --------------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start all processes; returns when every one of them is ready. Raises what keeps one from it."""
+        """Start all processes; returns when all are ready. Raises the error if one cannot start."""
         if in_child():
             raise UsageError(
                 f"A cluster was started inside a {in_child()} of a cluster.",
@@ -96,14 +94,16 @@ class Cluster:
                 fix=['if __name__ == "__main__": around it, in the module of the steps'],
             )
         if self._hub is not None:
-            raise UsageError("This cluster was started before.", where="Cluster.start", fix=["a new mh.Cluster"])
+            raise UsageError(
+                "This cluster was started before.", where="Cluster.start", fix=["a new mh.dispatch.Cluster"]
+            )
         from manyhands.dispatch.hub import Hub, HubSettings
 
         import_steps(self._steps or [])
-        places = list(self._steps) if self._steps is not None else places_of_steps()
+        modules = list(self._steps) if self._steps is not None else modules_of_steps()
         key = new_key() if self._settings["listen"] else b""
-        self._hub = hub = Hub(HubSettings(steps=places, key=key, **self._settings), self._news)
-        # A child that is not told to stop is killed with this process; the others end as they should.
+        self._hub = hub = Hub(HubSettings(steps=modules, key=key, **self._settings), self._notify)
+        # Children end properly if they are sent Stop; without it they are killed with this process.
         atexit.register(hub.close)
         try:
             self._await_all(hub)
@@ -124,18 +124,18 @@ class Cluster:
         return numbers
 
     def _await_all(self, hub: Hub) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         if not hub.wait_for(lambda: hub.all_ready, START_TIMEOUT_S):
             raise EnvironmentProblem(
-                f"Not all processes of the cluster were ready after {time.monotonic() - began:.0f} s.",
-                fix=["fewer workers", "modules of steps that are quicker to import"],
+                f"Not all processes of the cluster were ready after {time.monotonic() - started:.0f} s.",
+                fix=["fewer workers", "step modules that import faster"],
             )
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the cluster is shut down; returns whether it is. Raises what it broke down of.
+        """Wait until the cluster is shut down; returns whether it is. Raises the error if the cluster failed.
 
         Args:
-            timeout_s: Return after so many seconds, even if it is not. Default: wait for as long as it takes.
+            timeout_s: Return after this many seconds, even if it is not. Default: no limit.
         """
         hub = self.hub
         with hub.changed:
@@ -145,7 +145,7 @@ class Cluster:
         return ended
 
     def shutdown(self) -> None:
-        """End every process and wait for it. Calls that are not done are cancelled. May be called again."""
+        """End every process and wait for it. Unfinished calls are cancelled. May be called again."""
         if self._hub is not None:
             self._hub.close()
             atexit.unregister(self._hub.close)
@@ -158,85 +158,87 @@ class Cluster:
 
     @property
     def hub(self) -> Hub:
-        # The thread behind it, for our own modules; there is one once the cluster is started.
+        # For our own modules; exists once the cluster is started.
         if self._hub is None:
-            raise UsageError("The cluster is not started.", fix=["cluster.start()", "with mh.Cluster(...) as cluster:"])
+            raise UsageError(
+                "The cluster is not started.", fix=["cluster.start()", "with mh.dispatch.Cluster(...) as cluster:"]
+            )
         return self._hub
 
     # ---- for subclasses --------------------------------------------------------------------------------------
 
     def on_worker_started(self, number: int, process: str) -> None:
-        """A worker is ready; also one that replaces another.
+        """A worker is ready; also called for replacements.
 
         Args:
-            number: The worker's, from 0.
-            process: "pid 4121", with " on HOST" where it joined from elsewhere.
+            number: The worker's number, from 0.
+            process: "pid 4121", with " on HOST" if it joined from elsewhere.
         """
 
     def on_worker_lost(self, number: int, why: str) -> None:
-        """A worker is gone; its call is given to another.
+        """A worker was lost; its call is assigned to another.
 
         Args:
-            number: The worker's.
-            why: What is known of its end, as text.
+            number: The worker's number.
+            why: How it ended, as text.
         """
 
     def on_server_started(self, number: int, process: str) -> None:
-        """A server is ready, with all the variables that it had.
+        """A server is ready; a restarted one has its variables again.
 
         Args:
-            number: The server's, from 0.
+            number: The server's number, from 0.
             process: "pid 4121".
         """
 
     def on_server_lost(self, number: int, why: str) -> None:
-        """A server is gone; another replaces it, with its variables.
+        """A server was lost; another one replaces it, with its variables.
 
         Args:
-            number: The server's.
-            why: What is known of its end, as text.
+            number: The server's number.
+            why: How it ended, as text.
         """
 
-    def _news(self, what: str, role: Literal["worker", "server"], number: int, detail: str) -> None:
+    def _notify(self, what: str, role: Literal["worker", "server"], number: int, detail: str) -> None:
         hook = getattr(self, f"on_{role}_{what}")
         hook(number, detail)
 
-    # ---- what there is ---------------------------------------------------------------------------------------
+    # ---- state and variables ---------------------------------------------------------------------------------
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """Of workers that this cluster started and that are ready, by number."""
+        """Process ids of ready workers that this cluster started, by number."""
         return self.hub.pids("worker")
 
     @property
     def server_pids(self) -> dict[int, int]:
-        """Of servers that are ready, by number."""
+        """Process ids of ready servers, by number."""
         return self.hub.pids("server")
 
     @property
     def refused(self) -> int:
-        """Messages that did not count: of strangers, late, or malformed."""
+        """Number of ignored messages: from unknown senders, late, or malformed."""
         return self.hub.refused
 
     def variables(self) -> list[VariableInfo]:
-        """All variables, by name: shape, type, bytes, server, and how many changes made them what they are."""
+        """All variables, by name: shape, type, bytes, server, and number of changes."""
         with self.hub.changed:
             return sorted(self.hub.desk.ledger.catalogue.values(), key=lambda info: info.name)
 
     def read(self, name: str) -> Tensor:
-        """A variable as all calls that are done have made it: a copy.
+        """A copy of a variable, with the changes of all completed calls.
 
         Args:
-            name: The variable's.
+            name: The variable's name.
         """
         return self.hub.read(name)
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Set a variable; one that is not there is created, on the server with the fewest bytes.
+        """Set a variable; if it does not exist, create it on the server with the fewest bytes.
 
         Args:
-            name: The variable's.
-            value: Its new value. A variable that is there keeps its shape and type.
+            name: The variable's name.
+            value: Its new value. An existing variable keeps its shape and type.
         """
         self.hub.change(name, "assign", sendable(name, value))
 
@@ -244,20 +246,20 @@ class Cluster:
         """Add to a variable.
 
         Args:
-            name: The variable's.
-            value: What to add, of its shape and type.
+            name: The variable's name.
+            value: The tensor to add, of the same shape and type.
         """
         self.hub.change(name, "add", sendable(name, value))
 
     def write_join_file(self, path: str | Path) -> None:
-        """Write what a worker of another host needs to join, for `mh.Worker(path)`.
+        """Write a join file, with which workers on other hosts join: `mh.dispatch.RemoteWorker(path)`.
 
         Args:
-            path: The file. It holds the cluster's key, so only its owner may read it.
+            path: The file. It contains the cluster's key, so only its owner may read it.
         """
         address = self.hub.tcp_address.removeprefix("tcp://")
         if not address:
-            raise UsageError("This cluster does not listen.", fix=['mh.Cluster(..., listen="10.0.0.1")'])
+            raise UsageError("This cluster does not listen.", fix=['mh.dispatch.Cluster(..., listen="10.0.0.1")'])
         write_join_file(Path(path), JoinTicket(address, "", self.hub.settings.key.hex()))
 
 

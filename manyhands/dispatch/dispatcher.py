@@ -1,6 +1,6 @@
-"""`mh.Coordinator`: calls to step functions on a cluster, as TensorFlow's ClusterCoordinator takes them.
+"""`mh.dispatch.Dispatcher`: calls to step functions on a cluster, as with TensorFlow's ClusterCoordinator.
 
-A thin front of the cluster's hub: it packs arguments and unpacks results. Start reading at `Coordinator.schedule`.
+A thin layer over the cluster's hub: it packs arguments and unpacks results. Start reading at `Dispatcher.schedule`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from manyhands.comm.tensor_messages import Placeholder, pack, unpack
-from manyhands.dispatch.call_router import Outcome
+from manyhands.dispatch.call_router import CallOutcome
 from manyhands.dispatch.cluster import Cluster
 from manyhands.dispatch.hub import Hub
 from manyhands.dispatch.step_functions import find_step, step_name
 from manyhands.errors import PeerTimeout, UsageError
 
-__all__ = ["Coordinator", "PerWorkerDataset", "PerWorkerIterator", "RemoteValue"]
+__all__ = ["Dispatcher", "PerWorkerDataset", "PerWorkerIterator", "RemoteValue"]
 
 _numbers = itertools.count(1)
 
 
 class RemoteValue:
-    """The future result of a scheduled call. Made by `mh.Coordinator.schedule`."""
+    """The future result of a scheduled call. Made by `mh.dispatch.Dispatcher.schedule`."""
 
-    def __init__(self, hub: Hub, outcome: Outcome) -> None:
+    def __init__(self, hub: Hub, outcome: CallOutcome) -> None:
         self._hub, self._outcome = hub, outcome
 
     @property
@@ -33,10 +33,10 @@ class RemoteValue:
         return self._outcome.ended
 
     def fetch(self, timeout_s: float | None = None) -> Any:
-        """The result, once it is there. Raises `StepFailed` if the call failed, `CallCancelled` if it never ran.
+        """Wait for the result. Raises `StepFailed` if the call failed, `CallCancelled` if it never ran.
 
         Args:
-            timeout_s: Raise `PeerTimeout` after so many seconds. Default: wait for as long as it takes.
+            timeout_s: Raise `PeerTimeout` after this many seconds. Default: no limit.
         """
         hub, outcome = self._hub, self._outcome
         with hub.changed:
@@ -51,32 +51,32 @@ class RemoteValue:
 
 
 class PerWorkerIterator(Placeholder, frozen=True):
-    """Stands for each worker's own iterator, in the arguments of a call. It goes on where it was with every call."""
+    """Placeholder in the arguments of a call for each worker's iterator, which continues from call to call."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> NoReturn:
         raise UsageError(
-            "A per-worker iterator can be advanced inside a step only.", fix=["schedule(step, args=(it,))"]
+            "A per-worker iterator can only be advanced inside a step.", fix=["schedule(step, args=(it,))"]
         )
 
 
 class PerWorkerDataset(Placeholder, frozen=True):
-    """Stands for each worker's own dataset, in the arguments of a call; `iter` of it, for an iterator that goes on."""
+    """Placeholder in the arguments of a call for each worker's dataset; `iter` of it makes a `PerWorkerIterator`."""
 
     def __iter__(self) -> PerWorkerIterator:
         return PerWorkerIterator("iterator", next(_numbers), f"{self.number} {self.name}")
 
 
-class Coordinator:
-    """Schedules calls on a cluster that is started. Safe from any thread.
+class Dispatcher:
+    """Schedules calls on a started cluster. Safe from any thread.
 
-    Each call takes effect exactly once, whichever process dies. When a call fails, those that wait are cancelled, those
-    under way come to their end, and then the next `schedule`, `join` or `done` raises the failure, once.
+    Each call takes effect exactly once, even if a worker or server dies. When a call fails, waiting calls are
+    cancelled, running ones finish, and then the next `schedule`, `join` or `done` raises the failure, once.
 
     Args:
-        cluster: A `mh.Cluster` that is started.
+        cluster: A `mh.dispatch.Cluster` that is started.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -88,20 +88,19 @@ class Coordinator:
     ) -> RemoteValue:
         """Have a worker run a step. Returns at once.
 
-        Waits only while the cluster's `most_waiting` calls wait already, or after a failure until nothing is under way
-        any more.
+        Blocks only while the cluster's `most_waiting` calls are waiting, or after a failure until no call is running.
 
         Args:
-            step: The name that it is registered by, or the function itself.
-            args: What the step is called with, after its context: tensors, numbers, text, and lists, tuples and dicts
-                of these; per-worker datasets and iterators.
-            kwargs: The same by name.
+            step: The function, or the name that it is registered by.
+            args: Arguments of the step after its context: tensors, numbers, text, and lists, tuples and dicts of these;
+                per-worker datasets and iterators.
+            kwargs: Keyword arguments of the step, of the same kinds.
         """
         name = _name(step)
         for value in itertools.chain(args, (kwargs or {}).values()):
             if isinstance(value, RemoteValue):
                 raise UsageError(
-                    f"An argument of {name!r} is a RemoteValue, which is not there yet.", fix=["value.fetch() first"]
+                    f"An argument of {name!r} is a RemoteValue, not its result.", fix=["value.fetch() first"]
                 )
         frames = pack((list(args), dict(kwargs or {})), f"the arguments of {name!r}")
         # Copies: the caller may change its tensors before a worker has the call.
@@ -123,8 +122,8 @@ class Coordinator:
         """Wait for results.
 
         Args:
-            values: A `RemoteValue`, or lists, tuples and dicts with some in them; returned with their results in their
-                places.
+            values: A `RemoteValue`, or lists, tuples and dicts that contain some; returned with the results in place of
+                them.
         """
         if isinstance(values, RemoteValue):
             return values.fetch()
@@ -136,12 +135,12 @@ class Coordinator:
         return values
 
     def create_per_worker_dataset(self, fn: str | Callable[..., Any]) -> PerWorkerDataset:
-        """A dataset that every worker makes for itself, with a registered function, when it first needs it.
+        """A dataset that every worker creates with a registered function, on first use.
 
-        A worker that replaces another makes its own anew.
+        A replacement worker creates its dataset again.
 
         Args:
-            fn: The function, or the name that it is registered by (`@mh.step`); what it returns is iterated over.
+            fn: The function, or the name that it is registered by (`@mh.dispatch.remote`). Its result is iterated over.
         """
         return PerWorkerDataset("dataset", next(_numbers), _name(fn))
 

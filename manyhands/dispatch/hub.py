@@ -1,7 +1,7 @@
-"""The thread at the middle of a cluster: it holds sockets and processes, and turns the desk's crank.
+"""The main thread of a cluster: it owns sockets and child processes, and drives the `CallRouter`.
 
-All state is under one condition, `changed`; other threads enter through the public methods of `Hub`. What calls and
-variables come to is `call_router`'s business. Start reading at `Hub._turn`.
+All state is guarded by one condition, `changed`; other threads use the public methods of `Hub`. Calls and variables are
+handled in `call_router`. Start reading at `Hub._turn`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import zmq
 from torch import Tensor
 
 from manyhands.comm.host_memory import HostMemory
-from manyhands.comm.tensor_messages import Frame, ParcelPort, dtype_name, open_parcel_port, raw_bytes
+from manyhands.comm.tensor_messages import Frame, TensorPort, dtype_name, open_parcel_port, raw_bytes
 from manyhands.comm.transport import Curve
 from manyhands.control.processes.fence import Guard
 from manyhands.control.processes.private_directory import private_directory
 from manyhands.control.security.keys import client_curve, server_curve
-from manyhands.control.security.rejected_peers import DoorKeeper
+from manyhands.control.security.rejected_peers import PeerGate
 from manyhands.dispatch.call_queue import MOST_WAITING
-from manyhands.dispatch.call_router import Desk, Outcome, Peer
-from manyhands.dispatch.child_processes import Child, ChildConfig
-from manyhands.dispatch.messages import Alive, FromMember, Hello, Leaving, NotReady, ServerHello, Stop, Welcome
+from manyhands.dispatch.call_router import CallOutcome, CallRouter, Peer
+from manyhands.dispatch.child_processes import ChildConfig, ClusterChild
+from manyhands.dispatch.messages import Alive, FromMember, HubWelcome, Leaving, NotReady, ServerHello, Stop, WorkerReady
 from manyhands.dispatch.variable_ledger import Change
 from manyhands.dispatch.variable_server import ServerConfig
 from manyhands.errors import GaveUp, UsageError
@@ -37,12 +37,12 @@ __all__ = ["Hub", "HubSettings", "News"]
 
 TICK_MS = 250
 STOP_S = 2.0
-# A child that ends before it was ready, so many times in a row, would do so for ever.
-MOST_FALSE_STARTS = 3
+# After a child has ended this many times in a row before it was ready, the hub gives up.
+MOST_FAILED_STARTS = 3
 
 Role = Literal["worker", "server"]
 News = Callable[[str, Role, int, str], None]
-"""Hears "started" or "lost", of whom, and its process or how it ended."""
+"""Called with "started" or "lost", role and number, and the process or how it ended."""
 
 
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,39 +54,39 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 30.0
     most_waiting: int = MOST_WAITING
     listen: str = ""
-    """An address without a port, where workers of other hosts come in."""
+    """An address without a port, at which workers of other hosts join."""
     key: bytes = b""
 
 
 class _Member(msgspec.Struct):
-    """A worker that has said Hello."""
+    """A worker that has joined."""
 
     number: int
-    child: Child | None
+    child: ClusterChild | None
     heard_at: float
 
 
 class Hub:
     def __init__(self, settings: HubSettings, news: News) -> None:
-        """`news` is called in the hub's own thread, outside of its lock."""
+        """`news` is called in the hub's thread, without its lock."""
         self.settings = settings
         self.changed = threading.Condition(threading.RLock())
         self.broken: BaseException | None = None
-        """Why there is no cluster any more."""
+        """The error that ended the cluster."""
         self.closed = False
         self._closing = False
-        self._news, self._untold = news, list[tuple[str, Role, int, str]]()
+        self._news, self._unreported = news, list[tuple[str, Role, int, str]]()
         self._members: dict[Peer, _Member] = {}
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ClusterChild] = {}
         """By pidfd."""
-        self._wanted: list[tuple[Role, int]] = [("worker", number) for number in range(settings.workers)]
+        self._to_start: list[tuple[Role, int]] = [("worker", number) for number in range(settings.workers)]
         """Children to be started."""
-        self._false_starts: dict[tuple[Role, int], int] = {}
+        self._failed_starts: dict[tuple[Role, int], int] = {}
         self._num_servers = 0
         self._listened: dict[int, str] = {}
-        """Where servers listened for other hosts; those that are started again do it there."""
+        """TCP endpoints of servers; a restarted server listens at the same one."""
         self._open()
-        self.desk = Desk(self._memory, self._send, settings.most_waiting)
+        self.desk = CallRouter(self._memory, self._send, settings.most_waiting)
         self.add_servers(settings.servers)
         self._thread = threading.Thread(target=self._serve, name="manyhands-cluster", daemon=True)
         self._thread.start()
@@ -97,28 +97,28 @@ class Hub:
         self._memory = HostMemory()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._door: DoorKeeper | None = None
+        self._gate: PeerGate | None = None
         self.address = f"ipc://{self._directory}/hub"
-        self._ports: dict[str, ParcelPort[FromMember]] = {"ipc": self._bind(self.address)}
+        self._ports: dict[str, TensorPort[FromMember]] = {"ipc": self._bind(self.address)}
         self.tcp_address = ""
         if self.settings.listen:
-            self._door = DoorKeeper(self._context, client_curve(self.settings.key).public)
+            self._gate = PeerGate(self._context, client_curve(self.settings.key).public)
             port = self._ports["tcp"] = self._bind(f"tcp://{self.settings.listen}:0", server_curve(self.settings.key))
             self.tcp_address = port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _bind(self, endpoint: str, curve: Curve | None = None) -> ParcelPort[FromMember]:
+    def _bind(self, endpoint: str, curve: Curve | None = None) -> TensorPort[FromMember]:
         return open_parcel_port(self._context, zmq.ROUTER, endpoint, FromMember, bind=True, curve=curve)
 
     # ---- for other threads -----------------------------------------------------------------------------------
 
     def poke(self) -> None:
-        """Have the thread look at once."""
-        with self.changed, contextlib.suppress(BlockingIOError):  # it will look anyway
+        """Wake the thread."""
+        with self.changed, contextlib.suppress(BlockingIOError):  # it is being woken already
             if not self.closed:
                 os.eventfd_write(self._wake, 1)
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """Until the condition holds; False if it does not in time. Raises why the cluster is broken or closed."""
+        """Wait until the condition holds; False on timeout. Raises if the cluster failed or was closed."""
         with self.changed:
             self.changed.wait_for(lambda: condition() or self.broken or self.closed, timeout_s)
             self._check()
@@ -128,18 +128,18 @@ class Hub:
         if self.broken is not None:
             raise self.broken
         if self.closed or self._closing:
-            raise UsageError("The cluster is shut down.", fix=["a new mh.Cluster"])
+            raise UsageError("The cluster is shut down.", fix=["a new mh.dispatch.Cluster"])
 
     @property
     def all_ready(self) -> bool:
-        return not self._wanted and all(child.ready for child in self._children.values())
+        return not self._to_start and all(child.ready for child in self._children.values())
 
     @property
     def refused(self) -> int:
-        """Messages that did not count: of strangers, late, or malformed."""
+        """Number of ignored messages: from unknown senders, late, or malformed."""
         return self.desk.refused + sum(port.refused for port in self._ports.values())
 
-    def schedule(self, step: str, frames: Sequence[Frame]) -> Outcome:
+    def schedule(self, step: str, frames: Sequence[Frame]) -> CallOutcome:
         """Put a call into the queue, once there is room. Raises a failure that is due."""
         with self.changed:
             self.wait_for(lambda: self.desk.queue.room or self.desk.queue.failure_due is not None)
@@ -168,7 +168,7 @@ class Hub:
         self.poke()
 
     def read(self, name: str) -> Tensor:
-        """A variable, as all commits so far have made it."""
+        """A variable with all commits so far."""
         while True:
             with self.changed:
                 self._check()
@@ -185,18 +185,18 @@ class Hub:
             self._num_servers += count
             for number in numbers:
                 self.desk.ledger.add_server(number)
-                self._wanted.append(("server", number))
+                self._to_start.append(("server", number))
         self.poke()
         return numbers
 
     def pids(self, role: Role) -> dict[int, int]:
-        """Of children that are ready, by number."""
+        """Process ids of ready children, by number."""
         with self.changed:
             found = {child.number: child.pid for child in self._children.values() if child.role == role and child.ready}
             return dict(sorted(found.items()))
 
     def close(self) -> None:
-        """End all members, and wait for it."""
+        """End all workers and servers, and wait for them."""
         self._closing = True
         self.poke()
         if threading.current_thread() is not self._thread:
@@ -206,8 +206,8 @@ class Hub:
 
     def _serve(self) -> None:
         self._poller = zmq.Poller()
-        doors = self._door.sockets if self._door else []
-        for readable in (self._wake, *(port.socket for port in self._ports.values()), *doors):
+        gate_sockets = self._gate.sockets if self._gate else []
+        for readable in (self._wake, *(port.socket for port in self._ports.values()), *gate_sockets):
             self._poller.register(readable, zmq.POLLIN)
         try:
             while not self._closing:
@@ -222,24 +222,24 @@ class Hub:
         with self.changed:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            if self._door is not None:
-                self._door.attend()
+            if self._gate is not None:
+                self._gate.attend()
             for name, port in self._ports.items():
                 for sender, message, frames in port.receive():
                     self._take((name, sender), message, frames)
             for pidfd in ready & self._children.keys():
                 self._lose_child(self._children[pidfd])
             self._lose_silent(time.monotonic())
-            self._start_wanted()
+            self._start_children()
             self.desk.pump()
-            untold, self._untold = self._untold, []
+            unreported, self._unreported = self._unreported, []
             self.changed.notify_all()
-        for item in untold:
+        for item in unreported:
             self._news(*item)
 
     def _take(self, peer: Peer, message: FromMember, frames: list[bytes]) -> None:
         match message:
-            case Hello():
+            case WorkerReady():
                 self._welcome(peer, message)
             case ServerHello() if (child := self._child(peer, "server", message.server)) is not None:
                 self._ready(child)
@@ -258,7 +258,7 @@ class Hub:
                 self._send(peer, Alive(worker=message.worker, known=member is not None), [])
             case Leaving() if peer in self._members:
                 self.desk.left(peer)
-                self._untold.append(("lost", "worker", self._members.pop(peer).number, "left"))
+                self._unreported.append(("lost", "worker", self._members.pop(peer).number, "left"))
             case _:
                 self.desk.take(peer, message, frames)
 
@@ -267,17 +267,17 @@ class Hub:
 
     # ---- members ---------------------------------------------------------------------------------------------
 
-    def _child(self, peer: Peer, role: Role, number: int) -> Child | None:
-        """The child of that name; only this host's own can speak for one."""
+    def _child(self, peer: Peer, role: Role, number: int) -> ClusterChild | None:
+        """The child with that role and number; only a peer on this host can be one."""
         children = self._children.values() if peer[0] == "ipc" else ()
         return next((child for child in children if (child.role, child.number) == (role, number)), None)
 
-    def _ready(self, child: Child) -> None:
+    def _ready(self, child: ClusterChild) -> None:
         child.ready = True
-        self._false_starts.pop((child.role, child.number), None)
-        self._untold.append(("started", child.role, child.number, f"pid {child.pid}"))
+        self._failed_starts.pop((child.role, child.number), None)
+        self._unreported.append(("started", child.role, child.number, f"pid {child.pid}"))
 
-    def _welcome(self, peer: Peer, hello: Hello) -> None:
+    def _welcome(self, peer: Peer, hello: WorkerReady) -> None:
         if peer in self._members:
             return
         child = self._child(peer, "worker", hello.number)
@@ -287,16 +287,16 @@ class Hub:
         else:
             taken = {member.number for member in self._members.values()}
             number = next(free for free in range(self.settings.workers, 2**31) if free not in taken)
-            self._untold.append(("started", "worker", number, f"pid {hello.pid} on {hello.host}"))
+            self._unreported.append(("started", "worker", number, f"pid {hello.pid} on {hello.host}"))
         self._members[peer] = _Member(number, child, time.monotonic())
-        welcome = Welcome(number=number, seed=self.settings.seed, silent_s=self.settings.silent_s)
+        welcome = HubWelcome(number=number, seed=self.settings.seed, silent_s=self.settings.silent_s)
         self._send(peer, welcome, [])
         self.desk.queue.came(peer)
 
     def _lose(self, peer: Peer, why: str) -> None:
         member = self._members.pop(peer)
         self.desk.lost(peer, f"worker {member.number}")
-        self._untold.append(("lost", "worker", member.number, why))
+        self._unreported.append(("lost", "worker", member.number, why))
 
     def _lose_silent(self, now: float) -> None:
         for peer, member in list(self._members.items()):
@@ -306,28 +306,28 @@ class Hub:
                 else:
                     self._lose(peer, f"silent for {self.settings.silent_s:g} s")
 
-    def _lose_child(self, child: Child, why: str = "") -> None:
-        """Whatever it was, it is dead when this returns, and another is wanted in its place."""
+    def _lose_child(self, child: ClusterChild, why: str = "") -> None:
+        """Kill the child, if it still runs, and schedule the start of a replacement."""
         self._poller.unregister(child.pidfd)
         del self._children[child.pidfd]
-        why = " and ".join(filter(None, [why, child.bury()]))
-        seat = (child.role, child.number)
+        why = " and ".join(filter(None, [why, child.kill()]))
+        child_key = (child.role, child.number)
         if not child.ready:
-            self._false_starts[seat] = self._false_starts.get(seat, 0) + 1
-            if self._false_starts[seat] >= MOST_FALSE_STARTS:
+            self._failed_starts[child_key] = self._failed_starts.get(child_key, 0) + 1
+            if self._failed_starts[child_key] >= MOST_FAILED_STARTS:
                 who = f"{child.role.capitalize()} {child.number}"
-                raise GaveUp(f"{who} ended {MOST_FALSE_STARTS} times before it was ready: {why}.")
+                raise GaveUp(f"{who} ended {MOST_FAILED_STARTS} times before it was ready: {why}.")
         elif child.role == "server":
             self.desk.server_lost(child.number)
-            self._untold.append(("lost", "server", child.number, why))
+            self._unreported.append(("lost", "server", child.number, why))
         for peer in [peer for peer, member in self._members.items() if member.child is child]:
             self._lose(peer, why)
-        self._wanted.append(seat)
+        self._to_start.append(child_key)
 
-    def _start_wanted(self) -> None:
-        wanted, self._wanted = self._wanted, []
-        for role, number in wanted:
-            child = Child(self._config(role, number), self._guard, [self._memory.fd] if role == "server" else [])
+    def _start_children(self) -> None:
+        to_start, self._to_start = self._to_start, []
+        for role, number in to_start:
+            child = ClusterChild(self._config(role, number), self._guard, [self._memory.fd] if role == "server" else [])
             self._children[child.pidfd] = child
             self._poller.register(child.pidfd, zmq.POLLIN)
 
@@ -361,9 +361,9 @@ class Hub:
             self._send(peer, Stop(), [])
         self._await_children(time.monotonic() + STOP_S)
         for child in self._children.values():
-            child.bury()
-        if self._door is not None:
-            self._door.close()
+            child.kill()
+        if self._gate is not None:
+            self._gate.close()
         for port in self._ports.values():
             port.close()
         self._context.term()
@@ -371,12 +371,12 @@ class Hub:
         self._guard.close()
         with self.changed:
             os.close(self._wake)
-            self.desk.cancel_all("The cluster was shut down." if self.broken is None else "The cluster broke down.")
+            self.desk.cancel_all("The cluster was shut down." if self.broken is None else "The cluster failed.")
             self.closed = True
             self.changed.notify_all()
 
     def _await_children(self, deadline: float) -> None:
-        """Those that are idle end by themselves; nobody waits long for the others."""
+        """Wait until the deadline for ready children to end; idle ones end when they get Stop."""
         left = {child.pidfd for child in self._children.values() if child.ready}
         poller = zmq.Poller()
         for pidfd in left:

@@ -1,6 +1,6 @@
-"""Every message between a cluster, its workers and its variable servers. Tensors follow as frames of their own.
+"""Every message between a cluster, its workers and its variable servers. Tensors follow as separate frames.
 
-Unknown fields and types are refused by the decoder. Who sent a message is known by its connection.
+Unknown fields and types are refused by the decoder. The sender of a message is identified by its connection.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from manyhands.dispatch.variable_ledger import Change
 
 __all__ = [
     "Alive",
-    "Applied",
     "Apply",
     "CallDone",
     "CallFailed",
     "CannotFinish",
+    "CommitApplied",
     "FromMember",
-    "Hello",
-    "Kept",
+    "HubWelcome",
     "Leaving",
     "Map",
     "NotReady",
     "Read",
-    "Run",
+    "ReadReply",
+    "RunCall",
     "ServerHello",
     "ServerWelcome",
     "Stop",
     "ToServer",
     "ToWorker",
-    "Value",
-    "Welcome",
+    "VariableLocation",
+    "WorkerReady",
 ]
 
 
 # ---- a worker and the cluster ----------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, kw_only=True):
-    """A worker is ready. `number` is -1 where the cluster did not start it."""
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """A worker is ready. `number` is -1 if the cluster did not start it."""
 
     number: int
     pid: int
@@ -49,7 +49,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class NotReady(Message, frozen=True, kw_only=True):
-    """From a child that ends with an exception, such as one whose module of steps cannot be imported."""
+    """From a child that ends with an exception, for example because its module of steps cannot be imported."""
 
     role: Literal["worker", "server"]
     number: int
@@ -57,32 +57,32 @@ class NotReady(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """From a worker's second connection, and back: both ends are there. `worker` is its first one's identity."""
+    """Heartbeat over a worker's second connection, and its reply. `worker` is the identity of its main connection."""
 
     worker: bytes
     known: bool = True
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """From a worker that takes no further call, after all that it has to say."""
+    """Last message of a worker that accepts no further calls."""
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class HubWelcome(Message, frozen=True, kw_only=True):
     number: int
     seed: int
     silent_s: float
 
 
 class Map(Message, frozen=True, kw_only=True):
-    """Where variables are; before the first call that may need to know."""
+    """Locations of variables; sent before the first call that may need them."""
 
     servers: dict[int, str]
-    """Addresses by number."""
+    """Server addresses by number."""
     places: dict[str, int]
-    """Variables by name: the number of their server."""
+    """Server number of each variable, by name."""
 
 
-class Run(Message, frozen=True, kw_only=True):
+class RunCall(Message, frozen=True, kw_only=True):
     """A call; its arguments follow."""
 
     call: int
@@ -90,11 +90,11 @@ class Run(Message, frozen=True, kw_only=True):
     step: str
     snapshot: int
     marks: dict[int, int]
-    """By server: the last commit up to the snapshot that concerns it."""
+    """By server: the last commit up to the snapshot that changes its variables."""
 
 
 class CallDone(Message, frozen=True, kw_only=True):
-    """The result follows, in `value_frames` frames, then one frame for each change."""
+    """The result follows in `value_frames` frames, then one frame for each change."""
 
     call: int
     attempt: int
@@ -111,7 +111,7 @@ class CallFailed(Message, frozen=True, kw_only=True):
 
 
 class CannotFinish(Message, frozen=True, kw_only=True):
-    """What the call was to see is gone, with a server that died: it has to begin again."""
+    """The call's snapshot was lost with a server that died: the call has to start again."""
 
     call: int
     attempt: int
@@ -124,8 +124,8 @@ class Stop(Message, frozen=True, kw_only=True):
 # ---- a server and the cluster ----------------------------------------------------------------------------------
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a variable lies in the memory that the cluster holds."""
+class VariableLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Location of a variable in the shared memory that the cluster holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -137,31 +137,31 @@ class ServerHello(Message, frozen=True, kw_only=True):
     server: int
     pid: int
     addresses: dict[str, str]
-    """Where workers read: "ipc" for this host, and "tcp" where the cluster listens."""
+    """Addresses for workers to read from: "ipc" on this host, and "tcp" if the cluster listens."""
 
 
 class ServerWelcome(Message, frozen=True, kw_only=True):
     applied: int
-    kept: list[Kept]
+    kept: list[VariableLocation]
 
 
 class Apply(Message, frozen=True, kw_only=True):
-    """One commit; one frame for each change follows. Nobody will read what was before `oldest`."""
+    """One commit; one frame for each change follows. No call will read snapshots before `oldest`."""
 
     commit: int
     oldest: int
     changes: list[Change]
-    kept: list[Kept]
-    """Where the variables lie that it changes; those that it does not know are new."""
+    kept: list[VariableLocation]
+    """Locations of the variables that it changes; those unknown to the server are new."""
 
 
-class Applied(Message, frozen=True, kw_only=True):
-    """This commit and all before it are in the memory that outlives the server."""
+class CommitApplied(Message, frozen=True, kw_only=True):
+    """This commit and all before it are in shared memory, which outlives the server."""
 
     commit: int
 
 
-# ---- whoever reads, and a server -------------------------------------------------------------------------------
+# ---- a reader and a server -------------------------------------------------------------------------------------
 
 
 class Read(Message, frozen=True, kw_only=True):
@@ -169,11 +169,11 @@ class Read(Message, frozen=True, kw_only=True):
     name: str
     snapshot: int
     after: int
-    """To be answered once the server has applied this commit."""
+    """The server answers once it has applied this commit."""
 
 
-class Value(Message, frozen=True, kw_only=True):
-    """Its bytes follow, if it is there."""
+class ReadReply(Message, frozen=True, kw_only=True):
+    """The variable's bytes follow, if it was found."""
 
     ticket: int
     found: Literal["there", "absent", "gone"]
@@ -181,6 +181,17 @@ class Value(Message, frozen=True, kw_only=True):
     dtype: str = ""
 
 
-FromMember = Hello | NotReady | Alive | Leaving | CallDone | CallFailed | CannotFinish | ServerHello | Applied | Value
-ToWorker = Welcome | Alive | Map | Run | Stop
+FromMember = (
+    WorkerReady
+    | NotReady
+    | Alive
+    | Leaving
+    | CallDone
+    | CallFailed
+    | CannotFinish
+    | ServerHello
+    | CommitApplied
+    | ReadReply
+)
+ToWorker = HubWelcome | Alive | Map | RunCall | Stop
 ToServer = ServerWelcome | Apply | Read | Stop

@@ -1,4 +1,4 @@
-"""`mh.Worker`: a process's seat in a cluster, started by the cluster or wired by hand. Start reading at `Worker`."""
+"""`mh.dispatch.RemoteWorker`: one worker of a cluster, started by the cluster or by hand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from manyhands.dispatch.step_functions import import_steps
 from manyhands.dispatch.worker_session import WorkerConfig, WorkerSession
 from manyhands.errors import UsageError
 
-__all__ = ["Worker"]
+__all__ = ["RemoteWorker"]
 
 
-class Worker:
-    """One worker, wired by hand: `mh.Worker("cluster.join", steps="mysteps").start()`, in a process of its own.
+class RemoteWorker:
+    """A worker started by hand: `mh.dispatch.RemoteWorker("cluster.join", steps="mysteps").start()`, in a separate
+    process.
 
     Args:
         where: The path of a join file, which `cluster.write_join_file(path)` wrote, or a `WorkerConfig`.
         steps: The modules, or Python files, of the step functions.
-        key: The cluster's key, where `where` is a `WorkerConfig`; a join file has it.
+        key: The cluster's key, if `where` is a `WorkerConfig`; a join file has it.
     """
 
     def __init__(self, where: str | Path | WorkerConfig, *, steps: str | Sequence[str] = (), key: bytes = b"") -> None:
@@ -28,32 +29,32 @@ class Worker:
         if not isinstance(where, WorkerConfig):
             ticket = read_join_file(where)
             self._key = key_of(ticket)
-            places = (steps,) if isinstance(steps, str) else tuple(steps)
-            where = WorkerConfig(address=f"tcp://{ticket.address}", steps=places)
+            modules = (steps,) if isinstance(steps, str) else tuple(steps)
+            where = WorkerConfig(address=f"tcp://{ticket.address}", steps=modules)
         self.config = where
         self.session: WorkerSession | None = None
-        """While it is in the cluster."""
+        """None while it is not in the cluster."""
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> Worker:
-        """Join the cluster, and take calls in a thread of this process. Returns once the cluster has welcomed it."""
+    def start(self) -> RemoteWorker:
+        """Join the cluster, and run calls in a thread of this process. Returns once the cluster has accepted it."""
         self._enter()
         self._thread = threading.Thread(target=self._serve_quietly, name="manyhands-dispatch-worker", daemon=True)
         self._thread.start()
         return self
 
     def run(self) -> None:
-        """Join the cluster and take calls, here, until the cluster ends. `PeerLost` if it vanishes."""
+        """Join the cluster and run calls, in this thread, until the cluster ends. `PeerLost` if it stops answering."""
         self._enter()
         self._serve()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of what `start` began; returns whether it has ended. Raises what it ended with.
+        """Wait until the thread of `start` ends; returns whether it has ended. Raises the error that ended it.
 
         Args:
-            timeout_s: Return after so many seconds, even if it has not. Default: wait for as long as it takes.
+            timeout_s: Return after this many seconds, even if it has not ended. Default: no limit.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -64,14 +65,16 @@ class Worker:
         return True
 
     def stop(self) -> None:
-        """Leave the cluster, after the call that is under way; another worker takes what comes next."""
+        """Leave the cluster after the current call; further calls go to other workers."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
     def _enter(self) -> None:
         if self.session is not None:
-            raise UsageError("This worker is in its cluster already.", where="mh.Worker", fix=["worker.stop() first"])
+            raise UsageError(
+                "This worker is in its cluster already.", where="mh.dispatch.RemoteWorker", fix=["worker.stop() first"]
+            )
         import_steps(self.config.steps)
         self._stopping.clear()
         self._error = None

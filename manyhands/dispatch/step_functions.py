@@ -1,7 +1,7 @@
-"""Step functions by name: what `mh.step` registers, how a fresh process finds it, and what a step can do.
+"""Step functions by name: how `mh.dispatch.remote` registers them, how a new process finds them, what a step can do.
 
-Functions travel by name only. A worker imports the modules that the cluster names and finds the same functions there.
-Start reading at `step`, and at `Context` for what a step function gets.
+Functions are sent by name only. A worker imports the modules that the cluster names and finds the same functions there.
+Start reading at `remote`, and at `Context` for the first argument of a step function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from manyhands.spec.load import nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Context", "DatasetContext", "find_step", "import_steps", "places_of_steps", "sendable", "step", "step_name"]
+__all__ = [
+    "Context",
+    "DatasetContext",
+    "find_step",
+    "import_steps",
+    "modules_of_steps",
+    "remote",
+    "sendable",
+    "step_name",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,20 +37,20 @@ _steps: dict[str, Callable[..., Any]] = {}
 
 
 @overload
-def step(fn: F) -> F: ...
+def remote(fn: F) -> F: ...
 
 
 @overload
-def step(fn: str) -> Callable[[F], F]: ...
+def remote(fn: str) -> Callable[[F], F]: ...
 
 
-def step(fn: Any) -> Any:
-    """Register a function at the top of a module as a step: `@mh.step`, or `@mh.step("name")`.
+def remote(fn: Any) -> Any:
+    """Register a function at the top of a module as a step: `@mh.dispatch.remote`, or `@mh.dispatch.remote("name")`.
 
     It is called as `fn(ctx, *args, **kwargs)`, in any worker, and stays an ordinary function here.
 
     Args:
-        fn: The function; or the name to register it by, where its own is not to be used.
+        fn: The function; or the name to register it by, if not the function's name.
     """
     return _register(fn, fn.__name__) if callable(fn) else lambda function: _register(function, fn)
 
@@ -49,22 +58,22 @@ def step(fn: Any) -> Any:
 def _register(fn: F, name: str) -> F:
     if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
         raise UsageError(
-            f"{fn.__qualname__} cannot be a step: fresh worker processes would not find it.",
-            where="mh.step",
+            f"{fn.__qualname__} cannot be a step: new worker processes would not find it.",
+            where="mh.dispatch.remote",
             fix=["move it to the top of its module"],
         )
     before = _steps.get(name)
     if before is not None and _origin(before) != _origin(fn):
         raise SpecError(
             f"Two functions are registered as step {name!r}: in {_origin(before)[0]} and in {_origin(fn)[0]}.",
-            fix=['@mh.step("another name")'],
+            fix=['@mh.dispatch.remote("another name")'],
         )
     _steps[name] = fn
     return fn
 
 
 def _origin(fn: Callable[..., Any]) -> tuple[str, str]:
-    """The same file may be imported under two names: as a script, and as a module."""
+    """File and name of a function: the same file may be imported under two names, as a script and as a module."""
     return fn.__code__.co_filename, fn.__qualname__
 
 
@@ -72,25 +81,27 @@ def find_step(name: str) -> Callable[..., Any]:
     if name not in _steps:
         raise UsageError(
             f"No step is called {name!r}; there are {', '.join(sorted(_steps)) or 'none'}.",
-            fix=[f'"{close}"' for close in nearest(name, _steps)] or ["@mh.step above the function"],
+            fix=[f'"{close}"' for close in nearest(name, _steps)] or ["@mh.dispatch.remote above the function"],
         )
     return _steps[name]
 
 
 def step_name(fn: Callable[..., Any]) -> str:
-    """What a step function is registered as."""
+    """The name that a step function is registered by."""
     found = [name for name, known in _steps.items() if known is fn]
     if not found:
-        raise UsageError(f"{getattr(fn, '__qualname__', fn)!s} is not a registered step.", fix=["@mh.step above it"])
+        raise UsageError(
+            f"{getattr(fn, '__qualname__', fn)!s} is not a registered step.", fix=["@mh.dispatch.remote above it"]
+        )
     return found[0]
 
 
-def places_of_steps() -> list[str]:
-    """The modules, and the script, of all steps that are registered here: what a worker has to import."""
-    return sorted({_place(fn) for fn in _steps.values()})
+def modules_of_steps() -> list[str]:
+    """The modules, and the script, of all registered steps, for workers to import."""
+    return sorted({_module_of(fn) for fn in _steps.values()})
 
 
-def _place(fn: Callable[..., Any]) -> str:
+def _module_of(fn: Callable[..., Any]) -> str:
     if fn.__module__ != "__main__":
         return fn.__module__
     main = sys.modules["__main__"]
@@ -99,19 +110,19 @@ def _place(fn: Callable[..., Any]) -> str:
         return str(spec.name)
     if not Path(file).is_file():
         raise UsageError(
-            f"Step {fn.__qualname__} is a notebook cell's or a prompt's: fresh worker processes cannot find it.",
+            f"Step {fn.__qualname__} is defined in a notebook or at a prompt: new worker processes cannot find it.",
             fix=how_to_write_a_file(fn.__qualname__),
         )
     return str(Path(file).resolve())
 
 
-def import_steps(places: Sequence[str]) -> None:
+def import_steps(modules: Sequence[str]) -> None:
     """Import modules by name, and files by their path."""
-    for place in places:
-        if place.endswith(".py"):
-            _import_file(Path(place))
+    for module in modules:
+        if module.endswith(".py"):
+            _import_file(Path(module))
         else:
-            importlib.import_module(place)
+            importlib.import_module(module)
 
 
 def _import_file(path: Path) -> None:
@@ -119,9 +130,9 @@ def _import_file(path: Path) -> None:
         return
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"{path} is not a Python file that is there.")
+        raise UsageError(f"{path} is not an existing Python file.")
     module = importlib.util.module_from_spec(spec)
-    # Under its own name, so that loader processes find what it defines.
+    # Under the file's name, so that loader processes find what it defines.
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
@@ -132,11 +143,11 @@ def _is_file(module: Any, path: Path) -> bool:
     return isinstance(file, str) and Path(file).resolve() == path.resolve()
 
 
-# ---- what a step function gets ---------------------------------------------------------------------------------
+# ---- arguments of step functions -------------------------------------------------------------------------------
 
 
 class DatasetContext(NamedTuple):
-    """What a function that makes a worker's dataset gets."""
+    """Argument of a function that makes a worker's dataset."""
 
     worker: int
     seed: int
@@ -145,7 +156,8 @@ class DatasetContext(NamedTuple):
 class Context:
     """One call, as its step function sees it.
 
-    What it reads is how variables were when the call began; what it changes counts when, and only if, the call is done.
+    It reads variables as they were when the call started; its changes take effect when, and only if, the call
+    completes.
     """
 
     def __init__(self, call: int, worker: int, names: Collection[str], read: Callable[[str], Tensor]) -> None:
@@ -154,23 +166,23 @@ class Context:
         self._changes: dict[str, tuple[str, Tensor]] = {}
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Set a variable when the call is done; one that is not there is created."""
+        """Set a variable when the call completes; create it if it does not exist."""
         self._changes[name] = ("assign", sendable(name, value).clone())
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a variable when the call is done, to whatever it is by then."""
+        """Add to a variable when the call completes, to its value at that time."""
         value = sendable(name, value)
         op, before = self._changes.get(name, ("add", None))
         self._changes[name] = (op, value.clone() if before is None else before + value)
 
     @property
     def changes(self) -> dict[str, tuple[str, Tensor]]:
-        """What the call has asked for so far: by name, "assign" or "add", and the value."""
+        """The changes requested so far: by name, "assign" or "add", and the value."""
         return dict(self._changes)
 
 
 def sendable(name: str, value: Any) -> Tensor:
-    """A value for a variable; `UsageError` where none can have that value, or that name."""
+    """The value as a tensor; `UsageError` if no variable can have that value, or that name."""
     from torch import as_tensor
 
     from manyhands.comm.tensor_messages import check_tensor
@@ -181,7 +193,7 @@ def sendable(name: str, value: Any) -> Tensor:
 
 
 class Variables(Mapping[str, "Tensor"]):
-    """The variables of a snapshot; each is fetched when it is first looked at, and is the caller's own copy."""
+    """The variables of a snapshot; each is fetched on first access, and is a copy for the caller."""
 
     def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self._names, self._read = names, read

@@ -1,9 +1,9 @@
-"""Named variables on servers: who keeps which, which changes count, and what a server is still to be told. Pure.
+"""Named variables on servers: which server stores which, which changes count, which commits are still to send. Pure.
 
-A call's changes are one commit: all of them or none, numbered in the order in which calls were done. The `Ledger` is
-the cluster's side: every commit stays in it until its server has it for good, and is sent again to a server that was
-started anew. `Versions` is a server's side of one variable: a commit that comes again changes nothing, and what calls
-under way may still read is kept. Start reading at `Ledger.commit`.
+A call's changes are one commit: all of them or none, numbered in the order in which calls completed. The
+`VariableLedger` is the cluster's side: it keeps every commit until its server has acknowledged it, and sends it again
+to a restarted server. `Versions` is a server's side of one variable: a repeated commit changes nothing, and versions
+that running calls may still read are kept. Start reading at `VariableLedger.commit`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-__all__ = ["Change", "Commit", "Ledger", "VariableInfo", "Versions"]
+__all__ = ["Change", "VariableCommit", "VariableInfo", "VariableLedger", "Versions"]
 
-# Sent and not yet acknowledged, by server; and in all. Beyond it no further calls are handed out.
+# Per server: commits sent and not yet acknowledged; and all commits not yet acknowledged, beyond which no further calls
+# are assigned.
 WINDOW = 64
 MOST_BEHIND = 256
-# What a list of all variables may take: workers, and servers that are started again, are sent one in a single message.
+# Limit of a list of all variables: workers and restarted servers get it in a single message.
 MOST_LISTED_BYTES = 2**19
 
 V = TypeVar("V")
@@ -33,15 +34,15 @@ class VariableInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it, without "torch."."""
+    """torch's name, without "torch."."""
     num_bytes: int
     server: int
     version: int
-    """How many changes made it what it is; 1: as it was created."""
+    """Number of changes so far; 1: as created."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a call makes of one variable; at most one change to each."""
+    """A call's change to one variable; at most one per variable."""
 
     name: str
     op: Literal["assign", "add"]
@@ -50,8 +51,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_bytes: int
 
 
-class Commit(NamedTuple):
-    """The changes of one call to the variables of one server; `payloads` are theirs, in order."""
+class VariableCommit(NamedTuple):
+    """The changes of one call to the variables of one server; `payloads` in the order of `changes`."""
 
     number: int
     changes: tuple[Change, ...]
@@ -59,18 +60,18 @@ class Commit(NamedTuple):
 
 
 class _Behind:
-    """What one server has not acknowledged yet."""
+    """Commits that one server has not acknowledged yet."""
 
     def __init__(self) -> None:
-        self.commits: deque[Commit] = deque()
+        self.commits: deque[VariableCommit] = deque()
         self.num_sent = 0
         self.last = 0
         self.acknowledged = 0
         self.num_bytes = 0
 
 
-class Ledger:
-    """The catalogue of variables, the number of the last commit, and what each server has not acknowledged yet."""
+class VariableLedger:
+    """The list of variables, the number of the last commit, and the commits that each server has not acknowledged."""
 
     def __init__(self) -> None:
         self.commits = 0
@@ -84,12 +85,12 @@ class Ledger:
 
     @property
     def marks(self) -> dict[int, int]:
-        """By server: the last commit that concerns it. With it a server knows whether it has seen a snapshot."""
+        """By server: the last commit that changes its variables; shows a server if it has reached a snapshot."""
         return {server: behind.last for server, behind in self._servers.items()}
 
     @property
     def behind(self) -> bool:
-        """Servers have fallen so far behind that calls should wait."""
+        """Whether a server is so far behind that calls should wait."""
         return any(len(behind.commits) >= MOST_BEHIND for behind in self._servers.values())
 
     def add_server(self, server: int) -> None:
@@ -101,25 +102,26 @@ class Ledger:
         if len(set(names)) != len(names):
             return "It changes a variable twice."
         if changes and not self._servers:
-            return "It changes variables, and this cluster has no server to keep them."
+            return "It changes variables, but this cluster has no server to store them."
         fresh = sum(_listed_bytes(change) for change in changes if change.name not in self._catalogue)
         if fresh and self._listed_bytes + fresh > MOST_LISTED_BYTES:
             return (
-                f"There are {len(self._catalogue)} variables: with more, or with names so long, no message lists them."
+                f"There are {len(self._catalogue)} variables: with more, or with names this long, their list does not "
+                "fit into one message."
             )
         return next((why for change in changes if (why := self._refusal(change))), None)
 
     def _refusal(self, change: Change) -> str | None:
         known = self._catalogue.get(change.name)
         if known is None:
-            return f"It adds to variable {change.name!r}, which is not there." if change.op == "add" else None
+            return f"It adds to variable {change.name!r}, which does not exist." if change.op == "add" else None
         if (known.shape, known.dtype) != (change.shape, change.dtype):
             has, gets = (f"{one.dtype}{list(one.shape)}" for one in (known, change))
             return f"Variable {change.name!r} is {has}, but it would {change.op} {gets}."
         return None
 
     def place(self, changes: Sequence[Change]) -> list[VariableInfo]:
-        """Variables that these changes would create, each with its server: always the one with the fewest bytes."""
+        """Variables that these changes would create, each on the server with the fewest bytes."""
         sizes = {server: behind.num_bytes for server, behind in sorted(self._servers.items())}
         fresh = []
         for change in changes:
@@ -140,7 +142,7 @@ class Ledger:
         return fresh
 
     def commit(self, changes: Sequence[Change], payloads: Sequence[Any], fresh: Sequence[VariableInfo] = ()) -> int:
-        """Make the changes of one call count; the commit's number. `refusal` and `place` were asked before."""
+        """Commit the changes of one call; returns the commit's number. Call `refusal` and `place` before."""
         assert self.refusal(changes) is None
         for info in fresh:
             self._catalogue[info.name] = info
@@ -157,19 +159,19 @@ class Ledger:
         for server, part in parts.items():
             behind = self._servers[server]
             behind.last = self.commits
-            behind.commits.append(Commit(self.commits, *zip(*part, strict=True)))
+            behind.commits.append(VariableCommit(self.commits, *zip(*part, strict=True)))
         return self.commits
 
-    def due(self, server: int) -> list[Commit]:
-        """What to send now; from here on it counts as sent."""
+    def due(self, server: int) -> list[VariableCommit]:
+        """The commits to send now; they then count as sent."""
         behind = self._servers[server]
         stop = min(len(behind.commits), WINDOW)
-        fresh = [behind.commits[place] for place in range(behind.num_sent, stop)]
+        fresh = [behind.commits[index] for index in range(behind.num_sent, stop)]
         behind.num_sent = max(behind.num_sent, stop)
         return fresh
 
     def applied(self, server: int, number: int) -> None:
-        """The server has this commit and all before it for good."""
+        """The server has stored this commit and all before it in shared memory."""
         behind = self._servers[server]
         behind.acknowledged = max(behind.acknowledged, number)
         while behind.commits and behind.commits[0].number <= number and behind.num_sent:
@@ -177,7 +179,7 @@ class Ledger:
             behind.num_sent -= 1
 
     def started_again(self, server: int) -> int:
-        """All that it has not acknowledged is to be sent once more, after the commit that is returned."""
+        """Send all unacknowledged commits again to a restarted server; returns the last acknowledged commit."""
         self._servers[server].num_sent = 0
         return self._servers[server].acknowledged
 
@@ -187,21 +189,21 @@ def _listed_bytes(one: Change | VariableInfo) -> int:
 
 
 class Versions(Generic[V]):
-    """One variable over time, on its server."""
+    """The versions of one variable, on its server."""
 
     def __init__(self, restored: tuple[int, V] | None = None) -> None:
-        """`restored`: the newest version, with its commit, as found by a server that was started again."""
+        """`restored`: the newest version, with its commit, as found by a restarted server."""
         self._commits: list[int] = [restored[0]] if restored else []
         self._values: list[V] = [restored[1]] if restored else []
-        self._whole = restored is None
-        """Nothing that was ever there is missing."""
+        self._complete = restored is None
+        """No older version is missing."""
 
     @property
     def newest(self) -> tuple[int, V] | None:
         return (self._commits[-1], self._values[-1]) if self._commits else None
 
     def has(self, commit: int) -> bool:
-        """Commits come in order, so that one is in here, or does not concern this variable."""
+        """Whether the commit is included or does not change this variable; commits arrive in order."""
         return bool(self._commits) and self._commits[-1] >= commit
 
     def put(self, commit: int, value: V) -> None:
@@ -210,15 +212,15 @@ class Versions(Generic[V]):
         self._values.append(value)
 
     def at(self, snapshot: int) -> V | Literal["absent", "gone"]:
-        """The variable as of that commit; "gone" if it is no longer known, "absent" if it was not there yet."""
-        place = bisect_right(self._commits, snapshot)
-        if place:
-            return self._values[place - 1]
-        return "absent" if self._whole else "gone"
+        """The variable as of that commit; "gone" if that version was dropped, "absent" if it did not exist yet."""
+        index = bisect_right(self._commits, snapshot)
+        if index:
+            return self._values[index - 1]
+        return "absent" if self._complete else "gone"
 
     def forget(self, oldest: int) -> None:
-        """Nobody will ask for a snapshot before this commit any more."""
-        spare = bisect_right(self._commits, oldest) - 1
-        if spare > 0:
-            del self._commits[:spare], self._values[:spare]
-            self._whole = False
+        """Drop versions that only snapshots before this commit would read."""
+        num_dropped = bisect_right(self._commits, oldest) - 1
+        if num_dropped > 0:
+            del self._commits[:num_dropped], self._values[:num_dropped]
+            self._complete = False

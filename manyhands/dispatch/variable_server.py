@@ -1,8 +1,8 @@
-"""A server process of a cluster: it keeps variables, applies commits to them in order, and lets workers read.
+"""A server process of a cluster: it stores variables, applies commits to them in order, and answers reads.
 
-Every version is written to memory that the cluster's own process holds before it is acknowledged; a server that is
-started again finds it there. Which commit counts, and what a snapshot shows, `dispatch.variable_ledger` decides.
-Start reading at `VariableServer.run`.
+Every version is written to shared memory held by the cluster's process before it is acknowledged; a restarted server
+finds it there. Which commit counts, and what a snapshot shows, is decided in `variable_ledger`. Start reading at
+`VariableServer.run`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.tensor_messages import (
     DTYPES,
-    ParcelPort,
+    TensorPort,
     dtype_name,
     open_parcel_port,
     raw_bytes,
@@ -27,8 +27,18 @@ from manyhands.comm.tensor_messages import (
     tensor_from,
 )
 from manyhands.control.security.keys import client_curve, server_curve
-from manyhands.control.security.rejected_peers import DoorKeeper
-from manyhands.dispatch.messages import Applied, Apply, Kept, Read, ServerHello, ServerWelcome, Stop, ToServer, Value
+from manyhands.control.security.rejected_peers import PeerGate
+from manyhands.dispatch.messages import (
+    Apply,
+    CommitApplied,
+    Read,
+    ReadReply,
+    ServerHello,
+    ServerWelcome,
+    Stop,
+    ToServer,
+    VariableLocation,
+)
 from manyhands.dispatch.variable_ledger import Change, Versions
 
 __all__ = ["KeptVariable", "ServerConfig", "VariableServer", "region_bytes"]
@@ -36,22 +46,22 @@ __all__ = ["KeptVariable", "ServerConfig", "VariableServer", "region_bytes"]
 HEADER_BYTES = 64
 TICK_MS = 250
 
-Reply = Callable[[Value, list[memoryview]], object]
+Reply = Callable[[ReadReply, list[memoryview]], object]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     hub: str
     address: str
-    """Where workers of this host read."""
+    """Endpoint for workers of this host."""
     memory_fd: int
     listen: str = ""
-    """Where workers of other hosts do, as "tcp://address:port"; port 0: any."""
+    """Endpoint for workers of other hosts, as "tcp://address:port"; port 0: any."""
     key: bytes = b""
 
 
 def region_bytes(num_bytes: int) -> int:
-    """What a variable takes of the memory that outlives servers."""
+    """Shared memory that a variable needs."""
     return HEADER_BYTES + 2 * _padded(num_bytes)
 
 
@@ -60,15 +70,15 @@ def _padded(num_bytes: int) -> int:
 
 
 class KeptVariable:
-    """The newest version of a variable, in memory that outlives this process: whole, whenever this process is killed.
+    """The newest version of a variable, in shared memory that outlives this process, consistent whenever it is killed.
 
-    There are two copies, and one number that says which counts and which commit made it.
+    There are two copies, and one number that says which copy is valid and which commit made it.
     """
 
-    def __init__(self, fd: int, kept: Kept) -> None:
+    def __init__(self, fd: int, kept: VariableLocation) -> None:
         self._num_bytes = tensor_bytes(kept.shape, kept.dtype)
         self._segment = Segment(fd, region_bytes(self._num_bytes), kept.offset)
-        # One store of eight bytes: nobody finds half of it.
+        # One store of eight bytes is atomic: a reader never finds half of it.
         self._mark = memoryview(self._segment.buffer)[:8].cast("Q")
         self._kept = kept
 
@@ -95,54 +105,54 @@ class VariableServer:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._context: zmq.Context[Any] = zmq.Context()
-        self._hub: ParcelPort[ToServer] = open_parcel_port(self._context, zmq.DEALER, config.hub, ToServer)
-        self._ports: list[ParcelPort[Read]] = [
+        self._hub: TensorPort[ToServer] = open_parcel_port(self._context, zmq.DEALER, config.hub, ToServer)
+        self._ports: list[TensorPort[Read]] = [
             open_parcel_port(self._context, zmq.ROUTER, config.address, Read, bind=True)
         ]
-        self._door: DoorKeeper | None = None
+        self._gate: PeerGate | None = None
         self._applied = -1
-        """The last commit; -1: the cluster has not said yet what there is."""
+        """The last applied commit; -1 until the cluster has sent the list of variables."""
         self._memory: dict[str, KeptVariable] = {}
         self._versions: dict[str, Versions[Tensor]] = {}
         self._waiting: dict[tuple[bytes, int], tuple[Read, Reply]] = {}
-        """By sender and ticket: one that asks again is answered once."""
+        """By sender and ticket: a repeated request is answered once."""
         addresses = {"ipc": config.address}
         if config.listen:
             addresses["tcp"] = self._listen()
         self._hub.send(ServerHello(server=config.number, pid=os.getpid(), addresses=addresses))
 
     def _listen(self) -> str:
-        self._door = DoorKeeper(self._context, client_curve(self._config.key).public)
+        self._gate = PeerGate(self._context, client_curve(self._config.key).public)
         curve = server_curve(self._config.key)
         port = open_parcel_port(self._context, zmq.ROUTER, self._config.listen, Read, bind=True, curve=curve)
         self._ports.append(port)
         return port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the cluster sends Stop."""
         poller = zmq.Poller()
-        doors = self._door.sockets if self._door else []
-        for socket in (self._hub.socket, *(port.socket for port in self._ports), *doors):
+        gate_sockets = self._gate.sockets if self._gate else []
+        for socket in (self._hub.socket, *(port.socket for port in self._ports), *gate_sockets):
             poller.register(socket, zmq.POLLIN)
         while True:
             poller.poll(TICK_MS)
-            if self._door is not None:
-                self._door.attend()
+            if self._gate is not None:
+                self._gate.attend()
             before = self._applied
             for _, message, frames in self._hub.receive():
                 if isinstance(message, Stop):
                     return
                 self._take(message, frames)
             if self._applied != before:
-                self._hub.send(Applied(commit=self._applied))
+                self._hub.send(CommitApplied(commit=self._applied))
             for port in self._ports:
                 for sender, read, _ in port.receive():
                     self._waiting[sender, read.ticket] = (read, _reply_to(port, sender))
             self._answer()
 
     def close(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._gate is not None:
+            self._gate.close()
         self._hub.close()
         for port in self._ports:
             port.close()
@@ -159,7 +169,7 @@ class VariableServer:
             case Read():
                 self._waiting[b"", message.ticket] = (message, self._hub.send)
 
-    def _keep(self, variables: list[Kept]) -> None:
+    def _keep(self, variables: list[VariableLocation]) -> None:
         for kept in variables:
             if kept.name not in self._memory:
                 self._memory[kept.name] = KeptVariable(self._config.memory_fd, kept)
@@ -176,7 +186,7 @@ class VariableServer:
         self._applied = message.commit
 
     def _answer(self) -> None:
-        """Whoever does not have to wait for a commit any longer."""
+        """Answer the reads whose commit has been applied."""
         for key, (read, reply) in list(self._waiting.items()):
             if self._applied < max(0, read.after):
                 continue
@@ -184,18 +194,18 @@ class VariableServer:
             versions = self._versions.get(read.name)
             found = versions.at(read.snapshot) if versions is not None else "absent"
             if isinstance(found, Tensor):
-                value = Value(ticket=read.ticket, found="there", shape=tuple(found.shape), dtype=dtype_name(found))
+                value = ReadReply(ticket=read.ticket, found="there", shape=tuple(found.shape), dtype=dtype_name(found))
                 reply(value, [raw_bytes(found)])
             else:
-                reply(Value(ticket=read.ticket, found=found), [])
+                reply(ReadReply(ticket=read.ticket, found=found), [])
 
 
 def _changed(change: Change, value: Tensor, newest: tuple[int, Tensor] | None) -> Tensor:
     if change.op == "assign":
         return value
-    assert newest is not None, "the ledger lets nobody add to what is not there"
+    assert newest is not None, "the ledger refuses to add to a variable that does not exist"
     return newest[1] + value
 
 
-def _reply_to(port: ParcelPort[Any], sender: bytes) -> Reply:
+def _reply_to(port: TensorPort[Any], sender: bytes) -> Reply:
     return lambda value, frames: port.send(value, frames, to=sender)

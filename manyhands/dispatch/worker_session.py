@@ -1,6 +1,6 @@
-"""A worker's line to its cluster: it takes calls, runs their steps, and sends back what they return and change.
+"""A worker's connection to its cluster: it receives calls, runs their steps, and sends back results and changes.
 
-Variables are read from their servers when a step asks for them, as they were when the call began.
+Variables are read from their servers when a step accesses them, as they were when the call started.
 Start reading at `WorkerSession.serve`.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from manyhands.comm.tensor_messages import (
     Frame,
-    ParcelPort,
     Placeholder,
+    TensorPort,
     check_parcel,
     dtype_name,
     open_parcel_port,
@@ -33,20 +33,20 @@ from manyhands.comm.tensor_messages import (
 from manyhands.comm.transport import Curve
 from manyhands.data.randomness import randomness
 from manyhands.data.sample_order import slice_key
-from manyhands.dispatch.heartbeat import Pulse
+from manyhands.dispatch.heartbeat import HeartbeatThread
 from manyhands.dispatch.messages import (
     CallDone,
     CallFailed,
     CannotFinish,
-    Hello,
+    HubWelcome,
     Leaving,
     Map,
     Read,
-    Run,
+    ReadReply,
+    RunCall,
     Stop,
     ToWorker,
-    Value,
-    Welcome,
+    WorkerReady,
 )
 from manyhands.dispatch.step_functions import Context, DatasetContext, find_step
 from manyhands.dispatch.variable_ledger import Change
@@ -56,21 +56,21 @@ __all__ = ["WorkerConfig", "WorkerSession"]
 
 TICK_MS = 200
 JOIN_TIMEOUT_S = 60.0
-# A server that died while it was asked is asked again when another has taken its place.
+# A read is repeated after this time: the server may have died and been replaced.
 ASK_AGAIN_S = 0.5
 TRACEBACK_CHARS = 6000
 MESSAGE_CHARS = 1000
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a worker finds its cluster, and where it finds its steps."""
+    """A worker's cluster and its modules of steps."""
 
     address: str
-    """Of the cluster: "ipc://…" on its host, else "tcp://host:port"."""
+    """Address of the cluster: "ipc://…" on its host, else "tcp://host:port"."""
     steps: tuple[str, ...] = ()
     """Modules to import, or paths of Python files."""
     number: int = -1
-    """-1: the cluster gives it one."""
+    """-1: the cluster assigns one."""
 
 
 class _SnapshotGone(Exception):
@@ -78,50 +78,53 @@ class _SnapshotGone(Exception):
 
 
 class WorkerSession:
-    """A worker's line to its cluster. Anyone may read `number`, `seed` and `num_calls`; the rest is for one thread."""
+    """A worker's connection to its cluster. `number`, `seed` and `num_calls` are readable from any thread; the rest is
+    for one thread."""
 
     def __init__(self, config: WorkerConfig, curve: Curve | None = None) -> None:
         self._curve, self._token = curve, secrets.token_bytes(16)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._hub: ParcelPort[ToWorker] = open_parcel_port(
+        self._hub: TensorPort[ToWorker] = open_parcel_port(
             self._context, zmq.DEALER, config.address, ToWorker, identity=self._token, curve=curve
         )
-        self._servers: dict[int, tuple[str, ParcelPort[Value]]] = {}
+        self._servers: dict[int, tuple[str, TensorPort[ReadReply]]] = {}
         self._map = Map(servers={}, places={})
         self._tickets = 0
         self._made: dict[tuple[str, int], Any] = {}
         """Datasets and their iterators, by kind and number."""
         self.num_calls = 0
-        """How many it has finished."""
-        self._hub.send(Hello(number=config.number, pid=os.getpid(), host=socket.gethostname()))
+        """How many calls it has finished."""
+        self._hub.send(WorkerReady(number=config.number, pid=os.getpid(), host=socket.gethostname()))
         try:
             welcome = self._welcome(config.address)
         except BaseException:
             self.close()
             raise
         self.number, self.seed = welcome.number, welcome.seed
-        # A connection that was cut may have lost a message: whoever joins again begins anew.
-        self._cut = self._hub.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._pulse = Pulse(self._context, config.address, curve, self._token, welcome.silent_s, self._cut)
+        # A broken connection may have lost a message, so the worker has to join again as a new one.
+        self._disconnects = self._hub.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._heartbeat = HeartbeatThread(
+            self._context, config.address, curve, self._token, welcome.silent_s, self._disconnects
+        )
 
-    def _welcome(self, address: str) -> Welcome:
+    def _welcome(self, address: str) -> HubWelcome:
         if self._hub.socket.poll(round(JOIN_TIMEOUT_S * 1000)):
             for _, message, _ in self._hub.receive(most=1):
-                if isinstance(message, Welcome):
+                if isinstance(message, HubWelcome):
                     return message
         raise EnvironmentProblem(
             f"The cluster at {address} did not answer within {JOIN_TIMEOUT_S:g} s.",
-            fix=["a join file that this cluster wrote", "is it still there?"],
+            fix=["a join file that this cluster wrote", "check that the cluster is still running"],
         )
 
     def serve(self, stopping: Callable[[], bool]) -> None:
-        """Take calls until `stopping`, or until the cluster says so. `PeerLost` where it is silent."""
+        """Run calls until `stopping`, or until the cluster sends Stop. `PeerLost` if it stops answering."""
         while True:
             if stopping():
                 self._hub.send(Leaving())
                 return
-            if self._pulse.lost:
-                raise PeerLost(f"Worker {self.number}: {self._pulse.lost}")
+            if self._heartbeat.lost:
+                raise PeerLost(f"Worker {self.number}: {self._heartbeat.lost}")
             if not self._hub.socket.poll(TICK_MS):
                 continue
             for _, message, frames in self._hub.receive(most=1):
@@ -130,16 +133,16 @@ class WorkerSession:
                         return
                     case Map():
                         self._map = message
-                    case Run():
+                    case RunCall():
                         self._run(message, frames)
 
     def close(self) -> None:
-        if hasattr(self, "_pulse"):
-            self._pulse.close()
-            # In this order: it would wait for ever for whoever reads its last event, and everybody with it.
+        if hasattr(self, "_heartbeat"):
+            self._heartbeat.close()
+            # In this order: the monitor would wait for ever for a reader of its last event, and `term` with it.
             self._hub.socket.disable_monitor()
-            self._cut.close(0)
-        # What was sent last, such as the result of the last call, still has to leave.
+            self._disconnects.close(0)
+        # The last messages, such as the result of the last call, still have to be sent.
         self._hub.socket.close(1000)
         for _, port in self._servers.values():
             port.close()
@@ -147,7 +150,7 @@ class WorkerSession:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def _run(self, run: Run, frames: list[bytes]) -> None:
+    def _run(self, run: RunCall, frames: list[bytes]) -> None:
         names = self._map.places
         context = Context(run.call, self.number, names, lambda name: self._read(name, run.snapshot, run.marks))
         try:
@@ -158,11 +161,11 @@ class WorkerSession:
         except _SnapshotGone:
             self._hub.send(CannotFinish(call=run.call, attempt=run.attempt))
         except Exception as error:
-            if self._pulse.lost:
+            if self._heartbeat.lost:
                 raise
             self._hub.send(_failure(run, error))
         else:
-            self._hub.send(done, parts)  # one message: the cluster has all of it, or nothing
+            self._hub.send(done, parts)  # one message: the cluster gets all of it, or nothing
             self.num_calls += 1
 
     # ---- variables -------------------------------------------------------------------------------------------
@@ -176,25 +179,25 @@ class WorkerSession:
             port.send(read)
             ask_again = time.monotonic() + ASK_AGAIN_S
             while (left := ask_again - time.monotonic()) > 0:
-                if self._pulse.lost:
-                    raise PeerLost(f"Worker {self.number}: {self._pulse.lost}")
+                if self._heartbeat.lost:
+                    raise PeerLost(f"Worker {self.number}: {self._heartbeat.lost}")
                 if port.socket.poll(max(1, round(left * 1000))):
                     for _, value, frames in port.receive():
                         if value.ticket == read.ticket:
                             return _tensor(name, value, frames)
 
-    def _port(self, server: int) -> ParcelPort[Value]:
+    def _port(self, server: int) -> TensorPort[ReadReply]:
         address = self._map.servers[server]
         known = self._servers.get(server)
         if known is None or known[0] != address:
-            port = open_parcel_port(self._context, zmq.DEALER, address, Value, curve=self._curve)
+            port = open_parcel_port(self._context, zmq.DEALER, address, ReadReply, curve=self._curve)
             self._servers[server] = known = (address, port)
         return known[1]
 
     # ---- datasets --------------------------------------------------------------------------------------------
 
     def _fill(self, found: Placeholder) -> Any:
-        """What this worker has in the place of a dataset, or of an iterator over it; made when first needed."""
+        """This worker's dataset or iterator for a placeholder; made on first use."""
         key = (found.kind, found.number)
         if key not in self._made:
             self._made[key] = self._make(found)
@@ -208,8 +211,8 @@ class WorkerSession:
             return find_step(found.name)(DatasetContext(self.number, self.seed))
 
 
-def _done(run: Run, result: Any, changes: dict[str, tuple[str, Tensor]]) -> tuple[CallDone, list[Frame]]:
-    """What a call has come to; `UsageError` where that cannot be sent."""
+def _done(run: RunCall, result: Any, changes: dict[str, tuple[str, Tensor]]) -> tuple[CallDone, list[Frame]]:
+    """The message with a call's result and changes; `UsageError` if they cannot be sent."""
     value = pack(result, f"what {run.step} returned")
     done = CallDone(
         call=run.call,
@@ -227,19 +230,19 @@ def _change(name: str, op: Any, tensor: Tensor) -> Change:
     return Change(name=name, op=op, shape=shape, dtype=dtype_name(tensor), num_bytes=tensor.nbytes)
 
 
-def _tensor(name: str, value: Value, frames: list[bytes]) -> Tensor:
+def _tensor(name: str, value: ReadReply, frames: list[bytes]) -> Tensor:
     if value.found == "gone":
         raise _SnapshotGone
     if value.found == "absent" or len(frames) != 1:
-        raise UsageError(f"Variable {name!r} was not there when this call began.")
+        raise UsageError(f"Variable {name!r} did not exist when this call started.")
     return tensor_from(frames[0], value.shape, value.dtype)
 
 
-def _failure(run: Run, error: Exception) -> CallFailed:
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename == __file__:
-        place = place.tb_next
-    text = "".join(traceback.format_exception(type(error), error, place))
+def _failure(run: RunCall, error: Exception) -> CallFailed:
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame))
     return CallFailed(
         call=run.call,
         attempt=run.attempt,

@@ -1,7 +1,7 @@
-"""Embeddings for any 64-bit id, without a table size: `Embedding` and `EmbeddingBag`, layers like any other.
+"""Embeddings for any 64-bit id, without a table size: the layers `Embedding` and `EmbeddingBag`.
 
-Rows are made as ids appear and are changed by an optimizer of their own (`mh.rows`), not by the model's. Under a
-trainer or `mh.join` that happens with every step; in a plain loop, `mh.rows.step(model)` does it.
+Rows are created as ids appear, and updated by a row optimizer (`mh.optim.rows`), not by the model's. A trainer or
+`mh.join` does that in every step; a plain loop calls `mh.optim.rows.step(model)`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _COMBINERS = ("sum", "mean", "max")
 
 
 class Embedding(RowLayer):
-    """A row of `dim` weights for each id: integers of any shape in, one dimension more out.
+    """A row of `dim` weights for each id: the output has one dimension more than the integer input.
 
     Rows are part of `state_dict()`, and of checkpoints.
 
     Args:
         dim: Weights per row.
-        name: Of the table; unique in the model, and part of checkpoints.
-        optimizer: How rows are changed: one of `mh.rows`. Default: `mh.rows.Adagrad()`.
-        init: What a row starts with: "uniform" (the default), "normal" or "zeros".
-        scale: Of that: the bound, or the standard deviation.
-        admit_after: A row is made by the so-many-th step that has a gradient for its id; before that, and in
+        name: Name of the table; unique in the model, and part of checkpoints.
+        optimizer: How rows are updated: one of `mh.optim.rows`. Default: `mh.optim.rows.Adagrad()`.
+        init: Initial weights of a row: "uniform" (the default), "normal" or "zeros".
+        scale: Bound of the uniform, or standard deviation of the normal distribution.
+        admit_after: A row is created by the n-th step that has a gradient for its id; before that, and in
             evaluation, an id without a row has its initial weights. Above 1, ids that are seen once take no memory.
-        keep_steps: Rows that no step has touched for so many are dropped. Default: never.
-        max_bytes: Beyond this the rows untouched for longest are dropped. Default: no limit.
-        cache: For workers on another host than the parameter servers: how many rows each keeps, as far as the mode's
-            `staleness` allows. Default: none.
-        seed: What initial weights are a function of, with `name` and the id. Default: the run's.
+        keep_steps: Rows that no step has updated for this many steps are dropped. Default: never.
+        max_bytes: Above this size the least recently updated rows are dropped. Default: no limit.
+        cache: For workers on another host than the parameter servers: how many rows each worker caches, as far as the
+            mode's `staleness` allows. Default: none.
+        seed: Initial weights are a function of it, `name` and the id. Default: the run's seed.
     """
 
     def __init__(
@@ -83,26 +83,25 @@ class Embedding(RowLayer):
 
 
 class EmbeddingBag(Embedding):
-    """The rows of several ids made one, by `combiner`.
+    """Combines the rows of several ids into one, by `combiner`.
 
-    Bags are the rows of a 2-d input; or ranges of a flat one, of which `offsets` says where each begins. An empty bag
-    is zeros.
+    Bags are the rows of a 2-d input; or ranges of a flat input, whose starts are in `offsets`. An empty bag is zeros.
 
     Args:
         dim: Weights per row.
-        name: Of the table; unique in the model, and part of checkpoints.
-        combiner: How rows become one: their "sum" (the default), their "mean", or the largest of each weight ("max").
+        name: Name of the table; unique in the model, and part of checkpoints.
+        combiner: How rows are combined: their "sum" (the default), their "mean", or the largest of each weight ("max").
         padding: An id that belongs to no bag, in a 2-d input. Default: none.
-        optimizer: How rows are changed: one of `mh.rows`. Default: `mh.rows.Adagrad()`.
-        init: What a row starts with: "uniform" (the default), "normal" or "zeros".
-        scale: Of that: the bound, or the standard deviation.
-        admit_after: A row is made by the so-many-th step that has a gradient for its id; before that, and in
+        optimizer: How rows are updated: one of `mh.optim.rows`. Default: `mh.optim.rows.Adagrad()`.
+        init: Initial weights of a row: "uniform" (the default), "normal" or "zeros".
+        scale: Bound of the uniform, or standard deviation of the normal distribution.
+        admit_after: A row is created by the n-th step that has a gradient for its id; before that, and in
             evaluation, an id without a row has its initial weights. Above 1, ids that are seen once take no memory.
-        keep_steps: Rows that no step has touched for so many are dropped. Default: never.
-        max_bytes: Beyond this the rows untouched for longest are dropped. Default: no limit.
-        cache: For workers on another host than the parameter servers: how many rows each keeps, as far as the mode's
-            `staleness` allows. Default: none.
-        seed: What initial weights are a function of, with `name` and the id. Default: the run's.
+        keep_steps: Rows that no step has updated for this many steps are dropped. Default: never.
+        max_bytes: Above this size the least recently updated rows are dropped. Default: no limit.
+        cache: For workers on another host than the parameter servers: how many rows each worker caches, as far as the
+            mode's `staleness` allows. Default: none.
+        seed: Initial weights are a function of it, `name` and the id. Default: the run's seed.
     """
 
     def __init__(
@@ -143,12 +142,12 @@ class EmbeddingBag(Embedding):
         _check_ids(ids, self.spec.name)
         flat, offsets = self._bags(ids, offsets)
         rows, inverse = self.rows_of(flat)
-        if not len(flat):  # torch's own wants a row; gradients have nothing to say, and are asked for all the same
+        if not len(flat):  # torch's embedding_bag needs a row; the sum keeps the output connected to autograd
             return rows.new_zeros(len(offsets), self.dim) + rows.sum()
         return functional.embedding_bag(inverse, rows, offsets, mode=self.combiner)
 
     def _bags(self, ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Ids one after the other, and where each bag of them begins."""
+        """Flat ids, and where each bag begins."""
         if offsets is not None:
             if ids.dim() != 1 or offsets.dim() != 1:
                 raise self._wrong_shape(ids, f"with offsets of shape {list(offsets.shape)}")
@@ -173,8 +172,8 @@ class EmbeddingBag(Embedding):
         return DataError(
             f"Bags of table {self.spec.name!r} have ids of shape {list(ids.shape)} {how}.",
             fix=[
-                "ids of shape [bags, most ids of a bag], with padding=",
-                "flat ids, and offsets that say where bags begin",
+                "ids of shape [bags, largest number of ids in a bag], with padding=",
+                "flat ids, and offsets with the start of each bag",
             ],
         )
 

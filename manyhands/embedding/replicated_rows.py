@@ -1,6 +1,6 @@
-"""Rows within a step of replicas: every slice's gradients go to every rank, and each applies them to its own copy.
+"""Embedding rows in a step of replicas: every rank gets all slices' gradients, and applies them to its own copy.
 
-For strategies without servers. The verbs are those of a step: `begin`, `leave` a slice, `exchange`, `apply`.
+For strategies without servers. In a step: `begin`, `leave` after each slice, `exchange`, `apply`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
-from manyhands.embedding.row_layer import Contribution, Sparse, decode, encode, merge, norm_of
+from manyhands.embedding.row_layer import Sparse, TableGradient, decode, encode, merge, norm_of
 
 __all__ = ["SparseStep"]
 
 
 class SparseStep:
-    """Promises: after `apply`, rows are bitwise equal on every rank, and whatever the number of ranks."""
+    """Promises: after `apply`, rows are bitwise equal on every rank, and for every number of ranks."""
 
     are_here = True
     """Every rank has all rows."""
@@ -25,9 +25,9 @@ class SparseStep:
         self.sparse = Sparse(model)
         self.sparse.set_seed(seed)
         self.factor = 1.0
-        """What the sum of gradients is to be multiplied by."""
-        self._mine: dict[int, list[Contribution]] = {}
-        self._summed: list[Contribution] = []
+        """Factor for the sum of gradients."""
+        self._mine: dict[int, list[TableGradient]] = {}
+        self._summed: list[TableGradient] = []
 
     def __bool__(self) -> bool:
         return bool(self.sparse)
@@ -37,14 +37,14 @@ class SparseStep:
         self._mine, self._summed, self.factor = {}, [], 1.0
 
     def leave(self, place: int) -> None:
-        """After the backward of a slice."""
+        """Collect the gradients after the backward of the slice with index `place`."""
         if self:
             self._mine[place] = self.sparse.take()
 
     def exchange(self, axis: Axis, number: int) -> None:
         if not self:
             return
-        slices: dict[int, list[Contribution]] = {}
+        slices: dict[int, list[TableGradient]] = {}
         for data in axis.all_gather_bytes(f"rows of step {number}", encode(self._mine)):
             slices |= decode(data)
         self._summed = merge(one for place in sorted(slices) for one in slices[place])
@@ -57,18 +57,18 @@ class SparseStep:
         self._mine, self._summed = {}, []
 
     def put_down(self) -> None:
-        """Another training comes: have rows where it finds them, in the layers of this process. They are there."""
+        """Before another training: put the rows where it finds them, in the layers of this process. They are there."""
 
     def take_up(self) -> None:
-        """Go on with the rows that layers have by now."""
+        """Continue with the rows that the layers have now."""
 
     def synchronise(self, axis: Axis) -> None:
-        """Give every rank rank 0's rows."""
+        """Copy rank 0's rows to every rank."""
         if not self or axis.size == 1:
             return
         state = self.sparse.state() if axis.rank == 0 else {}
-        told = axis.all_gather_bytes("tables of rank 0", msgspec.msgpack.encode(_shapes(state)))[0]
-        shapes = msgspec.msgpack.decode(told, type=dict[str, dict[str, tuple[str, list[int]]]])
+        header = axis.all_gather_bytes("tables of rank 0", msgspec.msgpack.encode(_shapes(state)))[0]
+        shapes = msgspec.msgpack.decode(header, type=dict[str, dict[str, tuple[str, list[int]]]])
         if axis.rank != 0:
             state = {table: {name: _empty(*one) for name, one in parts.items()} for table, parts in shapes.items()}
         axis.broadcast_([state[table][name] for table, parts in shapes.items() for name in parts], "rows of rank 0")

@@ -1,6 +1,6 @@
-"""Rows of a batch's ids as torch sees them: a tensor like any other, whose gradient is summed for each different id.
+"""Autograd for the rows of a batch's ids: a normal tensor, whose gradient is summed for each different id.
 
-The bits are those of torch's own embedding of the different ids' rows; its backward has a call for each id, and
+The bits are those of torch's embedding over the rows of the different ids; its backward has a call for each id,
 `add_rows` one for all.
 """
 
@@ -18,12 +18,12 @@ __all__ = ["taken"]
 
 
 def taken(take: Callable[[], Tensor], inverse: Tensor, count: int, collect: Callable[[Tensor], None]) -> Tensor:
-    """What `take` returns: a row for each of `inverse`, on the CPU.
+    """The result of `take`: a row for each of `inverse`, on the CPU.
 
-    Every backward that reaches it gives `collect` the gradients of `count` different ones, each in the order of its
-    appearance.
+    Every backward that reaches it calls `collect` with the gradients of the `count` different rows, each summed in the
+    order of appearance.
     """
-    anchor = torch.empty(0, requires_grad=True)  # rows are nobody's parameters: this is what makes torch come by
+    anchor = torch.empty(0, requires_grad=True)  # rows are no parameters: this makes autograd call backward
     found: Tensor = _Taken.apply(anchor, take, inverse, count, collect)  # type: ignore[no-untyped-call]
     return found
 

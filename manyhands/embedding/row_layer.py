@@ -1,9 +1,9 @@
-"""Between layers whose rows lie in tables and whoever trains them: a strategy, a parameter server, a plain loop.
+"""Connects layers with embedding rows to what trains them: a strategy, a parameter server, or a plain loop.
 
-A layer asks its `RowSource` for the rows of a batch and hands them to torch as a leaf; what backward leaves there is
-collected. `Sparse` is a model's layers together: `take` what a slice has left, and `apply` what all slices of a step
-have, each as a list of `Contribution`s, which is all that ever travels. Sums go in the order of slices, so tables do
-not depend on who computed which. Where rows live is the source's business: here, in this process.
+A layer gets the rows of a batch from its `EmbeddingRowSource` and passes them to torch as a leaf; the gradients of the
+leaf are collected. `Sparse` is all such layers of a model: `take` the gradients of a slice, and `apply` those of all
+slices of a step, each as a list of `TableGradient`s, the only data that is sent. Sums are in slice order, so tables do
+not depend on which rank computed which slice. The source decides where rows are stored; `LocalRows`: in this process.
 """
 
 from __future__ import annotations
@@ -23,42 +23,52 @@ from manyhands.embedding.row_optimizers import TableSpec
 from manyhands.embedding.row_table import RowTable, add_rows, unique
 from manyhands.errors import SpecError
 
-__all__ = ["Contribution", "LocalRows", "RowLayer", "RowSource", "Sparse", "decode", "encode", "merge", "norm_of"]
+__all__ = [
+    "EmbeddingRowSource",
+    "LocalRows",
+    "RowLayer",
+    "Sparse",
+    "TableGradient",
+    "decode",
+    "encode",
+    "merge",
+    "norm_of",
+]
 
 
-class Contribution(NamedTuple):
-    """What a slice, or a step, has for one table: different ids and the sum of each one's gradients."""
+class TableGradient(NamedTuple):
+    """The gradient of a slice, or a step, for one table: different ids and the sum of each one's gradients."""
 
     table: str
     ids: Tensor
     gradients: Tensor
 
 
-class RowSource(Protocol):
-    """Who has the rows. Tables are made known by `open`; calls for one that is not are errors."""
+class EmbeddingRowSource(Protocol):
+    """Stores the rows. `open` registers a table; calls for one that is not registered are errors."""
 
     def open(self, spec: TableSpec) -> None: ...
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Rows of different ids, in their order. Changes nothing, and counts nothing as seen."""
+        """Rows of different ids, in the given order. Changes nothing, and does not count the ids as seen."""
         ...
 
     def take(self, table: str, ids: Tensor, inverse: Tensor) -> Tensor:
-        """The same, each wherever `inverse` has its place: what `unique` has told, on the CPU."""
+        """The same, with row i at every index where `inverse` is i: `ids` and `inverse` from `unique`, on the CPU."""
         ...
 
-    def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
-        """The step's contributions, one for each table that has any; gradients are to be multiplied by `factor`."""
+    def apply(self, number: int, contributions: Sequence[TableGradient], factor: float) -> None:
+        """Apply the step's gradients, one entry for each table that has any; they are multiplied by `factor`."""
         ...
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """For a checkpoint; empty where rows are saved elsewhere."""
+        """For a checkpoint; empty if rows are saved elsewhere."""
         ...
 
     def restore(self, table: str, state: Mapping[str, Tensor]) -> None: ...
 
     def digests(self) -> list[int]:
-        """Of what should be the same on every worker, or a part of it; empty where there is one copy."""
+        """Digests of what should be equal on every worker, or of a part of it; empty if there is only one copy."""
         ...
 
 
@@ -79,7 +89,7 @@ class LocalRows:
     def take(self, table: str, ids: Tensor, inverse: Tensor) -> Tensor:
         return functional.embedding(inverse, self.lookup(table, ids))
 
-    def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
+    def apply(self, number: int, contributions: Sequence[TableGradient], factor: float) -> None:
         for name, ids, gradients in contributions:
             table = self.tables[name]
             table.update(max(number, table.number + 1), ids, gradients, factor=factor)
@@ -95,36 +105,41 @@ class LocalRows:
 
 
 class RowLayer(nn.Module):
-    """What layers with rows have in common. The rows are not parameters: no optimizer of torch's knows them."""
+    """Base of layers with embedding rows. The rows are not parameters: torch optimizers do not see them."""
 
     def __init__(self, spec: TableSpec, *, takes_seed: bool) -> None:
         super().__init__()
         self.spec, self._takes_seed = spec, takes_seed
-        self._source: RowSource = LocalRows()
+        self._source: EmbeddingRowSource = LocalRows()
         self._calls = 0
-        self._left: list[tuple[int, Tensor, Tensor]] = []
+        self._gradients: list[tuple[int, Tensor, Tensor]] = []
         self._is_hidden = False
         self._source.open(spec)
 
     @property
-    def source(self) -> RowSource:
+    def source(self) -> EmbeddingRowSource:
         return self._source
 
-    def use(self, source: RowSource) -> None:
-        """Rows are looked up there from now on."""
+    def use(self, source: EmbeddingRowSource) -> None:
+        """Look rows up in `source` from now on."""
         source.open(self.spec)
         self._source = source
 
     def set_seed(self, seed: int) -> None:
-        """Of a run, for layers that were not given one, before the first update."""
+        """Set the seed of the first training that has this layer, unless it has its own, or has rows with updates.
+
+        Later trainings do not change it: whether the first one took a step in this process may not matter, as a worker
+        that joins later takes none.
+        """
         if self._takes_seed and isinstance(self._source, LocalRows) and not self._source.tables[self.spec.name].number:
             self.spec = msgspec.structs.replace(self.spec, seed=seed)
             self._source.open(self.spec)
+        self._takes_seed = False
 
     def rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the different ones of `ids`, on their device, and for each of `ids` which row is its own.
+        """Rows of the different ids, on their device, and for each of `ids` the index of its row.
 
-        Where gradients are computed, those of the rows are collected until `take`.
+        If gradients are enabled, those of the rows are collected until `take`.
         """
         different, inverse = unique(ids)
         rows = self._source.lookup(self.spec.name, different).to(ids.device)
@@ -135,7 +150,7 @@ class RowLayer(nn.Module):
 
             def collect(leaf: Tensor) -> None:
                 assert leaf.grad is not None
-                self._left.append((number, different, leaf.grad))
+                self._gradients.append((number, different, leaf.grad))
                 leaf.grad = None
 
             rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
@@ -157,14 +172,14 @@ class RowLayer(nn.Module):
         number = self._calls
 
         def collect(gradients: Tensor) -> None:
-            self._left.append((number, different, gradients))
+            self._gradients.append((number, different, gradients))
 
         return taken(take, inverse, len(different), collect)
 
-    def take(self) -> Contribution | None:
-        """What backward has left since the last time, summed in the order of the calls of forward."""
-        left, self._left, self._calls = sorted(self._left, key=lambda one: one[0]), [], 0
-        found = merge([Contribution(self.spec.name, ids, gradients.cpu()) for _, ids, gradients in left])
+    def take(self) -> TableGradient | None:
+        """The gradients since the last call, summed in the order of the calls of forward."""
+        gradients_by_call, self._gradients, self._calls = sorted(self._gradients, key=lambda one: one[0]), [], 0
+        found = merge([TableGradient(self.spec.name, ids, gradients.cpu()) for _, ids, gradients in gradients_by_call])
         return found[0] if found else None
 
     def get_extra_state(self) -> dict[str, Tensor]:
@@ -176,7 +191,7 @@ class RowLayer(nn.Module):
 
 
 class Sparse:
-    """All layers with rows that a model has; there may be none, and then nothing costs anything."""
+    """All layers of a model that have embedding rows; without any, calls cost nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[str, RowLayer] = {}
@@ -190,7 +205,7 @@ class Sparse:
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    def use(self, source: RowSource) -> None:
+    def use(self, source: EmbeddingRowSource) -> None:
         for layer in self.layers.values():
             layer.use(source)
 
@@ -200,20 +215,20 @@ class Sparse:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """By table: what rows begin with that have had no update."""
+        """By table: the seed of the initial weights of rows without an update."""
         return {name: layer.spec.seed for name, layer in self.layers.items()}
 
     def drop(self) -> None:
-        """Whatever backward has left, of a step that does not count."""
+        """Drop the collected gradients, of a step that does not count."""
         self.take()
 
-    def take(self) -> list[Contribution]:
-        """What backward has left since the last time: one for each table that was used."""
+    def take(self) -> list[TableGradient]:
+        """The gradients since the last call: one entry for each table that was used."""
         return [found for layer in self.layers.values() if (found := layer.take()) is not None]
 
-    def apply(self, number: int, contributions: Sequence[Contribution], factor: float) -> None:
-        """A step's contributions, summed by `merge`, to where the rows are."""
-        by_source: dict[int, list[Contribution]] = {}
+    def apply(self, number: int, contributions: Sequence[TableGradient], factor: float) -> None:
+        """Apply a step's gradients, summed by `merge`, in each table's source."""
+        by_source: dict[int, list[TableGradient]] = {}
         sources = {id(layer.source): layer.source for layer in self.layers.values()}
         for one in contributions:
             by_source.setdefault(id(self.layers[one.table].source), []).append(one)
@@ -228,7 +243,7 @@ class Sparse:
             layer.set_extra_state(state[name])
 
     def digests(self) -> list[int]:
-        """Of what should be the same on every worker."""
+        """Digests of what should be equal on every worker."""
         sources = {id(layer.source): layer.source for layer in self.layers.values()}
         return [one for source in sources.values() for one in source.digests()]
 
@@ -244,23 +259,23 @@ class Sparse:
                 layer._is_hidden = False
 
 
-def merge(contributions: Iterable[Contribution]) -> list[Contribution]:
-    """One for each table, in the order of their first appearance: sums in the order given."""
-    by_table: dict[str, list[Contribution]] = {}
+def merge(contributions: Iterable[TableGradient]) -> list[TableGradient]:
+    """One entry for each table, in the order of first appearance; sums in the given order."""
+    by_table: dict[str, list[TableGradient]] = {}
     for one in contributions:
         by_table.setdefault(one.table, []).append(one)
     return [_sum(table, ones) for table, ones in by_table.items()]
 
 
-def _sum(table: str, ones: Sequence[Contribution]) -> Contribution:
+def _sum(table: str, ones: Sequence[TableGradient]) -> TableGradient:
     if len(ones) == 1:
         return ones[0]
     ids, inverse = unique(torch.cat([one.ids for one in ones]))
-    return Contribution(table, ids, add_rows(torch.cat([one.gradients for one in ones]), inverse, len(ids)))
+    return TableGradient(table, ids, add_rows(torch.cat([one.gradients for one in ones]), inverse, len(ids)))
 
 
-def norm_of(contributions: Iterable[Contribution]) -> float:
-    """Of all gradients together."""
+def norm_of(contributions: Iterable[TableGradient]) -> float:
+    """The norm of all gradients together."""
     return math.sqrt(sum(float(one.gradients.double().pow(2).sum()) for one in contributions))
 
 
@@ -271,24 +286,24 @@ class _Header(msgspec.Struct, array_like=True):
     dim: int
 
 
-def encode(slices: Mapping[int, Sequence[Contribution]]) -> bytes:
-    """Contributions by slice, as bytes."""
+def encode(slices: Mapping[int, Sequence[TableGradient]]) -> bytes:
+    """Gradients by slice, as bytes."""
     ones = [(place, one) for place, found in slices.items() for one in found]
     headers = [_Header(place, one.table, len(one.ids), one.gradients.shape[1]) for place, one in ones]
-    head = msgspec.msgpack.encode(headers)
-    parts = [len(head).to_bytes(8, "little"), head]
+    header_bytes = msgspec.msgpack.encode(headers)
+    parts = [len(header_bytes).to_bytes(8, "little"), header_bytes]
     for _, one in ones:
         parts += [one.ids.numpy().tobytes(), one.gradients.contiguous().numpy().tobytes()]
     return b"".join(parts)
 
 
-def decode(data: bytes) -> dict[int, list[Contribution]]:
+def decode(data: bytes) -> dict[int, list[TableGradient]]:
     memory, start = bytearray(data), 8 + int.from_bytes(data[:8], "little")
-    found: dict[int, list[Contribution]] = {}
+    found: dict[int, list[TableGradient]] = {}
     for header in msgspec.msgpack.decode(data[8:start], type=list[_Header]):
         ids, start = _read(memory, start, header.count, torch.int64)
         gradients, start = _read(memory, start, header.count * header.dim, torch.float32)
-        one = Contribution(header.table, ids, gradients.view(header.count, header.dim))
+        one = TableGradient(header.table, ids, gradients.view(header.count, header.dim))
         found.setdefault(header.place, []).append(one)
     return found
 

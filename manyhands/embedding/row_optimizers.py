@@ -1,7 +1,7 @@
-"""What a table of rows is told once: how rows start, which optimizer changes them, which of them stay. No torch.
+"""Settings of an embedding table: initial weights, row optimizer, which rows are kept. Imports no torch.
 
-Optimizers here are settings; what they compute is in native/row_rules.c, a row at a time. Each keeps what it needs
-beside the row: a row without gradients costs nothing and changes nothing.
+Optimizers here are settings; native/row_rules.c computes the updates, a row at a time. Each stores its state beside
+the row: a row without gradients costs nothing and does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FTRL", "OPTIMIZERS", "SGD", "Adagrad", "Adam", "Init", "RowOptimizer
 
 Init = Literal["uniform", "normal", "zeros"]
 _STARTS = {"zeros": 0, "uniform": 1, "normal": 2}
-# As struct mh_rows_rule has them.
+# The layout of struct mh_rows_rule.
 _RULE = struct.Struct("<iiQ11fiII")
 _NUMBERS = ("lr", "eps", "accumulator", "beta1", "beta2", "l1", "l2", "beta", "power", "shrinkage")
 _FTRL_DEFAULTS: dict[str, tuple[float, float]] = {"paper": (1.0, 0.0), "tensorflow": (0.0, 0.1)}
@@ -27,7 +27,7 @@ MOST = 2**31 - 2
 
 
 class RowOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a gradient changes a row: what those below are. Schedules of the dense optimizer do not change its rate."""
+    """Base of the row optimizers. Learning rate schedules of the dense optimizer do not change its `lr`."""
 
     lr: float
 
@@ -42,7 +42,7 @@ class RowOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pass
 
     def numbers(self) -> dict[str, float]:
-        """By their names in C; what is not named is 0."""
+        """By name in C; numbers that are not listed are 0."""
         return {"lr": self.lr}
 
     def num_states(self, dim: int) -> int:
@@ -67,12 +67,12 @@ class SGD(RowOptimizer, frozen=True):
 
 
 class Adagrad(RowOptimizer, frozen=True):
-    """n += g * g; w -= lr * g / (sqrt(n) + eps): a rate for every weight, as in torch.
+    """n += g * g; w -= lr * g / (sqrt(n) + eps): a learning rate for every weight, as in torch.
 
     Args:
         lr: The learning rate.
-        initial_accumulator: What n starts with.
-        eps: Keeps the divisor from 0.
+        initial_accumulator: Initial value of n.
+        eps: Keeps the divisor above 0.
     """
 
     lr: float = 0.05
@@ -93,20 +93,20 @@ class RowwiseAdagrad(Adagrad, frozen=True):
 
     Args:
         lr: The learning rate.
-        initial_accumulator: What n starts with.
-        eps: Keeps the divisor from 0.
+        initial_accumulator: Initial value of n.
+        eps: Keeps the divisor above 0.
     """
 
     number = 2
 
 
 class Adam(RowOptimizer, frozen=True):
-    """Adam on the rows that have a gradient, each with its own count of steps ("lazy"): others are left alone.
+    """Adam on the rows that have a gradient, each with its own step count ("lazy"); other rows do not change.
 
     Args:
         lr: The learning rate.
-        betas: How slowly the means of gradients and of their squares change.
-        eps: Keeps the divisor from 0.
+        betas: Decay rates of the means of gradients and of their squares.
+        eps: Keeps the divisor above 0.
     """
 
     lr: float = 1e-3
@@ -118,23 +118,23 @@ class Adam(RowOptimizer, frozen=True):
     def check(self) -> None:
         self._not_below_0(eps=self.eps)
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise SpecError(f"betas are {self.betas}, but must be from 0 up to 1, without it.", where="Adam")
+            raise SpecError(f"betas are {self.betas}, but must be at least 0 and below 1.", where="Adam")
 
     def numbers(self) -> dict[str, float]:
         return {"lr": self.lr, "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
 
 
 class FTRL(RowOptimizer, frozen=True):
-    """FTRL-Proximal, as `mh.optim.FTRL` has it for dense weights: the same settings, conventions and formulas.
+    """FTRL-Proximal, like `mh.optim.FTRL` for dense weights: the same settings, conventions and formulas.
 
     Args:
         lr: The learning rate.
-        l1: How strongly weights are held at exactly 0.
-        l2: How strongly they are drawn towards 0.
+        l1: Strength of the L1 penalty, which makes weights exactly 0.
+        l2: Strength of the L2 penalty.
         beta: See `mh.optim.FTRL`. Default: the convention's.
-        lr_power: How the rate falls with n: -0.5 is as in Adagrad, 0 not at all.
-        l2_shrinkage: See `mh.optim.FTRL`; 0 switches it off.
-        initial_accumulator: What n starts with. Default: the convention's.
+        lr_power: How the learning rate falls with n: -0.5 is as in Adagrad, 0 not at all.
+        l2_shrinkage: See `mh.optim.FTRL`; 0 disables it.
+        initial_accumulator: Initial value of n. Default: the convention's.
         convention: "paper" or "tensorflow".
     """
 
@@ -176,23 +176,23 @@ OPTIMIZERS = (SGD, Adagrad, RowwiseAdagrad, Adam, FTRL)
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table, by its name the same for everybody."""
+    """One table, the same for every process that uses its name."""
 
     name: str
     dim: int
     optimizer: RowOptimizer = Adagrad()
     init: Init = "uniform"
-    """What rows start with: a function of `seed`, `name` and the id, whoever computes it and when."""
+    """Initial weights of rows: a function of `seed`, `name` and the id, the same in every process at any time."""
     scale: float = 0.05
-    """Uniform from -scale up to scale, or normal with this deviation (the sum of 12 even numbers; none beyond 6)."""
+    """Uniform from -scale to scale, or normal with this deviation (the sum of 12 uniform numbers; none beyond 6)."""
     admit_after: int = 1
-    """A row is made at the n-th update that has its id; gradients before that are dropped."""
+    """A row is created at the n-th update that has its id; gradients before that are dropped."""
     keep_steps: int | None = None
-    """Rows that no update has touched for so many steps go, at the next eighth of as many."""
+    """Rows that no update has touched for this many steps are dropped, at the next eighth of as many."""
     max_bytes: int | None = None
-    """Of rows and index. When they are full, rows go that no update has touched for longest."""
+    """Limit for rows and index. When it is reached, the least recently updated rows are dropped."""
     cache: int | None = None
-    """Rows that a worker on another host than the servers keeps, as far as the mode's staleness allows."""
+    """Rows that a worker on another host than the servers caches, as far as the mode's staleness allows."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -201,7 +201,9 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(f"A table's name is {self.name!r}.", fix=['name="items"'])
         if not isinstance(self.optimizer, RowOptimizer):
             kind = type(self.optimizer).__name__
-            raise SpecError(f"optimizer is a {kind}, which cannot run on rows.", where=where, fix=["mh.rows.Adagrad()"])
+            raise SpecError(
+                f"optimizer is a {kind}, which cannot run on rows.", where=where, fix=["mh.optim.rows.Adagrad()"]
+            )
         if self.init not in _STARTS:
             raise SpecError(f"init is {self.init!r}.", where=where, fix=[f'init="{name}"' for name in _STARTS])
         if not self.scale >= 0:
@@ -215,11 +217,11 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_states(self) -> int:
-        """Numbers of the optimizer in a row."""
+        """Number of optimizer state values per row."""
         return self.optimizer.num_states(self.dim)
 
     def rule(self) -> bytes:
-        """All of it, for C."""
+        """All settings, as a C struct."""
         key = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
         numbers = self.optimizer.numbers()
         paper = getattr(self.optimizer, "convention", "") == "paper"

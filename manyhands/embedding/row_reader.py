@@ -1,8 +1,8 @@
-"""Rows of a table that another process changes, looked up in memory that both map; the work is done in native/rows.c.
+"""Lookup of rows in a table that another process updates, in shared memory; native/rows.c does the work.
 
-A reader changes nothing and holds nobody up. What it finds was there at one moment, between two updates; when it was
-not, it says so, and whoever asked tries again or asks the owner. It follows the table to larger regions. Start reading
-at `RowReader.look_up`.
+A reader changes nothing and blocks no process. The rows it returns are consistent: all from one moment between two
+updates. If it could not read them so, it returns False, and the caller retries or asks the owner. It follows the table
+to larger regions. Start reading at `RowReader.look_up`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RowReader"]
 
 
 class RowReader:
-    """One table, as everybody but its owner may see it at any time."""
+    """One table, as any process but its owner can read it at any time."""
 
     def __init__(self, spec: TableSpec, memory: Memory) -> None:
         self._spec, self._memory, self._rule = spec, memory, spec.rule()
@@ -27,16 +27,16 @@ class RowReader:
         self._segment: Segment | None = None
 
     def look_up(self, ids: Tensor, to: Tensor, at_most: int = NEWEST) -> bool:
-        """Rows of `ids` into `to`. False: somebody is at them right now, or there is no table yet.
+        """Copy the rows of `ids` into `to`. False: an update is in progress, or there is no table yet.
 
-        If the last update is beyond `at_most`, rows are as they were before it; no further back.
+        If the last update is later than `at_most`, rows are as they were before it; older versions are not available.
         """
         return self.look_up_at(ids.data_ptr(), len(ids), to.data_ptr(), at_most)
 
     def look_up_at(self, ids: int, count: int, to: int, at_most: int, places: int = 0) -> bool:
-        """The same for int64 and room for rows of float32 at these addresses, each without gaps.
+        """The same by address: of int64 ids and of the float32 output, both contiguous.
 
-        `places` is the address of int64 that say where in that room each row goes.
+        `places` is the address of int64 indices of the rows in the output.
         """
         if self._segment is None and not self._open():
             return False
@@ -51,7 +51,7 @@ class RowReader:
         return int(library.rows_peek(self._segment.address, self._room, self._rule, ids, count, to, places, at_most))
 
     def _open(self) -> bool:
-        """Where the table is now; it may be gone from there by then."""
+        """Open the table's current region; the table may have left it by then."""
         where = self._register.read()
         if not where:
             return False

@@ -1,9 +1,9 @@
-"""Tables of rows by 64-bit id, in flat memory that may outlive the process; the work is done in native/rows.c.
+"""Tables of embedding rows by 64-bit id, in flat memory that may outlive the process; native/rows.c does the work.
 
-A `RowTable` looks rows up without changing anything and applies numbered updates, each whole or not at all, whenever
-the process is killed. Its memory comes from outside: a `Memory` that gives shared memory makes a table that whoever
-opens it next finds as the last committed update left it. It grows by moving to a larger region. Which rows it has, and
-what is in them, is a function of the updates alone. Start reading at `RowTable.update`.
+A `RowTable` looks rows up without changing anything and applies numbered updates, each completely or not at all, even
+if the process is killed. The caller provides its memory: with a `Memory` of shared memory, the next process that opens
+the table finds it as the last committed update left it. It grows by moving to a larger region. Its rows and their
+values are a function of the updates only. Start reading at `RowTable.update`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from manyhands.parameter_server.memory.versioned_memory import Memory, Register
 __all__ = [
     "NEWEST",
     "PARTS",
-    "Room",
     "RowTable",
+    "TableCapacity",
     "add_rows",
     "first_places",
     "in_parts",
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 PARTS = 16
-"""An id belongs to one of so many parts of its table, whoever keeps them; as native/rows.h has it."""
+"""An id belongs to one of this many parts of its table, on any number of servers; as in native/rows.h."""
 NEWEST = 2**64 - 1
-"""Beyond all updates: rows as the last one left them."""
+"""Later than all updates: rows as the last one left them."""
 FIRST_ROWS, FIRST_TOUCHED = 1024, 4096
 _PAGE = mmap.PAGESIZE
 _WHERE = struct.Struct("<QQ")
 CANDIDATE = 2**31
 TURNS = 16
-"""A digest looks at one in so many ids."""
+"""A digest covers one in this many ids."""
 
 
-class Room(NamedTuple):
-    """What a region has room for; `touched`: rows in one update."""
+class TableCapacity(NamedTuple):
+    """The capacity of a region; `touched`: rows in one update."""
 
     dim: int
     num_states: int
@@ -67,14 +67,14 @@ class Room(NamedTuple):
         return -(-int(library.rows_bytes(tuple(self))) // _PAGE) * _PAGE
 
 
-def most_room(spec: TableSpec, parts: int = 1) -> Room:
-    """As many rows as `max_bytes` allows for one of so many parts of a table.
+def most_room(spec: TableSpec, parts: int = 1) -> TableCapacity:
+    """As many rows as `max_bytes` allows for one of `parts` parts of a table.
 
-    The journal of an update comes on top: it depends on what is touched.
+    The journal of an update is not included: its size depends on the rows touched.
     """
     num_states, per_row = spec.num_states, 1 if spec.admit_after > 1 else 0
     if spec.max_bytes is None:
-        return Room(spec.dim, num_states, MOST, MOST * per_row, 0)
+        return TableCapacity(spec.dim, num_states, MOST, MOST * per_row, 0)
     low, high = 0, MOST
     while low < high:  # the most that fit
         rows = (low + high + 1) // 2
@@ -87,18 +87,18 @@ def most_room(spec: TableSpec, parts: int = 1) -> Room:
             where=f"table {spec.name!r}",
             fix=[f"max_bytes={parts * least} or more"],
         )
-    return Room(spec.dim, num_states, low, low * per_row, 0)
+    return TableCapacity(spec.dim, num_states, low, low * per_row, 0)
 
 
 def _in_each(parts: int) -> str:
     return f" in each of its {parts} parts" if parts > 1 else ""
 
 
-def larger(room: Room, wanted: Room, most: Room) -> Room:
-    """Room for what is wanted, and as much again, but never more than the most."""
+def larger(room: TableCapacity, wanted: TableCapacity, most: TableCapacity) -> TableCapacity:
+    """Capacity for what is wanted, and as much again, but never more than `most`."""
     touched = room.touched if wanted.touched <= room.touched else 2 * wanted.touched
     if wanted.rows > most.rows or wanted.candidates > most.candidates:
-        return most._replace(touched=touched)  # from now on, old ones go
+        return most._replace(touched=touched)  # from now on, old rows are dropped
     rows = room.rows if wanted.rows <= room.rows else max(2 * room.rows, wanted.rows)
     candidates = room.candidates
     if wanted.candidates > candidates:
@@ -119,30 +119,30 @@ class _Private(Segment):
 
 
 def private_memory(name: str, num_bytes: int) -> Segment:
-    """Memory of this process alone."""
+    """Memory of this process only."""
     return _Private(num_bytes)
 
 
 def region_register(spec: TableSpec, memory: Memory) -> Register:
-    """What says where the table is now; empty before there is one."""
+    """The register that says where the table is now; empty before there is one."""
     return Register(memory(f"rows of {spec.name}", _PAGE))
 
 
 def open_region(spec: TableSpec, memory: Memory, where: bytes) -> tuple[int, Segment]:
-    """What the register has told: the number of a region, which no other has, and its memory."""
+    """The region that the register names: its unique number, and its memory."""
     generation, num_bytes = _WHERE.unpack(where)
     segment = memory(f"rows of {spec.name}, region {generation} of {num_bytes} bytes", num_bytes)
-    segment.use_large_pages()  # rows lie anywhere in it
+    segment.use_large_pages()  # row access is random
     return generation, segment
 
 
 class RowTable:
-    """One table. One process at a time changes it; opening it undoes an update that another was killed in."""
+    """One table. One process at a time updates it; opening it undoes an update in which another was killed."""
 
     def __init__(
         self, spec: TableSpec, memory: Memory = private_memory, *, num_rows: int = FIRST_ROWS, parts: int = 1
     ) -> None:
-        """`num_rows`: how many there is room for at first, for those who know. It may be one of so many `parts`."""
+        """`num_rows`: initial capacity, if it is known. The table may be one of several `parts`."""
         if why_not():
             raise EnvironmentProblem(
                 f"Embeddings by id are computed in C, and {why_not()}.",
@@ -151,7 +151,7 @@ class RowTable:
         self.spec, self._memory, self._rule = spec, memory, spec.rule()
         self._parts, self._most = parts, most_room(spec, parts)
         self.recovered = False
-        """Whether an update was undone when the table was opened."""
+        """Whether opening the table undid an update."""
         self._register = region_register(spec, memory)
         self._segment, self._generation = self._register.segment, 0  # until there is a region
         if self._register.value:
@@ -160,13 +160,15 @@ class RowTable:
         else:
             rows = min(num_rows, self._most.rows)
             candidates = min(rows, self._most.candidates)
-            self._replace(Room(spec.dim, spec.num_states, rows, candidates, FIRST_TOUCHED), lambda segment: None)
+            self._replace(
+                TableCapacity(spec.dim, spec.num_states, rows, candidates, FIRST_TOUCHED), lambda segment: None
+            )
 
     # ---- what callers use ----
 
     @property
     def number(self) -> int:
-        """Of the last update that counts; 0 at first."""
+        """The number of the last committed update; 0 at first."""
         return int(library.rows_count(self._address)[0])
 
     def __len__(self) -> int:
@@ -186,9 +188,9 @@ class RowTable:
         return self._segment.address
 
     def lookup(self, ids: Tensor, at_most: int = NEWEST) -> Tensor:
-        """A row of weights for each of `ids`: what it starts with, where there is none. Changes nothing.
+        """A row of weights for each of `ids`: the initial weights if there is none. Changes nothing.
 
-        If the last update is beyond `at_most`, rows are as they were before it; no further back.
+        If the last update is later than `at_most`, rows are as they were before it; older versions are not available.
         """
         ids = _flat_ids(ids)
         rows = torch.empty(len(ids), self.spec.dim)
@@ -198,7 +200,8 @@ class RowTable:
     def update(self, number: int, ids: Tensor, gradients: Tensor, *, factor: float = 1.0) -> None:
         """Apply the gradients of different ids, each times `factor`. Afterwards the table's number is `number`.
 
-        Whole or not at all, at whatever instruction the process is killed. Numbers ascend, to 2**32 - 1.
+        Applied completely or not at all, even if the process is killed at any instruction. Numbers ascend, to
+        2**32 - 1.
         """
         ids, gradients = _flat_ids(ids), gradients.detach().to("cpu", torch.float32).contiguous()
         if gradients.shape != (len(ids), self.spec.dim):
@@ -206,7 +209,7 @@ class RowTable:
         self.update_at(number, ids.data_ptr(), gradients.data_ptr(), len(ids), factor)
 
     def update_at(self, number: int, ids: int, gradients: int, count: int, factor: float) -> None:
-        """The same for `count` int64 and rows of float32 at these addresses, each without gaps."""
+        """The same by address, for `count` int64 ids and float32 rows, both contiguous."""
         while True:
             may_evict = self._room[2:4] == self._most[2:4]
             failed, wanted = library.rows_update(
@@ -216,18 +219,18 @@ class RowTable:
                 return
             if failed != library.ROWS_NO_ROOM:
                 raise self._refusal(failed, number)
-            room = larger(self._room, Room(*wanted), self._most)
+            room = larger(self._room, TableCapacity(*wanted), self._most)
             if room == self._room:
                 raise self._too_small(count)
             self._grow(room)
 
     def digest(self, turn: int | None = None) -> int:
-        """Of one in `TURNS` ids, in one number that is the same for the same rows; by itself, it takes turns."""
+        """A digest of one in `TURNS` ids, the same for the same rows; `turn` selects which, by default by number."""
         turn = self.number * 40503 >> 8 if turn is None else turn
         return int(library.rows_digest(self._address, turn % TURNS, TURNS))
 
     def snapshot(self) -> dict[str, Tensor]:
-        """All of it, in the order of ids: copies."""
+        """A copy of everything, sorted by id."""
         number, num_rows, num_candidates = library.rows_count(self._address)
         count = num_rows + num_candidates
         ids, places, updates = np.empty(count, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32)
@@ -250,7 +253,7 @@ class RowTable:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Become what `snapshot` told of."""
+        """Restore the state of `snapshot`."""
         self._check_saved(saved)
         ids, candidates = saved["ids"].numpy(), saved["candidates"].numpy()
         sightings = saved["sightings"].numpy().astype(np.uint32) | np.uint32(CANDIDATE)
@@ -280,17 +283,17 @@ class RowTable:
     def _open(self, segment: Segment) -> None:
         found = library.rows_room(segment.address, segment.num_bytes)
         if found is None or found[:2] != self._most[:2]:
-            raise CheckpointMismatch(f"The memory of {self._about} holds another table, or none.")
+            raise CheckpointMismatch(f"The memory of {self._about} contains another table, or none.")
         self.recovered = bool(library.rows_recover(segment.address))
-        self._room, self._segment = Room(*found), segment
+        self._room, self._segment = TableCapacity(*found), segment
 
-    def _replace(self, room: Room, fill: Callable[[Segment], None]) -> None:
-        """Go over to a new region. Until the register says so, the old one counts."""
+    def _replace(self, room: TableCapacity, fill: Callable[[Segment], None]) -> None:
+        """Move to a new region. The old one is valid until the register names the new one."""
         generation, before = self._generation + 1, self._segment
         where = _WHERE.pack(generation, room.num_bytes)
         segment = open_region(self.spec, self._memory, where)[1]
         memory = np.frombuffer(segment.buffer, np.uint8)
-        if memory[:_PAGE].any():  # somebody was killed while filling it
+        if memory[:_PAGE].any():  # a process was killed while filling it
             memory[:] = 0
         library.rows_format(segment.address, tuple(room))
         fill(segment)
@@ -300,12 +303,12 @@ class RowTable:
             before.free()
             before.close()
 
-    def _grow(self, room: Room) -> None:
+    def _grow(self, room: TableCapacity) -> None:
         before = self._address
         self._replace(room, lambda segment: library.rows_move(before, segment.address))
 
     def _rows(self, segment: Segment) -> Any:
-        """Of weights, states and nothing, each of a row's floats."""
+        """The rows as floats: weights, optimizer state, padding."""
         stride = library.rows_stride(self.spec.dim, self.spec.num_states)
         room, offset = library.rows_room(segment.address, segment.num_bytes), library.rows_offset(segment.address)
         flat = np.frombuffer(segment.buffer, np.float32, count=room[2] * stride, offset=offset)
@@ -319,14 +322,14 @@ class RowTable:
 
     def _refusal(self, failed: int, number: int) -> Exception:
         if failed == library.ROWS_TWICE:
-            return DataError(f"An id is there twice in update {number} of {self._about}.", fix=["rows.unique(ids)"])
+            return DataError(f"An id occurs twice in update {number} of {self._about}.", fix=["rows.unique(ids)"])
         if failed == library.NO_MEMORY:
             return MemoryError(f"no memory for update {number} of {self._about}")
-        return DataError(f"Update {number} comes after update {self.number} of {self._about}: numbers ascend.")
+        return DataError(f"Update {number} comes after update {self.number} of {self._about}: numbers must ascend.")
 
     def _too_small(self, count: int) -> SpecError:
         return SpecError(
-            f"One update of {self._about} touches {count} ids, but max_bytes={self.spec.max_bytes} has room for "
+            f"One update of {self._about} touches {count} ids, but max_bytes={self.spec.max_bytes} has space for "
             f"{self._most.rows} rows{_in_each(self._parts)}.",
             where="max_bytes",
             fix=[f"max_bytes={self.spec.max_bytes * -(-2 * count // self._most.rows)}" if self.spec.max_bytes else ""],
@@ -344,13 +347,13 @@ class RowTable:
             )
         if len(rows) > self._most.rows or len(saved["candidates"]) > self._most.candidates:
             raise CheckpointMismatch(
-                f"{len(rows)} rows were saved; {self._about} has room for {self._most.rows}.",
+                f"{len(rows)} rows were saved; {self._about} has space for {self._most.rows}.",
                 fix=["max_bytes as it was", "no max_bytes"],
             )
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ids, those of each part together (see `in_parts`), and for each of `ids` the place of its own."""
+    """The different ids, grouped by part (see `in_parts`), and for each of `ids` the index of its id among them."""
     flat = _flat_ids(ids)
     different, inverse = torch.empty_like(flat), torch.empty_like(flat)
     count = library.unique(flat.data_ptr(), len(flat), different.data_ptr(), inverse.data_ptr())
@@ -358,27 +361,27 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_parts(ids: Tensor) -> tuple[bool, list[int]]:
-    """Whether those of each part lie together, in order, and where each part begins then; behind the last, the end."""
+    """Whether ids are grouped by part, in order, and if so where each part begins; at the end, the number of ids."""
     found: tuple[bool, list[int]] = library.part_bounds(ids.data_ptr(), len(ids))
     return found
 
 
 def first_places(inverse: Tensor, count: int) -> Tensor:
-    """Of `count` different ids, where each appears first among those that `inverse` was made of."""
+    """For each of `count` different ids, the index of its first appearance among the ids of `inverse`."""
     first = torch.empty(count, dtype=torch.int64)
     library.first_places(inverse.data_ptr(), inverse.numel(), first.data_ptr())
     return first
 
 
 def repeat_rows_(rows: Tensor, inverse: Tensor, first: Tensor) -> None:
-    """What is in `rows` where an id appears first, to wherever else it does. All are without gaps."""
+    """Copy each id's row from its first appearance to all its others. All tensors are contiguous."""
     if len(first) < inverse.numel():
         at = inverse.data_ptr(), first.data_ptr()
         library.repeat_rows(rows.data_ptr(), *at, inverse.numel(), rows.shape[-1])
 
 
 def add_rows(values: Tensor, inverse: Tensor, count: int) -> Tensor:
-    """`count` sums of the rows of `values`, each added in order to the place that `inverse` says."""
+    """`count` sums of the rows of `values`, each row added in order to the sum that `inverse` names."""
     values, inverse = values.contiguous(), inverse.reshape(-1)
     total = torch.zeros(count, values.shape[1])
     library.add_rows(total.data_ptr(), values.data_ptr(), inverse.data_ptr(), len(values), values.shape[1])

@@ -1,4 +1,4 @@
-"""TensorFlow's `Server`: this process as one task of a cluster, said in code instead of TF_CONFIG."""
+"""TensorFlow's `Server`: this process as one task of a cluster, given in code instead of TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Server"]
 
 
 class Server:
-    """This process as one task of a cluster. Chief and worker tasks hand it to their strategy (`cluster=server`); the
+    """This process as one task of a cluster. Chief and worker tasks pass it to their strategy (`cluster=server`); the
     others `join`.
 
     Args:
-        cluster: The jobs and their addresses, as a `mh.ClusterSpec` or the dict that makes one.
-        job: Which job this process is in: "chief", "worker", "ps" or "evaluator".
-        index: Its number there, from 0.
+        cluster: The jobs and their addresses, as a `mh.ClusterSpec` or a dict for one.
+        job: The job of this process: "chief", "worker", "ps" or "evaluator".
+        index: Its index in the job, from 0.
     """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Any], job: str = "worker", index: int = 0) -> None:
@@ -27,7 +27,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The address this task is listed at; empty for an evaluator outside the cluster."""
+        """The address of this task in the cluster; empty for an evaluator outside the cluster."""
         address = self.task.address
         return f"{address[0]}:{address[1]}" if address else ""
 
@@ -35,8 +35,8 @@ class Server:
         """Wait for the end of the run, as a ps or evaluator task does under the mirrored strategies. Returns 0."""
         if self.task.trains:
             raise UsageError(
-                f"Task {self.task.job} {self.task.index} trains, so it cannot just wait.",
+                f"Task {self.task.job} {self.task.index} trains, so it cannot only wait.",
                 where="Server.join",
-                fix=["mh.Trainer(..., strategy=mh.MultiWorker(cluster=server))"],
+                fix=["mh.Trainer(..., strategy=mh.Mirrored(cluster=server))"],
             )
         return wait_for_end(self.task.chief_address)

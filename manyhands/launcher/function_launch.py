@@ -1,7 +1,7 @@
 """`mh.launch(fn, ..., workers=N)`: run an importable function in every worker and return the chief's result.
 
-Workers are fresh processes, so the function travels by name and its arguments and result as plain values; nothing
-is pickled. Start reading at `launch`.
+Workers are new processes, so the function is sent by name, its arguments and result as plain values; nothing is
+pickled. Start reading at `launch`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyhands.errors import EnvironmentProblem, GaveUp, Preempted, TrainingFail
 from manyhands.launcher.launch import launch_command, make_request, open_display, place
 from manyhands.launcher.script_exit import watch_ending
 from manyhands.observe.notebook import how_to_write_a_file
-from manyhands.spec.load import KEYS, environment, resolve, seat
+from manyhands.spec.load import KEYS, environment, own_identity, resolve
 
 if TYPE_CHECKING:
     from manyhands.control.messages.failure import Failure
@@ -30,22 +30,22 @@ __all__ = ["call_target", "launch"]
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) -> Any:
-    """Run `fn(*args)` in `workers` workers; returns what it returned in the chief.
+    """Run `fn(*args)` in `workers` workers; returns the chief's return value.
 
-    Raises `TrainingFailed` with the failure block where a worker failed. Refused inside a worker: call it below `if
+    Raises `TrainingFailed` with the failure block if a worker failed. Refused inside a worker: call it below `if
     __name__ == "__main__":`.
 
     Args:
-        fn: A function at the top of a module or script, which fresh processes can import; no lambda and none of a
-            notebook's cell. Each worker calls it, and usually it makes a `mh.Trainer`.
-        args: Its arguments: numbers, text, lists and dicts with text keys, as they travel to other processes. So does
-            what it returns.
+        fn: A top-level function of a module or script, which new processes can import; no lambda and no function of a
+            notebook cell. Each worker calls it, and usually it makes a `mh.Trainer`.
+        args: Its arguments: numbers, text, lists and dicts with text keys, as they are sent to other processes. The
+            same holds for its return value.
         workers: How many processes, on this host.
-        settings: Those of a run (seed=1, run_dir="runs/a", ...; `mh config show` lists them). They win over the
-            script's own arguments, as flags do.
+        settings: Settings of the run (seed=1, run_dir="runs/a", ...; `mh config show` lists them). Like flags, they
+            override the arguments in the script.
     """
     watch_ending()
-    if seat() is not None:
+    if own_identity() is not None:
         raise UsageError("mh.launch was called inside a worker.", fix=['if __name__ == "__main__": around the call'])
     target, environ = call_target(fn), environment()
     payload = json.dumps({"args": [_plain(value, f"argument {n}") for n, value in enumerate(args)], "kwargs": {}})
@@ -61,7 +61,7 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) ->
             result_file=str(result_file),
         )
         request.flags = {KEYS[name].dotted: value for name, value in settings.items() if value is not None}
-        display = _Remembering(open_display(resolved, environ))
+        display = _FailureKeeper(open_display(resolved, environ))
         code = launch_command(request, placement, display)
         if code != 0:
             raise _error(code, fn, display)
@@ -69,7 +69,7 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int, **settings: Any) ->
 
 
 def call_target(fn: Callable[..., Any]) -> str:
-    """ "module:qualname" or "path.py:qualname" of a function that a fresh process can find again."""
+    """ "module:qualname" or "path.py:qualname" of a function that a new process can import."""
     name = getattr(fn, "__qualname__", None)
     if isinstance(fn, functools.partial) or name is None:
         raise _not_importable(f"{fn!r} is not a function with a name", "def train(): ...")
@@ -82,7 +82,7 @@ def call_target(fn: Callable[..., Any]) -> str:
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is not fn:
-        raise _not_importable(f"{fn.__module__}.{name} is something else by now", "the function itself, undecorated")
+        raise _not_importable(f"{fn.__module__}.{name} is another object now", "the function itself, undecorated")
     if fn.__module__ != "__main__":
         return f"{fn.__module__}:{name}"
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
@@ -90,16 +90,16 @@ def call_target(fn: Callable[..., Any]) -> str:
         return f"{spec.name}:{name}"
     if file is None or "ipykernel" in sys.modules or not Path(file).is_file():
         fix = [*how_to_write_a_file(name), f"mh.launch({name}, workers=2)"]
-        raise _not_importable(f"{name} is a notebook cell's or a prompt's", *fix)
+        raise _not_importable(f"{name} is defined in a notebook cell or at a prompt", *fix)
     return f"{Path(file).resolve()}:{name}"
 
 
 def _not_importable(why: str, *fix: str) -> UsageError:
-    return UsageError(f"{why}, so fresh worker processes cannot find it.", where="mh.launch(fn, ...)", fix=list(fix))
+    return UsageError(f"{why}, so new worker processes cannot import it.", where="mh.launch(fn, ...)", fix=list(fix))
 
 
 def _plain(value: Any, name: str) -> Any:
-    """The value, if it survives the way to another process as plain data."""
+    """The value, if it can be sent to another process as plain data."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -113,8 +113,8 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-class _Remembering:
-    """A display that also keeps the failure, to raise it where `launch` was called."""
+class _FailureKeeper:
+    """A display that also keeps the failure, to raise it in `launch`."""
 
     def __init__(self, inner: Display) -> None:
         self._inner = inner
@@ -138,14 +138,14 @@ class _Remembering:
         self._inner.close()
 
 
-def _error(code: int, fn: Callable[..., Any], shown: _Remembering) -> BaseException:
+def _error(code: int, fn: Callable[..., Any], shown: _FailureKeeper) -> BaseException:
     from manyhands.control.messages.failure import render
 
     what = f"{fn.__qualname__} failed with exit code {code}." + (f"\n{render(shown.block)}" if shown.block else "")
     if code in (130, 143):
         return KeyboardInterrupt()
     if code == 75:
-        fix = [f"the same call with run_dir={shown.run!r} goes on from there"] if shown.run else []
+        fix = [f"the same call with run_dir={shown.run!r} continues from there"] if shown.run else []
         return Preempted(f"{fn.__qualname__} was stopped by a signal, with a committed checkpoint.", fix=fix)
     kinds = {3: EnvironmentProblem, 4: GaveUp}
     return kinds.get(code, TrainingFailed)(what)

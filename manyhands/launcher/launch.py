@@ -1,7 +1,7 @@
 """From settings to a running agent: `mh run`, and a script that becomes its own launcher.
 
-This file decides where the settings of one launch come from and fills in the agent's `LaunchRequest`; starting,
-watching and restarting workers is `control.agent.agent`'s business. Start reading at `place` and `make_request`.
+This file decides where the settings of one launch come from and fills in the agent's `LaunchRequest`;
+`control.agent.agent` starts, watches and restarts workers. Start reading at `place` and `make_request`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest, WorkerCommand
+from manyhands.control.processes.template_process import is_possible
 from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, UsageError
 from manyhands.events import LaunchStarted
 from manyhands.launcher.machine import read_key, this_machine
 from manyhands.observe.notebook import shows_in_cell
-from manyhands.spec.cluster import Address, ClusterTask
+from manyhands.spec.addresses import Address
+from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.launcher_tasks import engine_task, refuse_one_run_per_task
 from manyhands.spec.load import (
     CONFIG_VARIABLE,
@@ -34,7 +36,7 @@ from manyhands.spec.load import (
     cluster_task,
     environment,
     nearest,
-    seat,
+    own_identity,
     torchrun_task,
 )
 from manyhands.spec.placement import Placement, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
@@ -60,36 +62,36 @@ __all__ = [
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1),
-    # What aligning a tensor cuts off goes into a per-thread cache, where it keeps the hole that the tensor leaves from
-    # growing together again. The next tensor of that size does not fit by those few bytes, and takes fresh memory: up
-    # to six times over. Without the cache a gradient lies where the last one of its size lay.
+    # The bytes cut off to align a tensor go into a per-thread cache, where they keep the free blocks around them from
+    # being merged. The next tensor of that size misses the free space by those few bytes, and takes new memory: up to
+    # six times as much. Without the cache a gradient reuses the memory of the last one of its size.
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
 }
-"""glibc then keeps what a step frees for the next one, instead of giving it back and faulting it in again."""
+"""With these settings glibc keeps freed memory for the next step, instead of returning it and faulting it in again."""
 
 WAITING_THREADS = {"GOMP_SPINCOUNT": "3000"}
-"""How often a thread of torch's looks again before it sleeps, where it waits for the other threads of an operation.
-By default it looks 300,000 times: on a machine that is busy with something else, that takes the processor from the very
-thread that it waits for. Measured in docs/tuning.md."""
+"""How often a thread of torch polls before it sleeps, when it waits for the other threads of an operation. The default
+is 300,000 times: on a busy machine, that takes the processor from the very thread that it waits for. Measured in
+docs/tuning.md."""
 WAITING_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Whoever has set one of these has decided."""
+"""If the user has set one of these, it is not changed."""
 
 START_TIMEOUT_S = 600.0
 BEGIN_WITH_FEWER_S = 10.0
-"""Tasks of a cluster are started by hand or by an engine, a few seconds apart."""
+"""Tasks of a cluster are started by hand or by an engine, within a few seconds of each other."""
 GONE_AFTER_S = 10.0
 
 
 def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bool:
-    """Whether this process, a script started by hand, has to start workers instead of training itself."""
+    """Whether this process, a script started directly, must start workers instead of training itself."""
     environ = environment()
-    if seat(environ) is not None:
+    if own_identity(environ) is not None:
         return False
     launch = resolved.spec.launch
     if (launch.workers or 1) > 1 or resolved.spec.num_servers or launch.hosts_wanted > 1 or launch.elastic is not None:
         return True
     if resolved.spec.train.strategy == "single":
-        return False  # As in TensorFlow, only strategies for several workers look at the cluster.
+        return False  # As in TensorFlow, only strategies for several workers use the cluster.
     under_torchrun = torchrun_task(environ)
     several_of_torchruns = under_torchrun is not None and under_torchrun.world_size > 1
     return several_of_torchruns or task is not None or cluster_task(environ) is not None
@@ -102,9 +104,9 @@ def place(
     torchrun: Mapping[str, Any] | None = None,
     task: ClusterTask | None = None,
 ) -> Placement:
-    """Which host of how many this is: torchrun's flags where there are some, else a cluster task, else our settings.
+    """Which host of how many this is: by torchrun's flags if given, else by a cluster task, else by our settings.
 
-    Refuses a task of an engine, as of `srun -n2`, that has not been told of the others: it would train alone.
+    Refuses a task of an engine, such as of `srun -n2`, that does not know the others: it would train alone.
     """
     placement = _place(resolved, environ, torchrun, task)
     knows_others = placement.master is not None or (torchrun or {}).get("standalone")
@@ -130,7 +132,7 @@ def _place(
 
 
 def worker_environment(resolved: Resolved, environ: Mapping[str, str]) -> dict[str, str]:
-    """What workers inherit from this process, and what the settings add."""
+    """The environment of workers: that of this process, and what the settings add."""
     inherited = {name: text for name, text in environ.items() if name != KEY_FILE_VARIABLE}
     added = {} if any(name in environ for name in WAITING_CHOICES) else dict(WAITING_THREADS)
     if resolved.spec.launch.allocator == "keep":
@@ -138,6 +140,11 @@ def worker_environment(resolved: Resolved, environ: Mapping[str, str]) -> dict[s
     if resolved.config_file:
         added[CONFIG_VARIABLE] = os.path.abspath(resolved.config_file)
     return inherited | added
+
+
+def forks_workers(resolved: Resolved, environ: Mapping[str, str]) -> bool:
+    """An accelerator's libraries must not be forked once they run, and forking was not tried where there are any."""
+    return resolved.spec.launch.start == "auto" and is_possible() and not this_machine(environ).accelerators
 
 
 def make_request(
@@ -156,6 +163,7 @@ def make_request(
     request = LaunchRequest(
         command=command,
         workers=placement.workers,
+        forks=forks_workers(resolved, environ),
         threads=launch.threads or (1 if resolved.spec.train.exact else None),
         run_dir=run_dir,
         overwrite=run.overwrite,
@@ -173,7 +181,7 @@ def make_request(
         key=_key(placement, environ),
         insecure_data_plane=launch.insecure_data_plane,
         max_restarts=run.max_restarts,
-        # Whoever gives torchrun's flags and a budget expects torchrun's rule for spending it.
+        # A user who gives torchrun's flags and max_restarts expects torchrun's rule for them.
         always_restart=torchrun and resolved.given("run.max_restarts"),
         grace_s=run.grace_s,
         flags=resolved.flags(),
@@ -200,24 +208,24 @@ def _all_workers(placement: Placement) -> int:
 def _key(placement: Placement, environ: Mapping[str, str]) -> bytes | None:
     path = environ.get(KEY_FILE_VARIABLE)
     if placement.num_hosts == 1 or not placement.trains or placement.master is None:
-        return None  # Nobody joins, or joins by a file: the agent makes a key and puts it there.
+        return None  # No host joins, or hosts join by a file: the agent makes a key and writes it there.
     if path:
         return read_key(path)
     if placement.beyond_loopback:
         raise EnvironmentProblem(
-            f"Hosts meet at {placement.master[0]} port {placement.master[1]}, but this host has no key to prove "
+            f"Hosts rendezvous at {placement.master[0]} port {placement.master[1]}, but this host has no key to prove "
             "that it belongs to the run.",
             where=f"{KEY_FILE_VARIABLE} is not set",
             fix=["mh keygen run.key", "copy run.key to every host", f"{KEY_FILE_VARIABLE}=run.key on every host"],
         )
-    # Agents of one user on one machine share a key of their own: other users can reach a loopback port, too.
+    # Agents of one user on one machine share a separate key: other users can reach a loopback port, too.
     from manyhands.control.security.keys import local_key
 
     return local_key()
 
 
 def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What a dry run shows: plain values, no key."""
+    """The output of a dry run: plain values, no key."""
     each_as_many = placement.host_rank is not None and placement.total_workers is None
     first = (placement.host_rank or 0) * placement.workers if each_as_many else None
     return {
@@ -242,7 +250,7 @@ def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str,
 
 
 def script_command(target: str, arguments: Sequence[str], *, is_module: bool = False) -> WorkerCommand:
-    """The command of a script or module, refused here where it plainly is not there."""
+    """The command of a script or module; `UsageError` if it does not exist."""
     if is_module:
         top = target.partition(".")[0]
         if top not in sys.modules and not _is_importable(top):
@@ -252,14 +260,14 @@ def script_command(target: str, arguments: Sequence[str], *, is_module: bool = F
         return WorkerCommand("module", target, list(arguments))
     if not os.path.isfile(target):
         folder = os.path.dirname(target) or "."
-        there = os.listdir(folder) if os.path.isdir(folder) else []
-        fix = [os.path.join(os.path.dirname(target), name) for name in nearest(os.path.basename(target), there)]
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        fix = [os.path.join(os.path.dirname(target), name) for name in nearest(os.path.basename(target), names)]
         raise UsageError(f"There is no script {target}.", where="the command line", fix=fix or ["mh run script.py"])
     return WorkerCommand("script", target, list(arguments))
 
 
 def _is_importable(module: str) -> bool:
-    # The workers' path starts with the directory they are started in; that of `mh` itself does not.
+    # The workers' path starts with the directory in which they are started; that of `mh` does not.
     return os.path.exists(f"{module}.py") or os.path.isdir(module) or importlib.util.find_spec(module) is not None
 
 
@@ -279,7 +287,7 @@ def open_display(resolved: Resolved, environ: Mapping[str, str], *, solo: bool =
 
 
 def launch_command(request: LaunchRequest, placement: Placement, display: Display) -> int:
-    """Run this host's part of a run to its end. Returns the exit code; closes the display."""
+    """Run this host's part of a run to the end. Returns the exit code; closes the display."""
     try:
         for note in placement.notes:
             display.say(note)
@@ -300,13 +308,13 @@ def launch_command(request: LaunchRequest, placement: Placement, display: Displa
 
 @contextlib.contextmanager
 def _announced(address: Address | None) -> Iterator[None]:
-    """Answer at an address for as long as the run lasts, so that tasks without work see its start and its end."""
+    """Accept connections at an address while the run lasts, so that tasks without work see its start and end."""
     if address is None:
         yield
         return
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        # The kernel completes connections on its own; nothing that is sent here is ever read.
+        # The kernel completes connections; what is sent here is never read.
         listener = socket.create_server(address, family=family)
     except OSError as error:
         what = f"Cannot listen at {address[0]} port {address[1]}: {error.strerror}."
@@ -318,7 +326,7 @@ def _announced(address: Address | None) -> Iterator[None]:
 def wait_for_end(
     master: Address, *, start_timeout_s: float = START_TIMEOUT_S, gone_after_s: float = GONE_AFTER_S
 ) -> int:
-    """Wait as a task that takes no part: until the coordinator has come up, and has gone for good."""
+    """Wait as a task that does not train: until the coordinator has started, and then until it is gone for good."""
     started, last_seen = False, time.monotonic()
     while True:
         if _answers(master):
@@ -327,7 +335,7 @@ def wait_for_end(
         if started and silent_s > gone_after_s:
             return 0
         if not started and silent_s > start_timeout_s:
-            what = f"No coordinator came up at {master[0]} port {master[1]} within {start_timeout_s:g} s."
+            what = f"No coordinator started at {master[0]} port {master[1]} within {start_timeout_s:g} s."
             raise EnvironmentProblem(what, fix=["start the chief task"])
         time.sleep(0.5)
 
@@ -341,9 +349,9 @@ def _answers(address: Address) -> bool:
 
 
 def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> NoReturn:
-    """Turn this process, a script started by hand, into the launcher of its own workers; ends with the run's code.
+    """Turn this process, a script started directly, into the launcher of its workers; exits with the run's code.
 
-    Raises `UsageError` where there is no script to start: in a notebook, at a prompt, under another launcher.
+    Raises `UsageError` if there is no script to start: in a notebook, at a prompt, under another launcher.
     """
     environ = environment()
     asked = "Servers were asked for" if resolved.spec.num_servers else "More than one worker was asked for"
@@ -351,7 +359,9 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     try:
         placement = place(resolved, environ, task=task)
         run_dir = resolved.spec.run.run_dir
-        request = make_request(resolved, command, placement, environ, run_dir=run_dir, resume=_again(command, resolved))
+        request = make_request(
+            resolved, command, placement, environ, run_dir=run_dir, resume=_resume_command(command, resolved)
+        )
         code = launch_command(request, placement, open_display(resolved, environ))
     except ManyhandsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -362,31 +372,31 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
 
 
 def how_to_resume(resolved: Resolved, run_dir: str) -> str:
-    """For the script that this process runs: what to type to go on in `run_dir`."""
+    """What to type to continue the script of this process in `run_dir`."""
     try:
         command = own_command(environment(), "A run was started")
     except UsageError:  # a notebook, a test: nothing to type
         return f"the same with run_dir={run_dir!r}"
-    return _again(command, resolved).replace("{run_dir}", shlex.quote(run_dir))
+    return _resume_command(command, resolved).replace("{run_dir}", shlex.quote(run_dir))
 
 
-def _again(command: WorkerCommand, resolved: Resolved) -> str:
-    """What to type to resume: the same script, told the directory where it does not name one itself."""
+def _resume_command(command: WorkerCommand, resolved: Resolved) -> str:
+    """What to type to resume: the same script, with the run directory unless the script sets it."""
     start = ["-m", command.target] if command.kind == "module" else [os.path.relpath(command.target)]
-    words = shlex.join(["python", *start, *command.args])
-    return words if resolved.origins["run.run_dir"] == "constructor" else "MANYHANDS_RUN_DIR={run_dir} " + words
+    typed = shlex.join(["python", *start, *command.args])
+    return typed if resolved.origins["run.run_dir"] == "constructor" else "MANYHANDS_RUN_DIR={run_dir} " + typed
 
 
 def own_command(environ: Mapping[str, str], asked: str) -> WorkerCommand:
     """The command that started this process, for workers to run again.
 
-    Raises `UsageError` where there is none; its sentence begins with what was asked for.
+    Raises `UsageError` if there is none; the message begins with `asked`.
     """
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if torchrun_task(environ) is not None:
         raise UsageError("This script was started by torchrun.", fix=["mh run with the same flags"])
-    # The variable alone says little: scripts that a test starts inherit it.
+    # The variable alone is not enough: scripts that a test starts inherit it.
     if "PYTEST_CURRENT_TEST" in environ and "pytest" in sys.modules:
         raise UsageError(
             f"{asked} inside a test: the workers would run all of pytest again.",

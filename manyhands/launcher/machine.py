@@ -1,6 +1,6 @@
-"""What this machine has, asked without torch: cores, accelerators, its own addresses; and the key files on it.
+"""Facts about this machine, without torch: cores, accelerators, its addresses; and its key files.
 
-A launcher needs these before any worker exists, and must start quickly. What to do with them is decided elsewhere.
+A launcher needs these before any worker exists, and must start quickly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, or less where its cgroup has a quota."""
+    """Cores this process may use: its affinity, or less if its cgroup has a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -36,7 +36,7 @@ def num_cores() -> int:
 
 
 def _num_accelerators(environ: Mapping[str, str]) -> int:
-    # The device nodes say enough; loading CUDA to count would take seconds and memory in a process that needs neither.
+    # The device nodes are enough; loading CUDA to count would take seconds and memory in a process that needs neither.
     try:
         present = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
     except OSError:
@@ -50,7 +50,7 @@ def _num_accelerators(environ: Mapping[str, str]) -> int:
 
 
 def may_listen(host: str, port: int) -> bool:
-    """Whether an address is this machine's own and its port free. Leaves nothing bound."""
+    """Whether an address belongs to this machine and its port is free. Leaves nothing bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -62,7 +62,7 @@ def may_listen(host: str, port: int) -> bool:
 
 
 def read_key(path: str) -> bytes:
-    """The key that all hosts of a run share. Refuses a file that is not this user's alone, and what is not a key."""
+    """The key that all hosts of a run share. Refuses a file that others may read, and one without a valid key."""
     from manyhands.control.security.keys import why_not_private
 
     fix = [f"mh keygen {path}", "copy it to every host with mode 0600"]
@@ -77,13 +77,13 @@ def read_key(path: str) -> bytes:
         private = f"chmod 600 {path}" if found.st_uid == os.geteuid() else f"install -m 600 {path} run.key"
         raise EnvironmentProblem(f"The key file {path} {why}.", where=KEY_FILE_VARIABLE, fix=[private])
     if not re.fullmatch(rb"[0-9a-fA-F]{%d}" % (2 * KEY_BYTES), text):
-        what = f"The key file {path} does not hold a key ({2 * KEY_BYTES} hexadecimal digits)."
+        what = f"The key file {path} does not contain a key ({2 * KEY_BYTES} hexadecimal digits)."
         raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=fix)
     return bytes.fromhex(text.decode())
 
 
 def write_key(path: Path) -> None:
-    """Makes a new key file, readable by its owner only. Never replaces a file."""
+    """Make a new key file, readable by its owner only. Never replaces a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(KEY_BYTES) + "\n")

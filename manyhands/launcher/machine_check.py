@@ -1,7 +1,7 @@
-"""Whether this machine can train: a list of small checks, each of which says what to do when it is not content.
+"""Whether this machine can train: a list of small checks, each of which says what to do if it fails.
 
-Every check looks at one thing by using it, cleans up after itself and returns a `Finding`; none raises, none takes
-longer than its own bound. What is printed is the caller's business. Start reading at `examine`.
+Every check tests one thing by using it, cleans up and returns a `CheckResult`; none raises, and each has a time limit.
+The caller prints the results. Start reading at `examine`.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ import msgspec
 from manyhands.native import why_not
 from manyhands.observe.event_text import size
 
-__all__ = ["Finding", "all_reduce", "disk", "examine", "packages"]
+__all__ = ["CheckResult", "all_reduce", "disk", "examine", "packages"]
 
 Verdict = Literal["ok", "warn", "fail"]
 
 PACKAGES = {"torch": "2.13", "numpy": "2", "pyzmq": "27", "msgspec": "0.20", "safetensors": "0.6", "psutil": "7"}
 # Importing torch alone takes this long on a machine that is busy with something else.
 PROBE_TIMEOUT_S = 60.0
-# As many ready processes as this for each core, and this much waiting, are more than a training's own threads make.
-MOST_LOAD = 1.5
-MOST_STALLED_PERCENT = 20.0
+# More ready processes than this per core, and more waiting than this, are not caused by the training's own threads.
+MAX_LOAD = 1.5
+MAX_STALLED_PERCENT = 20.0
 GB = 10**9
-# Docker gives a container 64 MB: one batch of 100 images of 224 x 224 pixels has 60.
-LEAST_SHARED = 256 * 10**6
+# Docker gives a container 64 MB; one batch of 100 images of 224 x 224 pixels takes 60.
+MIN_SHARED_BYTES = 256 * 10**6
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     check: str
     verdict: Verdict
     text: str
     fix: list[str] = []
-    """What to do about it, one suggestion each; empty when all is well."""
+    """What to do about it, one suggestion each; empty if the check passed."""
     facts: dict[str, Any] = {}
-    """The numbers behind the text, for machines."""
+    """The numbers behind the text, for programs."""
 
 
-def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Every check in turn, as they are done; the slowest, which starts processes, comes last."""
-    checks: list[tuple[str, Callable[[], Finding]]] = [
+def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Every check in turn, as they finish; the slowest, which starts processes, is last."""
+    checks: list[tuple[str, Callable[[], CheckResult]]] = [
         ("python", python),
         ("packages", packages),
         ("cores", lambda: cores(environ)),
@@ -71,21 +71,21 @@ def examine(run_dir: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, check in checks:
         try:
             yield check()
-        except Exception as error:  # a check that cannot look has found something, too
+        except Exception as error:  # a check that cannot run is a failure, too
             text = f"could not be checked: {type(error).__name__}: {error}"
-            yield Finding(name, "fail", text, fix=["report this with the output of mh doctor --json"])
+            yield CheckResult(name, "fail", text, fix=["report this with the output of mh doctor --json"])
     yield from all_reduce()
 
 
-def python() -> Finding:
+def python() -> CheckResult:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] != (3, 11):
         text = f"{version}, {sys.executable}; tested with 3.11 only"
-        return Finding("python", "warn", text, fix=["Python 3.11, if something fails"], facts={"version": version})
-    return Finding("python", "ok", f"{version}, {sys.executable}", facts={"version": version})
+        return CheckResult("python", "warn", text, fix=["Python 3.11, if something fails"], facts={"version": version})
+    return CheckResult("python", "ok", f"{version}, {sys.executable}", facts={"version": version})
 
 
-def packages(wanted: Mapping[str, str] = PACKAGES) -> Finding:
+def packages(wanted: Mapping[str, str] = PACKAGES) -> CheckResult:
     found: dict[str, str] = {}
     missing, old = [], []
     for name, least in {"manyhands": "0", **wanted}.items():
@@ -99,18 +99,18 @@ def packages(wanted: Mapping[str, str] = PACKAGES) -> Finding:
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if missing or old:
         wrong = "; ".join([f"missing: {name}" for name in missing] + [f"too old: {each}" for each in old])
-        return Finding("packages", "fail", f"{wrong}; found {text}", fix=["pip install -U manyhands"], facts=found)
+        return CheckResult("packages", "fail", f"{wrong}; found {text}", fix=["pip install -U manyhands"], facts=found)
     if "torch" in wanted and _numbers(found["torch"])[:2] != (2, 13):
         fix = ["pip install 'torch>=2.13,<2.14'"]
-        return Finding("packages", "warn", f"tested with torch 2.13 only; found {text}", fix=fix, facts=found)
-    return Finding("packages", "ok", text, facts=found)
+        return CheckResult("packages", "warn", f"tested with torch 2.13 only; found {text}", fix=fix, facts=found)
+    return CheckResult("packages", "ok", text, facts=found)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
 
 
-def cores(environ: Mapping[str, str]) -> Finding:
+def cores(environ: Mapping[str, str]) -> CheckResult:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     facts: dict[str, Any] = {"usable": usable, "present": os.cpu_count(), "numa_nodes": nodes, "quota": _cpu_quota()}
@@ -121,8 +121,8 @@ def cores(environ: Mapping[str, str]) -> Finding:
     if facts["quota"] is not None and facts["quota"] < usable:
         fix = [f"mh run --threads {max(1, int(facts['quota']))} with one worker: more threads than that wait in turns"]
         text += f"; but a limit of {facts['quota']:g} cores is set for this container"
-        return Finding("cores", "warn", text, fix=fix, facts=facts)
-    return Finding("cores", "ok", text, facts=facts)
+        return CheckResult("cores", "warn", text, fix=fix, facts=facts)
+    return CheckResult("cores", "ok", text, facts=facts)
 
 
 def _cpu_quota() -> float | None:
@@ -133,49 +133,51 @@ def _cpu_quota() -> float | None:
         return None
 
 
-def load() -> Finding:
-    """Whether other programs want the processors: then workers wait for each other, and measurements mean little."""
+def load() -> CheckResult:
+    """Whether other programs use the processors: then workers wait for each other, and measurements mean little."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return judge_load(os.getloadavg()[0], usable, _cpu_pressure())
 
 
-def judge_load(average: float, usable: int, stalled_percent: float | None) -> Finding:
-    """By the average number of running and ready processes in the last minute; where the kernel tells it, also by the
-    share of the last 10 s in which one that was ready had no processor, as the average takes a minute to come down."""
+def judge_load(average: float, usable: int, stalled_percent: float | None) -> CheckResult:
+    """By the average number of running and ready processes in the last minute; if the kernel reports it, also by the
+    share of the last 10 s in which a ready process had no processor, as the average takes a minute to fall."""
     text = f"{average:.1f} processes running or ready on {usable} core{'s' if usable > 1 else ''}"
     facts: dict[str, Any] = {"load_average": average, "usable": usable, "stalled_percent": stalled_percent}
     if stalled_percent is not None:
         text += f", some had to wait for one {stalled_percent:.0f}% of the last 10 s"
-    waits = stalled_percent is None or stalled_percent > MOST_STALLED_PERCENT
-    if average <= MOST_LOAD * usable or not waits:
-        return Finding("load", "ok", text, facts=facts)
+    waits = stalled_percent is None or stalled_percent > MAX_STALLED_PERCENT
+    if average <= MAX_LOAD * usable or not waits:
+        return CheckResult("load", "ok", text, facts=facts)
     fix = [
         "end other programs, or wait for them: workers of one run wait for the slowest",
         "mh run -n WORKERS --threads 1: threads of one worker wait for each other many times a step",
     ]
-    return Finding("load", "warn", f"{text}: the machine is overloaded", fix=fix, facts=facts)
+    return CheckResult("load", "warn", f"{text}: the machine is overloaded", fix=fix, facts=facts)
 
 
 def _cpu_pressure() -> float | None:
-    """Of the whole machine, as the kernel's pressure stall information has it; None where it has none."""
+    """Of the whole machine, from the kernel's pressure stall information; None if it has none."""
     try:
         return float(Path("/proc/pressure/cpu").read_text().split("avg10=")[1].split()[0])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def memory() -> Finding:
+def memory() -> CheckResult:
     import psutil
 
     state = psutil.virtual_memory()
     text = f"{size(state.available)} of {size(state.total)} available"
     facts = {"available_bytes": state.available, "total_bytes": state.total}
     if state.available < GB:
-        return Finding("memory", "warn", text, fix=["end other programs: a worker takes 0.3 GB and more"], facts=facts)
-    return Finding("memory", "ok", text, facts=facts)
+        return CheckResult(
+            "memory", "warn", text, fix=["end other programs: a worker takes 0.3 GB and more"], facts=facts
+        )
+    return CheckResult("memory", "ok", text, facts=facts)
 
 
-def loopback() -> Finding:
+def loopback() -> CheckResult:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
@@ -184,29 +186,29 @@ def loopback() -> Finding:
                 accepted.settimeout(2)
                 client.sendall(b"hello")
                 if accepted.recv(5) != b"hello":
-                    return Finding("loopback", "fail", "bytes did not arrive", fix=["ip link set lo up"])
-    return Finding("loopback", "ok", "a port on 127.0.0.1 can be bound and reached")
+                    return CheckResult("loopback", "fail", "bytes did not arrive", fix=["ip link set lo up"])
+    return CheckResult("loopback", "ok", "a port on 127.0.0.1 can be bound and reached")
 
 
-def shared_memory() -> Finding:
+def shared_memory() -> CheckResult:
     folder = Path("/dev/shm")
     state = os.statvfs(folder) if folder.is_dir() else None
     free, whole = (state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize) if state else (0, 0)
     memfd = _memfd_works()
     text = f"/dev/shm has {size(free)} free of {size(whole)}, memfd {'works' if memfd else 'does not work'}"
     facts = {"dev_shm_free_bytes": free, "dev_shm_bytes": whole, "memfd": memfd}
-    if free < LEAST_SHARED or not memfd:
-        fix = ["in a container: --shm-size=1g; what data loader processes (num_workers) fetch goes through it"]
-        return Finding("shared memory", "warn", text, fix=fix, facts=facts)
-    return Finding("shared memory", "ok", text, facts=facts)
+    if free < MIN_SHARED_BYTES or not memfd:
+        fix = ["in a container: --shm-size=1g; data loader processes (num_workers) send their batches through it"]
+        return CheckResult("shared memory", "warn", text, fix=fix, facts=facts)
+    return CheckResult("shared memory", "ok", text, facts=facts)
 
 
-def native() -> Finding:
-    """The C extension: without it all works but embeddings by id, and slower."""
+def native() -> CheckResult:
+    """The C extension: without it embeddings by id do not work, and everything else is slower."""
     if why := why_not():
-        text = f"{why}: workers of one host talk over Gloo, optimizers run as torch has them, mh.Embedding cannot run"
-        return Finding("native", "warn", text, fix=["a C compiler (apt install gcc), then pip install again"])
-    return Finding("native", "ok", "the C extension is built: workers of one host share memory, updates are fused")
+        text = f"{why}: workers of one host use Gloo, optimizers run as in torch, mh.nn.Embedding cannot run"
+        return CheckResult("native", "warn", text, fix=["a C compiler (apt install gcc), then pip install again"])
+    return CheckResult("native", "ok", "the C extension is built: workers of one host share memory, updates are fused")
 
 
 def _memfd_works() -> bool:
@@ -225,25 +227,27 @@ def _memfd_works() -> bool:
         os.close(fd)
 
 
-def disk(run_dir: Path) -> Finding:
-    """Free space, fsync, atomic rename and file locks where runs are written; nothing stays behind."""
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+def disk(run_dir: Path) -> CheckResult:
+    """Free space, fsync, atomic rename and file locks where runs are written; leaves nothing behind."""
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
     elsewhere = ["mh run --run-dir DIR on another disk"]
     try:
-        with tempfile.TemporaryDirectory(dir=there, prefix=".checkup-") as folder:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".checkup-") as folder:
             fsync_s, broken = _fsync_s(Path(folder)), _broken_promises(Path(folder))
     except OSError as error:
-        return Finding("disk", "fail", f"cannot write under {there}: {error.strerror}", fix=elsewhere)
-    free = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize
-    text = f"{there}: {size(free)} free, fsync {1000 * fsync_s:.1f} ms"
-    facts = {"path": str(there), "free_bytes": free, "fsync_s": fsync_s}
+        return CheckResult("disk", "fail", f"cannot write under {existing}: {error.strerror}", fix=elsewhere)
+    free = os.statvfs(existing).f_bavail * os.statvfs(existing).f_frsize
+    text = f"{existing}: {size(free)} free, fsync {1000 * fsync_s:.1f} ms"
+    facts = {"path": str(existing), "free_bytes": free, "fsync_s": fsync_s}
     if broken:
-        return Finding("disk", "fail", f"{text}; {broken}: checkpoints would not be safe", fix=elsewhere, facts=facts)
+        return CheckResult(
+            "disk", "fail", f"{text}; {broken}: checkpoints would not be safe", fix=elsewhere, facts=facts
+        )
     if free < GB:
-        return Finding("disk", "warn", text, fix=["make room: a checkpoint is three times the model"], facts=facts)
+        return CheckResult("disk", "warn", text, fix=["free space: a checkpoint is three times the model"], facts=facts)
     if fsync_s > 0.5:
-        return Finding("disk", "warn", text, fix=[*elsewhere, "or fewer checkpoints"], facts=facts)
-    return Finding("disk", "ok", f"{text}, renames are atomic, locks work", facts=facts)
+        return CheckResult("disk", "warn", text, fix=[*elsewhere, "or fewer checkpoints"], facts=facts)
+    return CheckResult("disk", "ok", f"{text}, renames are atomic, locks work", facts=facts)
 
 
 def _fsync_s(folder: Path) -> float:
@@ -259,7 +263,7 @@ def _fsync_s(folder: Path) -> float:
 
 
 def _broken_promises(folder: Path) -> str:
-    """What this file system does not keep of what checkpoints rest on; empty when it keeps all."""
+    """Which guarantee for checkpoints this file system breaks; empty if none."""
     target, torn = folder / "target", threading.Event()
     target.write_bytes(b"a" * 4096)
     done = threading.Event()
@@ -294,36 +298,36 @@ def _broken_promises(folder: Path) -> str:
     return "file locks do not exclude"
 
 
-def clock() -> Finding:
+def clock() -> CheckResult:
     resolution_s, now = time.get_clock_info("monotonic").resolution, datetime.now(UTC)
     text = f"monotonic to {resolution_s:.0e} s, wall clock {now:%Y-%m-%d %H:%M} UTC"
     if not 2025 <= now.year < 2100:
-        return Finding("clock", "warn", f"{text}: that year is wrong", fix=["timedatectl set-ntp true"])
+        return CheckResult("clock", "warn", f"{text}: the year is wrong", fix=["timedatectl set-ntp true"])
     if resolution_s > 1e-3:
-        return Finding("clock", "warn", text, fix=["timings below a millisecond mean nothing here"])
-    return Finding("clock", "ok", text)
+        return CheckResult("clock", "warn", text, fix=["timings below a millisecond mean nothing here"])
+    return CheckResult("clock", "ok", text)
 
 
-def open_files() -> Finding:
+def open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
     if soft < 1024:
         verdict: Verdict = "warn" if soft >= 128 else "fail"
-        return Finding("open files", verdict, f"at most {soft} per process", fix=["ulimit -n 4096"], facts=facts)
-    return Finding("open files", "ok", f"up to {soft} per process", facts=facts)
+        return CheckResult("open files", verdict, f"at most {soft} per process", fix=["ulimit -n 4096"], facts=facts)
+    return CheckResult("open files", "ok", f"up to {soft} per process", facts=facts)
 
 
-def encryption() -> Finding:
+def encryption() -> CheckResult:
     import zmq
 
     if not zmq.has("curve"):
         text = "libzmq was built without CURVE: runs on one host work, several hosts do not"
-        return Finding("encryption", "warn", text, fix=["pip install --force-reinstall --only-binary :all: pyzmq"])
+        return CheckResult("encryption", "warn", text, fix=["pip install --force-reinstall --only-binary :all: pyzmq"])
     zmq.curve_keypair()
-    return Finding("encryption", "ok", f"libzmq {zmq.zmq_version()} with CURVE")
+    return CheckResult("encryption", "ok", f"libzmq {zmq.zmq_version()} with CURVE")
 
 
-# Two of these, started as any worker is, sum over Gloo on loopback. A file is their meeting point: no port is needed.
+# Two such processes, started like workers, all-reduce over Gloo on loopback. A file is their store: no port is needed.
 PROBE = """
 import json, os, sys, time
 rank, path = int(sys.argv[1]), sys.argv[2]
@@ -334,8 +338,10 @@ began, total = time.perf_counter(), torch.full((250_000,), float(rank + 1))
 axis.sum_start(total, "checkup").wait()
 took = time.perf_counter() - began
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-from manyhands.torch_private import NAMES, missing
-lacking = [[one.name, one.used_for, one.instead, one.needed_by] for one in missing()]
+from manyhands.strategies.registry import refused_without
+from manyhands.torch_private import ALL, NAMES, missing
+refused = lambda one: one.needed_by if one.needed_by == ALL else refused_without(one.needed_by)
+lacking = [[one.name, one.used_for, one.instead, refused(one)] for one in missing()]
 seen = {"right": bool((total == 3).all()), "seconds": took, "accelerators": gpus, "names": len(NAMES)}
 print(json.dumps({**seen, "lacking": lacking}))
 axis.barrier("end of checkup")
@@ -344,8 +350,8 @@ os._exit(0)  # torch's threads can abort a process that ends with its group open
 """
 
 
-def all_reduce(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> list[Finding]:
-    """A sum over two processes, and the accelerators that torch sees in them."""
+def all_reduce(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> list[CheckResult]:
+    """An all-reduce over two processes, and the accelerators that torch sees in them."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="manyhands-checkup-") as folder:
         command = [sys.executable, "-c", probe]
@@ -370,27 +376,29 @@ def all_reduce(probe: str = PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> list[F
     return _read_probe(json.loads(ends[0][0].splitlines()[-1]), time.monotonic() - began)
 
 
-def _no_sum(text: str) -> Finding:
+def _no_sum(text: str) -> CheckResult:
     fix = ["python -c 'import torch' to see whether torch loads", "a firewall may block loopback: ping 127.0.0.1"]
-    return Finding("all-reduce", "fail", text, fix=fix)
+    return CheckResult("all-reduce", "fail", text, fix=fix)
 
 
-def _read_probe(seen: dict[str, Any], took_s: float) -> list[Finding]:
+def _read_probe(seen: dict[str, Any], took_s: float) -> list[CheckResult]:
     names = seen["accelerators"]
-    accelerators = Finding(
+    accelerators = CheckResult(
         "accelerators", "ok", ", ".join(names) or "none; training on the CPU", facts={"names": names}
     )
     found = [accelerators, private_names(seen["names"], seen["lacking"])]
     if not seen["right"]:
         return [*found, _no_sum("two processes summed to a wrong result")]
     text = f"1 MB over 2 processes in {1000 * seen['seconds']:.1f} ms (torch starts in {took_s:.1f} s)"
-    return [*found, Finding("all-reduce", "ok", text, facts={"seconds": seen["seconds"]})]
+    return [*found, CheckResult("all-reduce", "ok", text, facts={"seconds": seen["seconds"]})]
 
 
-def private_names(num_names: int, lacking: list[tuple[str, str, str, list[str]]]) -> Finding:
-    """What this torch has of the private names that are used: `manyhands/torch_private.py`."""
+def private_names(num_names: int, lacking: list[tuple[str, str, str, list[str]]]) -> CheckResult:
+    """Which of the private names of torch that are used this version has: `manyhands/torch_private.py`."""
     if not lacking:
-        return Finding("torch names", "ok", f"all {num_names} private names in use are there", facts={"lacking": []})
+        return CheckResult(
+            "torch names", "ok", f"all {num_names} private names in use are there", facts={"lacking": []}
+        )
     refused = sorted({"every strategy" if one == "*" else one for *_, needed_by in lacking for one in needed_by})
     text = f"{len(lacking)} of {num_names} private names in use are missing: " + "; ".join(
         f"{name}, for {used_for} ({instead or 'refused without'})" for name, used_for, instead, _ in lacking
@@ -398,4 +406,4 @@ def private_names(num_names: int, lacking: list[tuple[str, str, str, list[str]]]
     verdict: Verdict = "fail" if "every strategy" in refused else "warn"
     fix = ["pip install 'torch>=2.13,<2.14'"]
     fix += [f"strategies that cannot run: {', '.join(refused)}"] if refused else []
-    return Finding("torch names", verdict, text, fix=fix, facts={"lacking": [name for name, *_ in lacking]})
+    return CheckResult("torch names", verdict, text, fix=fix, facts={"lacking": [name for name, *_ in lacking]})

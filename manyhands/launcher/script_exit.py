@@ -1,8 +1,8 @@
-"""How a script that nobody launched ends: errors a user can act on in a few lines, and our exit codes.
+"""How a script without a launcher ends: actionable errors in a few lines, and our exit codes.
 
-Watched from the first use of a public name on, so that settings which cannot work are told as `mh run` tells them.
-Until an error of ours is left uncaught nothing of the script is any different, and what never came by here is told by
-whoever told it before. Start reading at `Ending.watch`.
+Active from the first use of a public name, so that invalid settings are reported as by `mh run`. Until one of our
+errors is uncaught the script behaves as usual; errors that do not involve manyhands are reported by Python as usual.
+Start reading at `ScriptEnd.watch`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, NoReturn, Protocol
 
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.launcher.worker_process.error_hints import hint_for
-from manyhands.launcher.worker_process.user_tracebacks import OURS, came_by_here, told
+from manyhands.launcher.worker_process.user_tracebacks import OURS, format_error, involves_manyhands
 
 __all__ = ["ending", "watch_ending"]
 
 
 class OwnRun(Protocol):
-    """A run that is over when the script is."""
+    """A run that ends with the script."""
 
     def end(self, code: int, error: BaseException | None) -> None: ...
 
-    def how_to_go_on(self) -> list[str]: ...
+    def resume_lines(self) -> list[str]: ...
 
 
-class Ending:
+class ScriptEnd:
     def __init__(self) -> None:
         self._runs: list[OwnRun] = []
         self._error: BaseException | None = None
@@ -40,17 +40,17 @@ class Ending:
         self._exit = sys.exit
 
     def watch(self) -> None:
-        """Errors of ours that nobody catches end the script with their exit code, and without a traceback."""
+        """Make our uncaught errors end the script with their exit code, and without a traceback."""
         if self._previous_hook is None:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
             atexit.register(self._at_exit)
 
-    def tell(self, run: OwnRun) -> None:
-        """Have this run told how the script ended."""
+    def add_run(self, run: OwnRun) -> None:
+        """Call `run.end` when the script ends."""
         self.watch()
         self._runs.append(run)
-        sys.exit = self._on_exit  # Python tells nobody of a SystemExit, and a run that ends so is not finished
+        sys.exit = self._on_exit  # Python calls no hook for a SystemExit, and a run that ends so is not finished
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._error = error
@@ -59,11 +59,11 @@ class Ending:
             if error.exit_code == UsageError.exit_code:
                 error.where = _where(error.where, trace)
             print(f"{kind.__name__}: {error}", file=sys.stderr)
-        elif self._previous_hook is sys.__excepthook__ and (came_by_here(error) or hint_for(error)):
-            print(told(error), end="", file=sys.stderr)
+        elif self._previous_hook is sys.__excepthook__ and (involves_manyhands(error) or hint_for(error)):
+            print(format_error(error), end="", file=sys.stderr)
         else:
             self._previous_hook(kind, error, trace)
-        self._last_lines = [line for run in self._runs for line in run.how_to_go_on()]
+        self._last_lines = [line for run in self._runs for line in run.resume_lines()]
 
     def _on_exit(self, status: Any = None) -> NoReturn:
         self._error = SystemExit(status)
@@ -76,24 +76,24 @@ class Ending:
         for line in self._last_lines:  # where a reader looks first
             print(line, file=sys.stderr)
         if code not in (0, 1, 130) and isinstance(self._error, ManyhandsError):
-            # Python ends with 1 after any uncaught exception; our exit codes say more than that.
+            # Python exits with 1 after any uncaught exception; our exit codes are more specific.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):  # the reader of a pipe may be gone
                     stream.flush()
             os._exit(code)
 
 
-ending = Ending()
+ending = ScriptEnd()
 watch_ending = ending.watch
 
 
-def _where(said: str | None, trace: TracebackType | None) -> str | None:
-    """The line of the script that made the call, unless something else asked for it, such as a file or a flag."""
+def _where(given: str | None, trace: TracebackType | None) -> str | None:
+    """The line of the script that made the call, unless `given` names another origin, such as a file or a flag."""
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(OURS)]
     line = f"{os.path.relpath(frames[-1].filename)} line {frames[-1].lineno}" if frames else None
-    if said in (None, "constructor"):
-        return line or said
-    return f"{line}, {said}" if line and said.startswith("mh.") else said
+    if given in (None, "constructor"):
+        return line or given
+    return f"{line}, {given}" if line and given.startswith("mh.") else given
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -1,8 +1,8 @@
 """A run of one worker without a launcher: `python train.py`.
 
-`Solo` stands in for the line to an agent. It holds the run directory's lock, shows progress in this process, turns
-the first SIGTERM, SIGUSR1 or Ctrl-C into a request to stop (one that `signals.ends_at_once` ends the process), and
-leaves the run directory marked with how the script ended.
+`SoloSession` replaces the session with an agent. It holds the run directory's lock, shows progress in this process,
+turns the first SIGTERM, SIGUSR1 or Ctrl-C into a request to stop (a signal for which `signals.ends_at_once` is true
+ends the process), and marks the run directory with how the script ended.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from manyhands.observe.notebook import in_notebook
 from manyhands.observe.recorder import Recorder
 from manyhands.signals import STOP_SIGNALS, ends_at_once
 from manyhands.spec.load import Resolved, environment
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.worker_identity import WorkerIdentity
 
-__all__ = ["Solo"]
+__all__ = ["SoloSession"]
 
 
-class Solo:
+class SoloSession:
     """The only worker of a run, and its own launcher."""
 
     def __init__(self, resolved: Resolved) -> None:
-        self.seat = Seat(
+        self.identity = WorkerIdentity(
             agent="", rank=0, world_size=1, local_rank=0, local_world_size=1, generation="1.1", incarnation=1
         )
-        self.group, self.newest = self.seat.group(), None
+        self.group, self.newest = self.identity.group(), None
         self.stop_requested: str | None = None
         self.servers_wanted = 0
         self.recorder: Recorder | None = None
@@ -56,7 +56,7 @@ class Solo:
         self._interrupted = False
 
     def takes(self, other: Resolved) -> bool:
-        """Whether a training with these settings is one more of this run: it asks for no other directory."""
+        """Whether a training with these settings belongs to this run: it sets no other run directory."""
         asked, mine = other.spec.run.run_dir, self._resolved.spec.run.run_dir
         if self._directory is None or asked is None:
             return asked is None or (mine is not None and Path(asked).absolute() == Path(mine).absolute())
@@ -73,19 +73,19 @@ class Solo:
             path, facts.overwrite, group_readable=self._resolved.spec.run.group_readable, command=sys.argv
         )
         self._display = open_display(self._resolved, environment(), solo=True)
-        ending.tell(self)
+        ending.add_run(self)
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                # A notebook's kernel goes on when a cell is interrupted: `interruptible`.
+                # A notebook's kernel keeps running when a cell is interrupted: `interruptible`.
                 if number != signal.SIGINT or not in_notebook():
                     signal.signal(number, self._on_signal)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In a notebook, around steps: an interrupt ends them after the one under way or the next, which is committed.
+        """In a notebook, around steps: an interrupt ends them after the current step or the next, which is committed.
 
-        It comes out as `KeyboardInterrupt`, and the kernel goes on: weights are those of a whole step, and what trains
-        next begins there. A second interrupt does not wait for the step. Elsewhere this does nothing.
+        It is raised as `KeyboardInterrupt`, and the kernel keeps running: weights are those of a complete step, and the
+        next training starts there. A second interrupt does not wait for the step. Elsewhere this does nothing.
         """
         if not in_notebook() or threading.current_thread() is not threading.main_thread():
             yield
@@ -111,7 +111,7 @@ class Solo:
         self._interrupted, self.stop_requested = True, self.stop_requested or "preempt"
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
-        raise AssertionError("a worker alone shares nothing")
+        raise AssertionError("a single worker has no shared memory")
 
     def report(self, step: int, phase: str, call: int = 0) -> None:
         self._step = step
@@ -130,7 +130,7 @@ class Solo:
         pass  # the end of the process is the end of the run; see `end`
 
     def end(self, code: int, error: BaseException | None) -> None:
-        """The script is over: say so, and leave the run directory marked."""
+        """The script has ended: report it, and mark the run directory."""
         dropped = self.recorder.dropped if self.recorder is not None else 0
         reason = "done" if code == 0 else f"{type(error).__name__}: {error}".splitlines()[0]
         ended = RunEnded(time_s=time.time(), exit_code=code, step=self._step, reason=reason, dropped=dropped)
@@ -145,7 +145,7 @@ class Solo:
             self._directory.mark("finished" if code == 0 else "stopped" if code in (75, 130, 143) else "failed", code)
             self._directory.release()
 
-    def how_to_go_on(self) -> list[str]:
+    def resume_lines(self) -> list[str]:
         if self._checkpoint is None:
             return []
         resume = how_to_resume(self._resolved, str(self.run_dir))
@@ -159,4 +159,4 @@ class Solo:
             return
         self._signalled_at, self.stop_requested = now, "preempt"
         if number == signal.SIGINT and not self._step:
-            raise KeyboardInterrupt  # nothing is being trained: behave as any script would
+            raise KeyboardInterrupt  # no training is running: behave like any script

@@ -1,7 +1,9 @@
-"""Sums and meetings in memory that the workers of one host share, in C (see core.h); without torch.
+"""Sums and barriers in memory that the workers of one host share, in C (see core.h); without torch.
 
-The extension is optional: where it was not built, `library` is None and `why_not` says why. `comm.shared_memory` is
-what the rest of the package uses.
+The extension is optional: if it was not built, `library` is None and `why_not` returns the reason. The rest of the
+package uses `comm.shared_memory`.
+May import only modules of the root, such as `errors`.
+Start reading at `why_not`, then plane.c.
 """
 
 from __future__ import annotations
@@ -20,5 +22,5 @@ except ImportError as _error:
 
 
 def why_not() -> str:
-    """Why there is no extension; empty where there is one."""
+    """Why there is no extension; empty if there is one."""
     return f"the C extension is not built ({_reason})" if library is None else ""

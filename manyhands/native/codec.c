@@ -1,15 +1,15 @@
-/* fp32 as whole numbers of 8 bits, with one scale per block, in one pass each way. The Python in comm/codecs.py says what
- * the format promises, and does the same, bit for bit, where this is not built. */
+/* fp32 as 8-bit integers with one scale per block, in one pass each way. comm/codecs.py documents the format, and does
+ * the same in Python, bit for bit, if this is not built. */
 #include "core.h"
 
 #include <string.h>
 
 #define LARGEST_FINITE_BITS 0x7f7fffffu
 #define SMALLEST_SCALE 0x1p-126f
-/* Added and taken away again, it rounds numbers below 2^22 to whole ones, ties to even. */
+/* Adding and subtracting it rounds numbers below 2^22 to integers, ties to even. */
 #define ROUNDER 12582912.0f
 
-/* The largest magnitude, as bits: those of what is not finite are larger than all others. */
+/* The largest magnitude, as bits: those of infinities and NaN are larger than all others. */
 MH_FOR_THIS_CPU static uint32_t largest(const float *values, size_t count) {
     uint32_t found = 0;
     for (size_t i = 0; i < count; i++) {
@@ -53,7 +53,7 @@ void mh_int8_encode(const float *values, float *residual, float *scales, int8_t 
             wanted = residual + start;
         }
         uint32_t bits = largest(wanted, here);
-        if (bits > LARGEST_FINITE_BITS) { /* what its values were cannot be told: nothing is owed afterwards */
+        if (bits > LARGEST_FINITE_BITS) { /* the block's values are lost, so there is no residual */
             uint32_t nan = 0x7fc00000u;
             memcpy(scales, &nan, sizeof nan);
             memset(codes + start, 0, here);

@@ -1,4 +1,4 @@
-/* Large copies, past the caches: what they replace is not read, and what others need is not pushed out. */
+/* Large copies that bypass the caches: the target is not read first, and no other data is evicted. */
 #include "core.h"
 
 #include <string.h>
@@ -12,7 +12,7 @@ void mh_copy(void *to, const void *from, size_t bytes) {
     unsigned char *target = to;
     const unsigned char *source = from;
 #ifdef __SSE2__
-    _mm_sfence(); /* whoever sees some of the copy sees what was written before it */
+    _mm_sfence(); /* a thread that sees part of the copy also sees earlier writes */
     size_t head = (LINE - (uintptr_t)target % LINE) % LINE;
     if (head > bytes) head = bytes;
     memcpy(target, source, head);
@@ -22,7 +22,7 @@ void mh_copy(void *to, const void *from, size_t bytes) {
             _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const __m128i *)(source + i)));
         }
     }
-    _mm_sfence(); /* whoever sees what this thread writes next sees the copy */
+    _mm_sfence(); /* a thread that sees later writes also sees the copy */
 #endif
     memcpy(target, source, bytes);
 }

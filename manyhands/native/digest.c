@@ -1,17 +1,18 @@
-/* A number that tells whether memory has changed: any one word that changes changes it, and so do words that change
- * places. It is no defence against somebody who wants two contents to have the same. Integers only, in lanes of a fixed
- * number: the same on every CPU. `parallel/replicas/fingerprint.py` has the same in Python. */
+/* A digest that detects whether memory has changed: any single changed word changes it, and so do swapped words. It is
+ * not cryptographic. Integers only, in a fixed number of lanes: the same on every CPU.
+ * `parallel/replicas/fingerprint.py` has the same in Python. */
 #include "core.h"
 
 #include <string.h>
 
-/* Some lanes, read as they lie: floats are looked at as words, and nothing need be aligned. */
+/* Some lanes, read unaligned: floats are read as words. */
 #define LANES_AT_ONCE 4
 typedef uint64_t words __attribute__((vector_size(LANES_AT_ONCE * sizeof(uint64_t)), aligned(1), may_alias));
 
 #define GROUPS (MH_DIGEST_LANES / LANES_AT_ONCE)
 
-/* Sums, and sums of the sums so far, which tell places apart. Left to itself the compiler takes lanes one by one. */
+/* Sums, and sums of the running sums, which depend on positions. Explicit vectors, as the compiler would not vectorise.
+ * */
 MH_FOR_THIS_CPU static void add_rows(struct mh_digest *digest, const words *row, size_t num_rows) {
     words sums[GROUPS], places[GROUPS];
     memcpy(sums, digest->sums, sizeof sums);
@@ -37,7 +38,7 @@ void mh_digest_add(struct mh_digest *digest, const void *memory, size_t bytes) {
     digest->bytes += bytes;
 }
 
-/* Lanes are mixed side by side, not one after the other, which would take longer than to add up a block. */
+/* Lanes are mixed independently of each other: a chain of dependent mixes would take longer than adding up a block. */
 uint64_t mh_digest_end(const struct mh_digest *digest) {
     uint64_t whole = digest->bytes;
     for (uint64_t i = 0; i < MH_DIGEST_LANES; i++) {

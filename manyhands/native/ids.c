@@ -1,4 +1,4 @@
-/* Ids made unique and put in the order of their parts, and gradients summed over those that are the same. */
+/* Makes ids unique and sorts them by part, and sums the gradients of equal ids. */
 #include "core.h"
 #include "rows.h"
 
@@ -7,7 +7,7 @@
 
 #define AHEAD 16
 
-/* The different ones in the order of their first appearance; `places` are all 0, and one more than `mask`. */
+/* The unique ids in the order of their first appearance; `places` is a zeroed hash table of `mask` + 1 slots. */
 static size_t collect(const int64_t *ids, size_t count, int64_t *different, int64_t *inverse, uint32_t *places,
                       size_t mask) {
     size_t num = 0;
@@ -54,7 +54,7 @@ int64_t mh_unique(const int64_t *ids, size_t count, int64_t *different, int64_t 
     for (size_t i = 0; i < num; i++) {
         int64_t at = bounds[mh_part_of(first[i])]++;
         different[at] = first[i];
-        places[i] = (uint32_t)at; /* from here on: where each one went */
+        places[i] = (uint32_t)at; /* from here on: the position of each unique id in `different` */
     }
     for (size_t i = 0; i < count; i++) inverse[i] = places[inverse[i]];
     free(places), free(first);

@@ -1,5 +1,5 @@
-/* `manyhands.native._native`: core.h for Python. Addresses and lengths are plain integers; whoever calls keeps the memory
- * alive. Written against the limited API, so that one build serves every Python from 3.11 on. */
+/* `manyhands.native._native`: core.h for Python. Addresses and lengths are plain integers; the caller keeps the memory
+ * alive. Written against the limited API, so that one build works with every Python from 3.11 on. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,7 +17,7 @@ static int to_plane(PyObject *capsule, void *plane) {
     return *(struct mh_plane **)plane != NULL;
 }
 
-/* Addresses, or whole structs, are bytes. */
+/* Addresses and structs are passed as bytes. */
 struct memory {
     const void *start;
     size_t bytes;
@@ -36,7 +36,7 @@ struct program {
     size_t length;
 };
 
-/* A program is bytes of int32. */
+/* A program is passed as bytes of int32. */
 static int to_program(PyObject *object, void *program) {
     struct memory memory;
     if (!to_memory(object, &memory)) return 0;
@@ -328,26 +328,26 @@ static PyObject *unmap(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"plane_bytes", plane_bytes, METH_VARARGS, "plane_bytes(world, area_bytes): how much memory a plane takes"},
     {"open_plane", open_plane, METH_VARARGS, "open_plane(address, bytes, rank, world, area_bytes): one rank's view"},
-    {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world, rank): wake everybody who waits, for good"},
-    {"lost_rank", lost_rank, METH_VARARGS, "lost_rank(address): whom the plane was aborted for, or -1"},
+    {"abort_plane", abort_plane, METH_VARARGS, "abort_plane(address, world, rank): wake all waiting ranks, for good"},
+    {"lost_rank", lost_rank, METH_VARARGS, "lost_rank(address): the rank for which the plane was aborted, or -1"},
     {"set_purpose", set_purpose, METH_VARARGS, "set_purpose(plane, text): why this rank makes the calls that follow"},
-    {"purpose_of", purpose_of, METH_VARARGS, "purpose_of(plane, rank): why it came to the last meeting"},
-    {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): wait for all ranks"},
-    {"post", post, METH_VARARGS, "post(plane, number): what was written so far is there, for whoever looks"},
-    {"all_posted", all_posted, METH_VARARGS, "all_posted(plane, number): whether every rank has posted so far"},
-    {"wait_posted", wait_posted, METH_VARARGS, "wait_posted(plane, number, timeout_ns): until it has"},
+    {"purpose_of", purpose_of, METH_VARARGS, "purpose_of(plane, rank): its purpose at the last barrier"},
+    {"meet", meet, METH_VARARGS, "meet(plane, timeout_ns): a barrier of all ranks"},
+    {"post", post, METH_VARARGS, "post(plane, number): publish all that this rank has written so far"},
+    {"all_posted", all_posted, METH_VARARGS, "all_posted(plane, number): whether every rank has posted this number"},
+    {"wait_posted", wait_posted, METH_VARARGS, "wait_posted(plane, number, timeout_ns): wait until every rank has"},
     {"all_reduce", all_reduce, METH_VARARGS, "all_reduce(plane, address, count, dtype, program, timeout_ns)"},
     {"reduce_scatter", reduce_scatter, METH_VARARGS,
      "reduce_scatter(plane, output, input, count, dtype, program, timeout_ns)"},
-    {"allocate_large", allocate_large, METH_VARARGS, "allocate_large(fd, offset, bytes): in pages of 2 MB, if it can be"},
+    {"allocate_large", allocate_large, METH_VARARGS, "allocate_large(fd, offset, bytes): in pages of 2 MB, if possible"},
     {"map_again", map_again, METH_VARARGS, "map_again(address, bytes): the same memory so that large pages are used, or 0"},
-    {"unmap", unmap, METH_VARARGS, "unmap(address, bytes): what map_again has mapped"},
+    {"unmap", unmap, METH_VARARGS, "unmap(address, bytes): undo map_again"},
     {"all_gather", all_gather, METH_VARARGS, "all_gather(plane, output, input, bytes, timeout_ns)"},
     {"broadcast", broadcast, METH_VARARGS, "broadcast(plane, address, bytes, source, timeout_ns)"},
-    {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of memory that is there"},
-    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or nothing): gradients to new weights"},
-    {"digest", digest, METH_VARARGS, "digest(address, bytes): what memory holds, in one number"},
-    {"copy", copy, METH_VARARGS, "copy(to, from, bytes): past the caches"},
+    {"sum", sum, METH_VARARGS, "sum(target, addresses, count, dtype, program): of local memory"},
+    {"update", update, METH_VARARGS, "update(how, pieces, addresses, program, watch or empty): gradients to new weights"},
+    {"digest", digest, METH_VARARGS, "digest(address, bytes): a 64-bit digest of memory"},
+    {"copy", copy, METH_VARARGS, "copy(to, from, bytes): bypasses the caches"},
     {"int8_encode", int8_encode, METH_VARARGS, "int8_encode(values, residual or 0, scales, codes, count, block)"},
     {"int8_decode", int8_decode, METH_VARARGS, "int8_decode(scales, codes, values, count, block, add)"},
     {"bf16_add", bf16_add, METH_VARARGS, "bf16_add(halves, values, count)"},

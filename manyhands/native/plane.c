@@ -1,4 +1,4 @@
-/* Ranks that meet in shared memory, and move data through it. */
+/* Barriers and collectives in shared memory. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -12,11 +12,11 @@
 
 #define LINE 64
 #define PAGE 4096
-/* A rank that arrives this much later than another is waited for with the CPU in hand; then the kernel wakes us. */
+/* A rank spins for this long on a later rank, then sleeps in the kernel. */
 #define SPIN_NS 20000
-/* The abort flag is not the word that a sleeper sleeps on, so it looks up now and then. */
+/* The futex word is not the abort flag, so a sleeper wakes up now and then to check the flag. */
 #define NAP_NS 20000000
-/* Up to here every rank adds everything itself, which needs one meeting instead of two. */
+/* Up to this size every rank adds everything itself, which needs one barrier instead of two. */
 #define SMALL_BYTES 16384
 
 typedef unsigned char byte;
@@ -24,8 +24,8 @@ typedef unsigned char byte;
 struct slot {
     _Alignas(LINE) _Atomic uint32_t arrived;
     _Atomic uint32_t posted;
-    _Atomic uint32_t sleepers; /* on either */
-    /* Of the last two meetings: who is at one may be read by those who have not left the one before. */
+    _Atomic uint32_t sleepers; /* on either counter */
+    /* Of the last two barriers: ranks that have not left the one before may still read its purposes. */
     _Alignas(LINE) struct mh_purpose purposes[2];
 };
 
@@ -52,7 +52,7 @@ int mh_plane_open(struct mh_plane *plane, void *base, size_t bytes, uint32_t ran
 
 static struct header *header_of(const struct mh_plane *plane) { return (struct header *)plane->base; }
 
-/* Two areas per rank, used in turn: when a rank fills one again, all others have met it after reading that one. */
+/* Two areas per rank, used in turn: before a rank refills one, a barrier has passed since the others read it. */
 static byte *area_of(const struct mh_plane *plane, uint32_t rank) {
     size_t number = (size_t)(plane->turns & 1) * plane->world + rank;
     return plane->base + header_bytes(plane->world) + number * plane->area_bytes;
@@ -79,8 +79,8 @@ static inline void pause_briefly(void) {
 
 void mh_abort(void *base, uint32_t world, uint32_t rank) {
     struct header *header = base;
-    uint32_t nobody = 0;
-    atomic_compare_exchange_strong(&header->aborted, &nobody, rank + 1);
+    uint32_t not_aborted = 0;
+    atomic_compare_exchange_strong(&header->aborted, &not_aborted, rank + 1);
     for (uint32_t rank = 0; rank < world; rank++) {
         wake(&header->slots[rank].arrived);
         wake(&header->slots[rank].posted);
@@ -92,10 +92,10 @@ int64_t mh_lost_rank(const void *base) {
     return (int64_t)atomic_load(&header->aborted) - 1;
 }
 
-/* Counters go round after 2^32; nobody is ever half of that ahead. */
+/* Counters wrap after 2^32; no rank is ever half of that ahead. */
 static int has_come(uint32_t counted, uint32_t wanted) { return (int32_t)(counted - wanted) >= 0; }
 
-/* `counter` is one of the slot's. */
+/* `counter` is one of the slot's counters. */
 static int wait_for(struct header *header, struct slot *slot, _Atomic uint32_t *counter, uint32_t wanted,
                     int64_t deadline) {
     int64_t spin_until = 0;
@@ -118,7 +118,7 @@ static int wait_for(struct header *header, struct slot *slot, _Atomic uint32_t *
     }
 }
 
-/* The store comes before the look at the sleepers, in everybody's eyes: who is about to sleep sees it, or is seen. */
+/* The store precedes the load of `sleepers` (sequentially consistent): a rank about to sleep sees it, or is seen. */
 static void count_up(struct slot *slot, _Atomic uint32_t *counter, uint32_t to) {
     atomic_store(counter, to);
     if (atomic_load(&slot->sleepers)) wake(counter);
@@ -148,7 +148,7 @@ void mh_set_purpose(struct mh_plane *plane, const char *text, size_t length) {
 }
 
 const struct mh_purpose *mh_purpose_of(const struct mh_plane *plane, uint32_t rank) {
-    return &header_of(plane)->slots[rank].purposes[plane->meetings & 1];
+    return &header_of(plane)->slots[rank].purposes[plane->barriers & 1];
 }
 
 static int check_purposes(const struct mh_plane *plane) {
@@ -158,13 +158,13 @@ static int check_purposes(const struct mh_plane *plane) {
     return 0;
 }
 
-/* A meeting that everybody has come to took place, whoever was lost since. */
+/* A barrier that every rank has entered succeeds, even if a rank was lost since. */
 int mh_meet(struct mh_plane *plane, int64_t timeout_ns) {
     struct slot *mine = &header_of(plane)->slots[plane->rank];
-    uint32_t meeting = ++plane->meetings;
-    mine->purposes[meeting & 1] = plane->purpose;
-    count_up(mine, &mine->arrived, meeting);
-    int failed = wait_for_all(plane, 0, meeting, timeout_ns);
+    uint32_t barrier = ++plane->barriers;
+    mine->purposes[barrier & 1] = plane->purpose;
+    count_up(mine, &mine->arrived, barrier);
+    int failed = wait_for_all(plane, 0, barrier, timeout_ns);
     return failed ? failed : check_purposes(plane);
 }
 
@@ -202,7 +202,7 @@ static int sum_of_areas(const struct mh_plane *plane, void *target, size_t start
     return mh_sum(target, sources, program, length, count, dtype);
 }
 
-/* At most an area's worth, which starts in one area and ends in `data`. */
+/* At most one area's bytes: from `data` to this rank's area, and the sum back to `data`. */
 static int all_reduce_once(struct mh_plane *plane, byte *data, size_t count, int dtype, const int32_t *program,
                            size_t length, int64_t timeout_ns) {
     size_t item = mh_item_bytes(dtype);

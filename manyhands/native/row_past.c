@@ -1,19 +1,19 @@
-/* Rows as they were before the last update: its journal has what it changed, and the state before it is the one that does not
- * count any more. For whoever computes a step once more that some tables have and others have not. */
+/* Rows as they were before the last update: its journal has what it changed, and the table's other state is the one
+ * from before it. For a worker that repeats a step which some tables have applied and others have not. */
 #include "core.h"
 #include "row_table.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Where the journal has what was in a slot of the index, or in a row. */
+/* The journal's record of a slot of the index, or of a row. */
 struct mark {
     uint64_t key;
     const unsigned char *record; /* NULL: empty */
 };
 
 struct past {
-    struct table t; /* with the index of then */
+    struct table t; /* with the index from before the update */
     struct mark *marks;
     size_t mask;
 };
@@ -35,7 +35,7 @@ static void mark_record(const struct past *p, uint64_t key, const unsigned char 
 static int open_past(struct past *p, const struct table *t, const struct mh_rows_room *room) {
     const struct head *head = t->head;
     size_t length = head->journal_length < room->touched ? head->journal_length : room->touched, slots = 16;
-    while (slots < 4 * length) slots *= 2; /* two marks a record, and as many empty */
+    while (slots < 4 * length) slots *= 2; /* two marks per record, at most half full */
     *p = (struct past){*t, calloc(slots, sizeof *p->marks), slots - 1};
     if (p->marks == NULL) return MH_NO_MEMORY;
     p->t.index = t->indexes[head->states[(head->current & 1) ^ 1].index & 1];

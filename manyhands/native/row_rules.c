@@ -1,6 +1,6 @@
-/* What a row starts with, and how each optimizer changes it. Every operation is rounded by itself and none comes from a
- * mathematical library, other powers than 1/2 in FTRL excepted: the same bits wherever it runs. A row is its weights and then
- * the numbers of its optimizer. */
+/* Initial values of a row, and how each optimizer updates it. Every operation is rounded separately and none is from a
+ * math library, except powers other than 1/2 in FTRL: the same bits on every machine. A row is its weights, followed by
+ * its optimizer state. */
 #include "core.h"
 #include "rows.h"
 
@@ -11,16 +11,16 @@ uint32_t mh_row_states(int optimizer, uint32_t dim) {
     switch (optimizer) {
     case MH_ROW_ADAGRAD: return dim;
     case MH_ROW_MEAN_ADAGRAD: return 1;
-    case MH_ROW_ADAM: return 2 * dim + 1; /* two averages, and how many gradients there were */
+    case MH_ROW_ADAM: return 2 * dim + 1; /* two averages, and the number of gradients */
     case MH_ROW_FTRL: return 2 * dim;     /* z and n */
     default: return 0;
     }
 }
 
-/* From -1 up to 1, without it. */
+/* Uniform in [-1, 1). */
 static inline float even(uint64_t bits) { return (float)(bits >> 40) * 0x1p-23f - 1.0f; }
 
-/* The sum of 12 even numbers of 16 bits each: a bell of deviation 1 that ends at 6. */
+/* The sum of 12 uniform 16-bit numbers: approximately normal, standard deviation 1, cut off at 6. */
 static inline float bell(uint64_t state) {
     uint32_t sum = 0;
     for (uint64_t word = 0; word < 3; word++) {
@@ -95,7 +95,7 @@ static double whole_power(double base, uint32_t exponent) {
     return result;
 }
 
-/* A row counts its own gradients: those that it did not get do not make its averages smaller. */
+/* Each row counts its own gradients: steps without a gradient for the row do not decay its averages. */
 MH_FOR_THIS_CPU static void adam(const struct mh_rows_rule *rule, float *row, const float *g, float factor, uint32_t dim) {
     float *restrict first = row + dim, *restrict second = row + 2 * dim, *restrict w = row;
     uint32_t steps;
@@ -112,7 +112,7 @@ MH_FOR_THIS_CPU static void adam(const struct mh_rows_rule *rule, float *row, co
     }
 }
 
-/* See manyhands/optim.py, whose formulas these are. */
+/* The formulas are those of manyhands/optim/ftrl.py. */
 MH_FOR_THIS_CPU static void ftrl(const struct mh_rows_rule *rule, float *row, const float *g, float factor, uint32_t dim) {
     float *restrict z = row + dim, *restrict n = row + 2 * dim, *restrict w = row;
     for (uint32_t j = 0; j < dim; j++) {

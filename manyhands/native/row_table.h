@@ -1,11 +1,13 @@
-/* How a table of rows lies in its memory; for rows.c, row_past.c and sweep.c. One after the other, each on a cache line: the head, two
- * indexes, numbers of rows that are free, the rows, the journal.
+/* Memory layout of a table of rows; for rows.c, row_past.c and sweep.c. In this order, each part aligned to a cache
+ * line: the head, two indexes, the list of free rows, the rows, the journal.
  *
- * What counts is one of two states, and one store says which. An update works on the index that counts and writes down in
- * the journal what it is about to change; a sweep builds the other index, which counts from the same store on. A process that
- * is killed has done its stores up to some instruction and none after it: it is enough that the compiler keeps their order.
+ * One of two states is current, and a single store commits the other. An update changes the current index, and records
+ * in the journal what it is about to change; a sweep builds the other index, which the same store commits. A killed
+ * process has done its stores up to some instruction and none after it: it is enough that the compiler keeps their
+ * order.
  *
- * Other processes may look rows up meanwhile. `changes` tells them whether what they have read was of one moment. */
+ * Other processes may look up rows meanwhile. `changes` is their sequence lock: it shows whether all that they have
+ * read is from one moment. */
 #ifndef MANYHANDS_ROW_TABLE_H
 #define MANYHANDS_ROW_TABLE_H
 
@@ -15,15 +17,15 @@
 
 struct entry {
     int64_t id;
-    uint32_t place; /* 0: empty; a row's number + 1; or MH_ROW_CANDIDATE and how often it was seen */
-    uint32_t update; /* the last that touched it */
+    uint32_t place; /* 0: empty; a row's number + 1; or MH_ROW_CANDIDATE | how often it was seen */
+    uint32_t update; /* the last update that touched it */
 };
 
 struct state {
     uint64_t number, rows, candidates;
-    uint64_t free;  /* rows that were given back, whose numbers are in the list */
+    uint64_t free;  /* length of the list of free rows */
     uint64_t fresh; /* rows from this one on were never used */
-    uint64_t index; /* which of the two */
+    uint64_t index; /* which of the two indexes */
 };
 
 struct head {
@@ -32,10 +34,10 @@ struct head {
     uint64_t current;
     struct state states[2];
     uint64_t journal_number, journal_length;
-    _Atomic uint64_t changes; /* odd: somebody changes rows now, or was killed in it; never 0 where there is a table */
+    _Atomic uint64_t changes; /* odd: a process is changing rows, or was killed while it did; never 0 in a table */
 };
 
-/* What was there before the update of the journal's number, followed by the row's contents. */
+/* An entry before the update `journal_number`; in the journal, the row's contents follow it. */
 struct record {
     uint64_t slot; /* of the index, or NOWHERE */
     struct entry entry;
@@ -51,18 +53,18 @@ struct table {
     float *rows;
     unsigned char *journal;
     uint32_t dim;
-    size_t num_rows, num_slots, stride, record_bytes, bytes; /* of rows, how many there is room for */
-    struct state state; /* as it will be once this is committed */
+    size_t num_rows, num_slots, stride, record_bytes, bytes; /* `num_rows`: the capacity */
+    struct state state; /* as it will be after the commit */
 };
 
-/* Where an id was found: NOWHERE if it was not. */
+/* Where an id was found, or NOWHERE. */
 struct spot {
     uint64_t slot, row;
 };
 
 static inline void in_order(void) { atomic_signal_fence(memory_order_seq_cst); }
 
-/* Where rows that are looked up go: one after the other, or where each is said to. */
+/* Where looked-up rows are written: in order, or row `places[i]` for the i-th. */
 struct target {
     float *to;
     const int64_t *places; /* NULL: in order */
@@ -80,7 +82,7 @@ static inline size_t home_of(const struct table *t, int64_t id) {
     return (size_t)(((unsigned __int128)mh_mix((uint64_t)id) * t->num_slots) >> 64);
 }
 
-/* Where the id is, or the empty slot where it would be. Of an index that somebody else changes, some slot. */
+/* The slot of the id, or the empty slot where it would be. If another process changes the index meanwhile, any slot. */
 static inline size_t slot_from(const struct table *t, int64_t id, size_t slot) {
     for (size_t left = t->num_slots; left && t->index[slot].place && t->index[slot].id != id; left--) {
         slot = slot + 1 == t->num_slots ? 0 : slot + 1;
@@ -90,20 +92,20 @@ static inline size_t slot_from(const struct table *t, int64_t id, size_t slot) {
 
 static inline size_t slot_of(const struct table *t, int64_t id) { return slot_from(t, id, home_of(t, id)); }
 
-/* What an update is going to add to the table. */
+/* What an update will add to the table. */
 struct need {
-    uint64_t rows, candidates, admitted; /* `admitted` of the rows are candidates now */
+    uint64_t rows, candidates, admitted; /* `admitted`: how many of the rows are candidates now */
 };
 
-/* Let go of what is too old and, with `may_evict`, of what has not been touched for longest, where there is no room for
- * `need`. Entries at `spots` stay. 0, MH_ROWS_NO_ROOM or MH_NO_MEMORY; `swept`: another index is in use now. */
+/* Evict entries that are too old and, with `may_evict`, the least recently touched ones if there is no room for `need`.
+ * Entries at `spots` stay. 0, MH_ROWS_NO_ROOM or MH_NO_MEMORY; `swept`: the other index is in use now. */
 int mh_rows_sweep(struct table *t, const struct mh_rows_rule *rule, uint64_t number, const struct spot *spots, size_t count,
                   const struct need *need, int may_evict, int *swept);
 
-/* Whether the last update is beyond `at_most`, and what it has changed is still known. */
+/* Whether the last update is later than `at_most`, and its journal is still there. */
 int mh_rows_has_past(const struct table *t, uint64_t at_most);
 
-/* Rows as they were before it. 0 or MH_NO_MEMORY. */
+/* Look up rows as they were before that update. 0 or MH_NO_MEMORY. */
 int mh_rows_look_back(const struct table *t, const struct mh_rows_room *room, const struct mh_rows_rule *rule,
                       const int64_t *ids, size_t count, const struct target *target);
 

@@ -1,4 +1,4 @@
-/* Finding and changing rows; see rows.h for what is promised and row_table.h for how. */
+/* Finding and updating rows; rows.h documents the interface and row_table.h the layout. */
 #include "rows.h"
 #include "core.h"
 #include "row_table.h"
@@ -8,8 +8,8 @@
 
 #define MAGIC 0x3273776f72686dULL /* "mhrows2" */
 #define LINE 64
-/* Memory is asked for so many ids before it is looked at: a fetch takes as long as a core needs for several ids, and it can
- * wait for a dozen or two at once. */
+/* Memory is prefetched this many ids before its use: a cache miss takes as long as the work on several ids, and a core
+ * can have a dozen or two in flight. */
 #define AHEAD 16
 
 static size_t lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
@@ -80,7 +80,7 @@ static void begin_journal(struct table *t, uint64_t number) {
     in_order();
 }
 
-/* Before the entry, or the row, is changed. */
+/* Called before the entry, or the row, is changed. */
 static void remember(struct table *t, uint64_t slot, const struct entry *entry, uint64_t row) {
     unsigned char *at = t->journal + t->head->journal_length * t->record_bytes;
     struct record record = {slot, *entry, row};
@@ -91,7 +91,7 @@ static void remember(struct table *t, uint64_t slot, const struct entry *entry, 
     in_order();
 }
 
-/* ---- what others see meanwhile ---- */
+/* ---- the sequence lock for readers ---- */
 
 static void begin_changes(struct head *head) {
     atomic_store_explicit(&head->changes, head->changes | 1, memory_order_relaxed);
@@ -134,14 +134,14 @@ static void commit(struct table *t, uint64_t number) {
 
 /* ---- finding ---- */
 
-/* Where it should be. */
+/* Prefetch the entry, and return the id's first slot. */
 static inline size_t ask_for_entry(const struct table *t, int64_t id) {
     size_t home = home_of(t, id);
     __builtin_prefetch(&t->index[home]);
     return home;
 }
 
-/* To read only: another process may be about to change it. */
+/* Prefetch for reading only: another process may be about to change it. */
 static inline void ask_for_row(const struct table *t, uint64_t row, size_t floats) {
     if (row == NOWHERE) return;
     for (size_t j = 0; j < floats; j += LINE / sizeof(float)) __builtin_prefetch(row_at(t, row) + j);
@@ -168,20 +168,20 @@ static void find(const struct table *t, const int64_t *ids, size_t count, struct
     }
 }
 
-/* Rows of a few lengths are copied without a call. */
+/* Rows of a common length are copied inline. */
 static inline void copy_weights(float *to, const float *row, uint32_t dim) {
     if (dim == 16) memcpy(to, row, 16 * sizeof *to);
     else memcpy(to, row, dim * sizeof *to);
 }
 
-/* Entries are found AHEAD of ids behind those that are asked for, and rows copied as many behind that. */
+/* A pipeline: entries are read AHEAD ids after their prefetch, and rows copied AHEAD ids after that. */
 static void look_up(const struct table *t, const struct mh_rows_rule *rule, const int64_t *ids, size_t count,
                     const struct target *target) {
     uint32_t dim = t->dim;
     size_t homes[AHEAD];
     uint64_t rows[AHEAD];
     for (size_t i = 0; i < count + 2 * AHEAD; i++) {
-        size_t at = i % AHEAD; /* what was put there AHEAD of ids ago is used before it is replaced */
+        size_t at = i % AHEAD; /* the value from AHEAD ids ago is used before it is overwritten */
         if (i >= 2 * AHEAD) {
             float *to = place_of(target, i - 2 * AHEAD, dim);
             if (rows[at] != NOWHERE) copy_weights(to, row_at(t, rows[at]), dim);
@@ -207,7 +207,7 @@ int mh_rows_lookup(const void *memory, const struct mh_rows_rule *rule, const in
 
 int mh_rows_peek(const void *memory, const struct mh_rows_room *room, const struct mh_rows_rule *rule, const int64_t *ids,
                  size_t count, float *to, const int64_t *places, uint64_t at_most) {
-    struct table t = view(memory, room); /* the memory itself may be given back while it is read */
+    struct table t = view(memory, room); /* not from the memory's head, which may be freed while it is read */
     struct target target = {to, places};
     uint64_t before = atomic_load_explicit(&t.head->changes, memory_order_acquire);
     if (t.head->magic != MAGIC) return MH_ROWS_GONE;
@@ -247,10 +247,10 @@ struct touch {
     const float *gradient;
     float factor;
     uint32_t number;
-    int in_journal; /* whether the index in use is the one that counts */
+    int in_journal; /* whether the index in use is the committed one, whose changes need the journal */
 };
 
-/* One id and its gradient: to its row, or to one that is made now, or counted only. */
+/* Apply one id's gradient to its row, or to a new row; or only count the id as a candidate. */
 static int touch(struct table *t, const struct mh_rows_rule *rule, const struct touch *one, size_t slot) {
     struct entry *entry = &t->index[slot];
     if (entry->place && entry->update == one->number) return MH_ROWS_TWICE;
@@ -310,7 +310,7 @@ int mh_rows_update(void *memory, const struct mh_rows_rule *rule, uint64_t numbe
     return failed;
 }
 
-/* ---- all of it ---- */
+/* ---- whole tables ---- */
 
 void mh_rows_move(const void *from, void *to) {
     struct table a = open_table(from), b = open_table(to);

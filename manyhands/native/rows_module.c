@@ -1,5 +1,5 @@
-/* rows.h for Python, as module.c has it for core.h: addresses and lengths are plain integers, a rule is the bytes of its
- * struct, and whoever calls keeps memory alive and lengths right. */
+/* rows.h for Python, as module.c is for core.h: addresses and lengths are plain integers, a rule is the bytes of its
+ * struct, and the caller keeps memory alive and lengths right. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -249,8 +249,8 @@ static PyObject *add_rows(PyObject *self, PyObject *args) {
 
 PyMethodDef mh_row_methods[] = {
     {"rows_bytes", rows_bytes, METH_VARARGS, "rows_bytes(room): how much memory a table takes"},
-    {"rows_format", rows_format, METH_VARARGS, "rows_format(address, room): a table without rows, in memory that is zero"},
-    {"rows_room", rows_room, METH_VARARGS, "rows_room(address, bytes): of the table that is there, or None"},
+    {"rows_format", rows_format, METH_VARARGS, "rows_format(address, room): make an empty table of zeroed memory"},
+    {"rows_room", rows_room, METH_VARARGS, "rows_room(address, bytes): the table's capacities, or None"},
     {"rows_count", rows_count, METH_VARARGS, "rows_count(address): last update, rows and candidates"},
     {"rows_recover", rows_recover, METH_VARARGS, "rows_recover(address): undo an update that was not finished"},
     {"rows_lookup", rows_lookup, METH_VARARGS, "rows_lookup(address, rule, ids, count, to, at_most)"},
@@ -258,16 +258,16 @@ PyMethodDef mh_row_methods[] = {
      "rows_peek(address, room, rule, ids, count, to, places, at_most): 0, ROWS_CHANGING or ROWS_GONE; while others change rows"},
     {"rows_update", rows_update, METH_VARARGS,
      "rows_update(address, rule, number, ids, gradients, count, factor, may_evict): what failed, and room wanted"},
-    {"rows_move", rows_move, METH_VARARGS, "rows_move(from, to): all of a table into an empty one"},
+    {"rows_move", rows_move, METH_VARARGS, "rows_move(from, to): copy a table into an empty one"},
     {"rows_list", rows_list, METH_VARARGS, "rows_list(address, ids, places, updates)"},
     {"rows_fill", rows_fill, METH_VARARGS, "rows_fill(address, number, ids, places, updates, count)"},
     {"rows_digest", rows_digest, METH_VARARGS, "rows_digest(address, turn, turns): of one in `turns` ids"},
-    {"rows_offset", rows_offset, METH_VARARGS, "rows_offset(address): where rows begin, in bytes"},
-    {"rows_stride", rows_stride, METH_VARARGS, "rows_stride(dim, num_states): from row to row, in floats"},
-    {"row_states", row_states, METH_VARARGS, "row_states(optimizer, dim): how many numbers an optimizer keeps in a row"},
-    {"unique", unique, METH_VARARGS, "unique(ids, count, different, inverse): how many different ones"},
+    {"rows_offset", rows_offset, METH_VARARGS, "rows_offset(address): offset of the first row in bytes"},
+    {"rows_stride", rows_stride, METH_VARARGS, "rows_stride(dim, num_states): distance between rows in floats"},
+    {"row_states", row_states, METH_VARARGS, "row_states(optimizer, dim): numbers of optimizer state per row"},
+    {"unique", unique, METH_VARARGS, "unique(ids, count, different, inverse): the number of unique ids"},
     {"part_bounds", part_bounds, METH_VARARGS, "part_bounds(ids, count): whether they are in order, and where parts begin"},
-    {"first_places", first_places, METH_VARARGS, "first_places(inverse, count, first): of each different id"},
+    {"first_places", first_places, METH_VARARGS, "first_places(inverse, count, first): the first index of each unique id"},
     {"repeat_rows", repeat_rows, METH_VARARGS, "repeat_rows(rows, inverse, first, count, dim)"},
     {"add_rows", add_rows, METH_VARARGS, "add_rows(to, values, inverse, count, dim)"},
     {NULL, NULL, 0, NULL},

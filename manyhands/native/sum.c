@@ -1,4 +1,4 @@
-/* Addition along a tree, in blocks that stay in the nearest cache. Additions are not fused with anything. */
+/* Addition along a tree, in blocks that stay in the L1 cache. Additions are never fused with other operations. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -19,7 +19,7 @@ MH_FOR_THIS_CPU static void add_f64(double *to, const double *left, const double
     for (size_t i = 0; i < count; i++) to[i] = left[i] + right[i];
 }
 
-/* Overflow wraps, as it does in torch and numpy; in C only unsigned numbers may. */
+/* Overflow wraps, as in torch and numpy; in C that is defined only for unsigned numbers. */
 MH_FOR_THIS_CPU static void add_i64(uint64_t *to, const uint64_t *left, const uint64_t *right, size_t count) {
     for (size_t i = 0; i < count; i++) to[i] = left[i] + right[i];
 }
@@ -79,7 +79,7 @@ static size_t depth_of(const int32_t *program, size_t length) {
     return deepest;
 }
 
-/* One block: values on the stack are pointers, to a source or to the scratch memory of their depth. */
+/* One block: the stack has pointers to a source, or to the scratch block of that depth. */
 static void sum_block(byte *target, const void *const *sources, size_t offset, const int32_t *program, size_t length,
                       size_t count, int dtype, byte *scratch) {
     const byte *stack[MH_MAX_DEPTH];

@@ -1,12 +1,12 @@
-/* Rows that go: too old, or untouched for longest when there is no room. Which ones depends on ids and updates alone, not on
- * where they lie. */
+/* Eviction of rows: those that are too old, or the least recently touched if there is no room. Which ones depends on
+ * ids and updates alone, not on their positions. */
 #include "core.h"
 #include "row_table.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* When an entry was touched last; of those at the same time, the lower id goes first. */
+/* When an entry was touched last; of entries of the same update, the lowest id is evicted first. */
 struct age {
     int64_t id;
     uint32_t update;
@@ -16,7 +16,7 @@ static inline int is_older(struct age a, struct age b) {
     return a.update != b.update ? a.update < b.update : a.id < b.id;
 }
 
-/* Quickselect: after it, the `count` oldest are the first, and the last of them is returned. */
+/* Quickselect: moves the `count` oldest to the front, and returns the youngest of them. */
 static struct age select_oldest(struct age *ages, size_t length, size_t count) {
     size_t low = 0, high = length - 1, place = count - 1;
     while (low < high) {
@@ -36,11 +36,11 @@ static struct age select_oldest(struct age *ages, size_t length, size_t count) {
     return ages[place];
 }
 
-/* Who goes, of one kind. */
+/* Which entries of one kind (rows, or candidates) are evicted. */
 struct cut {
     uint64_t left; /* entries that are not too old */
     uint64_t loose; /* those of them that this update does not touch */
-    struct age last; /* this one, and all that are older */
+    struct age last; /* this one and all older ones are evicted */
     int is_needed;
 };
 
@@ -68,7 +68,7 @@ static void count_left(const struct sweep *s, struct cut cuts[2]) {
     }
 }
 
-/* Make room for `more`, and for as many again as one in sixteen: a sweep is not for a single row. */
+/* Make room for `more`, plus a sixteenth of the capacity, so that a sweep is not repeated for every few rows. */
 static int place_cut(const struct sweep *s, struct cut *cut, int rows, uint64_t more, uint64_t room) {
     if (cut->left + more <= room) return 0;
     uint64_t goes = cut->left + more - room;

@@ -1,5 +1,5 @@
-/* Optimizers on flat memory: the gradient is summed along its tree and applied block by block, while it is in the
- * nearest cache. Each follows torch's own sequence of operations. Start reading at mh_update. */
+/* Optimizers on flat memory: the gradient is summed along its tree and applied block by block, while it is in the L1
+ * cache. Each optimizer follows torch's sequence of operations. Start reading at mh_update. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -7,7 +7,8 @@
 
 #define BLOCK (MH_BLOCK_BYTES / sizeof(float))
 
-/* One block of a piece: `given` is its gradient, `g` memory for one that can be changed, `free` as much again. */
+/* One block of a piece: `given` is its gradient, `g` a buffer for a gradient that may be changed, `free` another
+ * buffer. */
 struct block {
     const float *given;
     float *g, *free;
@@ -16,7 +17,7 @@ struct block {
     const float *from[MH_MAX_STATES];
     float *state[MH_MAX_STATES];
     size_t count;
-    int past_caches; /* new values are not read soon: their stores need not read what they replace */
+    int past_caches; /* new values are not read soon: use streaming stores, which do not read the target first */
 };
 
 struct vector_ops {
@@ -99,7 +100,7 @@ static void adagrad(const struct vector_ops *v, const struct mh_update *u, struc
     v->add_quotient(b->to, b->w, u->step_size, b->g, b->free, b->count);
 }
 
-/* States: the average of squares, the momentum where there is one, the average where it is centered. */
+/* States: the average of squares, the momentum if there is one, the average of gradients if centered. */
 static void rmsprop(const struct vector_ops *v, const struct mh_update *u, struct block *b) {
     if (u->weight_decay != 0) v->add_scaled(b->g, b->g, u->weight_decay, b->w, b->count);
     v->scale(b->state[0], b->from[0], u->second_keep, b->count);
@@ -123,7 +124,7 @@ static void rmsprop(const struct vector_ops *v, const struct mh_update *u, struc
 static void (*const optimizers[MH_NUM_OPTIMIZERS])(const struct vector_ops *, const struct mh_update *, struct block *) = {
     sgd, adam, adagrad, rmsprop};
 
-/* Where new values go to another copy, so large that little of it would be left in a cache when somebody reads it. */
+/* Pieces that are written to another copy and are at least this large would hardly be in a cache at their next use. */
 #define WORTH_STREAMING_BYTES ((size_t)4 << 20)
 
 static int is_streamed(const float *from, const float *to) { return to == NULL || (to != from && (uintptr_t)to % 64 == 0); }
@@ -151,22 +152,22 @@ static void update_block(const struct vector_ops *v, const struct mh_update *u, 
         return;
     }
     if (b->given != b->g) memcpy(b->g, b->given, b->count * sizeof(float));
-    /* In torch's order: divide out weights and loss scale, clip, turn round. Each is rounded. */
+    /* In torch's order: divide by weights and loss scale, clip, negate. Each is rounded. */
     if (u->factor != 1) v->scale(b->g, b->g, u->factor, b->count);
     if (u->clip != 1) v->scale(b->g, b->g, u->clip, b->count);
     if (u->maximize) v->scale(b->g, b->g, -1.0f, b->count);
     optimizers[u->optimizer](v, u, b);
 }
 
-/* Stores past the caches come in no order with others. Whoever sees what this thread writes after this sees what it wrote
- * before it. */
+/* Streaming stores are not ordered with other stores. After this fence, a thread that sees a later write of this thread
+ * also sees its earlier ones. */
 static void order_stores(void) {
 #ifdef __x86_64__
     __builtin_ia32_sfence();
 #endif
 }
 
-/* Of the weights and states in a block, which are in the nearest cache. */
+/* The digest of a block's weights and states, which are in the L1 cache. */
 static uint64_t digest_of(const float *w, const float *const *states, size_t count) {
     struct mh_digest digest = {0};
     mh_digest_add(&digest, w, count * sizeof(float));

@@ -1,5 +1,5 @@
-/* The elementwise operations that optimizers are made of, each rounded as torch rounds it. Included once per kind of CPU
- * by update.c, with FOR_CPU(name) naming that CPU's version. Where the CPU has fused multiply-add, torch uses it in
+/* The elementwise operations of optimizers, each rounded as torch rounds it. Included once per kind of CPU by update.c,
+ * with FOR_CPU(name) naming that CPU's version. If the CPU has fused multiply-add, torch uses it in
  * `add` with alpha, `addcmul` and `lerp`, and nowhere else; so does this. `to` may be any of the inputs, but not
  * overlap one in part. */
 
@@ -35,7 +35,7 @@ static void FOR_CPU(interpolate)(float *to, const float *a, const float *b, floa
     }
 }
 
-/* sqrt(a) / divisor + eps. torch's own square root is a vector library's, and may differ from this in the last bit. */
+/* sqrt(a) / divisor + eps. torch's square root is from a vector library, and may differ from this in the last bit. */
 static void FOR_CPU(root)(float *to, const float *a, float divisor, float eps, size_t count) {
     NO_OVERLAP for (size_t i = 0; i < count; i++) to[i] = __builtin_sqrtf(a[i]) / divisor + eps;
 }
@@ -44,7 +44,7 @@ static void FOR_CPU(larger)(float *to, const float *a, const float *b, size_t co
     NO_OVERLAP for (size_t i = 0; i < count; i++) to[i] = a[i] > b[i] || a[i] != a[i] ? a[i] : b[i];
 }
 
-/* As many elements as one store past the caches takes; where there is no such store, any number. */
+/* The number of elements of one streaming store, which bypasses the caches; any number if the CPU has none. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define STREAM(to, from) __builtin_ia32_movntps512(to, *(const FOR_CPU(lanes) *)(from))
@@ -58,12 +58,12 @@ static void FOR_CPU(larger)(float *to, const float *a, const float *b, size_t co
 
 typedef float FOR_CPU(lanes) __attribute__((vector_size(LANES * sizeof(float)), may_alias));
 
-/* SGD with a momentum that is there already: what `scale` and `add_scaled` do one after the other, in one pass. */
+/* SGD with existing momentum: what `scale` and `add_scaled` do one after the other, in one pass. */
 static inline void FOR_CPU(move)(const struct mh_update *u, const struct block *b, size_t start, size_t count,
                                  float *weights, float *momenta) {
     const float *g = b->given + start, *w = b->w + start, *from = b->from[0] + start;
     NO_OVERLAP for (size_t i = 0; i < count; i++) {
-        float grad = g[i] * u->factor * u->clip * (u->maximize ? -1.0f : 1.0f); /* by 1 nothing changes */
+        float grad = g[i] * u->factor * u->clip * (u->maximize ? -1.0f : 1.0f); /* a factor of 1 changes nothing */
         if (u->weight_decay != 0) grad = MULTIPLY_ADD(u->weight_decay, w[i], grad);
         momenta[i] = MULTIPLY_ADD(u->gradient_share, grad, from[i] * u->momentum);
         float step = u->nesterov ? MULTIPLY_ADD(u->momentum, momenta[i], grad) : momenta[i];
@@ -72,7 +72,7 @@ static inline void FOR_CPU(move)(const struct mh_update *u, const struct block *
 }
 
 static void FOR_CPU(momentum)(const struct mh_update *u, const struct block *b) {
-    const struct mh_update how = *u; /* which nothing that is written here can change */
+    const struct mh_update how = *u; /* a copy that cannot alias the stores below */
     float weights[LANES] __attribute__((aligned(64))), momenta[LANES] __attribute__((aligned(64)));
     size_t i = 0;
     for (; i + LANES <= b->count; i += LANES) {

@@ -1,1 +1,5 @@
-"""Observing a run: its recorded events, progress display, status, TensorBoard. Imports no torch."""
+"""Observing a run: its recorded events, progress display, status, TensorBoard. Imports no torch.
+
+May import `spec` and `control`.
+Start reading at `recorder.Recorder`.
+"""

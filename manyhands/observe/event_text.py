@@ -1,7 +1,7 @@
-"""A run's events as text for people: pure functions and one running tally; nothing here prints.
+"""A run's events as text for people: pure functions and one running summary of steps; nothing here prints.
 
-`line_of` words the events that are worth a line of their own. Steps are not: they come by the thousand, so `Tally`
-sums them up and words the sum.
+`line_of` formats the events that get one line each. Steps do not: there are thousands, so `Tally` sums them up and
+formats the sum.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LONG_IMPORT_S = 15.0
 
 
 class Tally:
-    """Steps since the last line: where training is, how fast, and what the time went into."""
+    """Steps since the last line: where training is, how fast, and how the time was spent."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -66,7 +66,7 @@ class Tally:
         self.loss = math.nan
         self.total_steps: int | None = None
         self.fresh = False
-        """Whether a step came that nobody was shown; whoever shows it says so here."""
+        """Whether a step has not been displayed yet; the display resets it."""
         self._given_eta_s: float | None = None
         self._steps = self._rows = self._seconds = 0.0
         self._phases: dict[str, float] = {}
@@ -86,7 +86,7 @@ class Tally:
             self._stale = (self._stale or 0.0) + event.staleness
 
     def forget(self, share: float = 1.0) -> None:
-        """Let this share of the past go: 1 starts a new interval, less now and then makes a moving average."""
+        """Drop this share of the past: 1 starts a new interval, less at regular times makes a moving average."""
         self._steps, self._rows, self._seconds = (
             kept * (1 - share) for kept in (self._steps, self._rows, self._seconds)
         )
@@ -132,20 +132,20 @@ def shares(phases: Mapping[str, float]) -> str:
 
 
 def used_lines(workers: Iterable[ResourcesUsed]) -> list[str]:
-    """What each worker used; of many workers, the range."""
-    told = sorted(workers, key=lambda one: one.rank)
-    if len(told) > MAX_WORKERS_SHOWN:
-        return [f"{len(told)} workers: {_used(told)}"]
-    return [f"rank {one.rank}: {_used([one])}" for one in told]
+    """Resources used by each worker; for many workers, the range."""
+    by_rank = sorted(workers, key=lambda one: one.rank)
+    if len(by_rank) > MAX_WORKERS_SHOWN:
+        return [f"{len(by_rank)} workers: {_used(by_rank)}"]
+    return [f"rank {one.rank}: {_used([one])}" for one in by_rank]
 
 
 def _used(workers: Sequence[ResourcesUsed]) -> str:
-    """Cores, memory and link of one worker, or from the least to the most of several; and what their time went into."""
+    """Cores, memory and link of one worker, or the range over several; and how their time was spent."""
     cores = _span([one.cpu_s / one.seconds for one in workers if one.seconds > 0], "{:.2f}".format)
     parts = [f"{cores} cores", f"{_span([one.peak_rss_bytes for one in workers], size)} at most"]
-    if said := [one.predicted_bytes for one in workers if one.predicted_bytes is not None]:
+    if predictions := [one.predicted_bytes for one in workers if one.predicted_bytes is not None]:
         most = max(workers, key=lambda one: one.predicted_bytes or 0)
-        parts[-1] += f" ({_span(said, size)} predicted, {PHASES_OF_MEMORY[most.predicted_phase]})"
+        parts[-1] += f" ({_span(predictions, size)} predicted, {PHASES_OF_MEMORY[most.predicted_phase]})"
     if own := [one.pss_bytes for one in workers if one.pss_bytes is not None]:
         parts.append(f"{_span(own, size)} with shared pages divided")
     if any(one.bytes_sent for one in workers):
@@ -159,15 +159,15 @@ def _used(workers: Sequence[ResourcesUsed]) -> str:
     return ", ".join(parts) + (f"; {shares(phases)}" if shares(phases) else "")
 
 
-def _span(values: Sequence[float], worded: Callable[[float], str]) -> str:
+def _span(values: Sequence[float], text_of: Callable[[float], str]) -> str:
     if not values:
         return "?"
-    least, most = worded(min(values)), worded(max(values))
+    least, most = text_of(min(values)), text_of(max(values))
     return least if least == most else f"{least} to {most}"
 
 
 def line_of(event: Event, *, elapsed_s: float | None = None) -> str | None:
-    """One line for people, or None for an event that has none. Those of later trainings say of which they are."""
+    """One line for people, or None for an event that has none. Lines of later trainings begin with their number."""
     line, training = _line_of(event, elapsed_s=elapsed_s), getattr(event, "training", 1)
     return f"training {training}: {line}" if line is not None and training > 1 else line
 
@@ -179,9 +179,8 @@ def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
         case RunStarted():
             return _started(event)
         case GenerationStarted():
-            goes = "goes" if event.workers == 1 else "go"
             where = f"on {_many(event.hosts, 'host')} (generation {event.generation})"
-            return f"{_many(event.workers, 'worker')} {goes} on, {where}"
+            return f"continuing with {_many(event.workers, 'worker')} {where}"
         case Straggler(is_over=True):
             return f"rank {event.rank} on {clean(event.host)} keeps up with the others again"
         case Straggler():
@@ -192,11 +191,11 @@ def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
             bubble = f"bubble {event.measured:.0%} in step {event.step}, {event.theory:.0%} in theory"
             return f"pipeline {event.schedule}, {event.microbatches} microbatches: {bubble}; {event.path}"
         case StalenessSeen() if event.updates:
-            told = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
-            return f"updates by the staleness of their gradients: {told}"
+            counts = ", ".join(f"{stale}: {updates}" for stale, updates in sorted(event.updates.items()))
+            return f"updates by the staleness of their gradients: {counts}"
         case RoundsClosed():
-            told = ", ".join(f"{workers}: {rounds}" for workers, rounds in sorted(event.rounds.items()))
-            return f"rounds by the number of workers that were in them: {told}"
+            counts = ", ".join(f"{workers}: {rounds}" for workers, rounds in sorted(event.rounds.items()))
+            return f"averaging rounds by their number of workers: {counts}"
         case EpochDone():
             found = {name: value for name, value in event.results.items() if name not in ("epoch", "step")}
             return f"epoch {event.epoch + 1} done at step {event.step}  {results(found)}".rstrip()
@@ -211,13 +210,13 @@ def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
         case CheckpointSaved():
             return f"saved checkpoint of step {event.step} ({size(event.num_bytes)} in {event.seconds:.2g} s)"
         case CheckpointFailed():
-            known = f"of step {event.step} " in event.reason  # most reasons are whole sentences about it
+            known = f"of step {event.step} " in event.reason  # most reasons are complete sentences that say so
             return f"warning: {'' if known else f'checkpoint of step {event.step} not saved: '}{clean(event.reason)}"
         case Resumed():
             skipped = "".join(f"; skipped {clean(what)}" for what in event.skipped)
             return f"resumed at step {event.step}, epoch {event.epoch + 1}, from {clean(event.path)}{skipped}"
         case RoundRestarted():
-            return f"a round begins anew after step {event.step}: {_many(event.steps, 'step')} taken back"
+            return f"averaging round restarted after step {event.step}: {_many(event.steps, 'step')} rolled back"
         case WorkerLost(collateral=False):
             return f"lost rank {event.rank} on {clean(event.host)} (pid {event.pid}): {clean(event.reason)}"
         case ServerLost():
@@ -239,11 +238,11 @@ def _divided(event: Divided) -> str:
     parts = " ".join(map(str, event.slices))
     if len(event.slices) > MAX_WORKERS_SHOWN:
         parts = f"{min(event.slices)} to {max(event.slices)} a worker"
-    return f"slices are divided {parts} from step {event.step + 1} on, as fast as the workers are"
+    return f"slices per worker from step {event.step + 1} on: {parts}, in proportion to their speed"
 
 
 def waiting_line(event: LaunchStarted, seconds: float) -> str:
-    """For a terminal, while nothing has come from the workers."""
+    """For a terminal, until the first message from the workers."""
     if seconds < LONG_IMPORT_S:
         return f"starting {_processes(event)}, importing torch … {seconds:.0f} s"
     return f"{_processes(event)} started; nothing from the script yet … {duration(seconds)}"
@@ -255,7 +254,7 @@ def _processes(event: LaunchStarted) -> str:
 
 
 def _started(event: RunStarted) -> str:
-    """For people who know nothing of us: who works on what, and where it is written."""
+    """For users who know nothing of manyhands: how many workers do what, and where the run directory is."""
     does = "trains" if event.workers == 1 else "train together"
     if event.call != "fit":
         does = f"at work ({event.call})"
@@ -266,12 +265,12 @@ def _started(event: RunStarted) -> str:
     if event.attempt > 1:
         parts.append(f"attempt {event.attempt}")
     if slower := re.search(r"workers talk over \w+ \(.*\)", event.machine):
-        parts.append(slower[0])  # not through shared memory, and why: it costs speed
+        parts.append(slower[0])  # why shared memory is not used: it costs speed
     return clean(f"{', '.join(parts)}; everything is written to {event.run}")
 
 
 def details_of(event: RunStarted) -> str:
-    """The rest, for those who ask: what results and speed depend on."""
+    """The details for `--verbose`: what results and speed depend on."""
     parts = [
         event.strategy,
         f"V={event.slices}",
@@ -288,7 +287,7 @@ def _ended(event: RunEnded, elapsed_s: float | None) -> str:
     after = "" if elapsed_s is None else f" after {duration(elapsed_s)}"
     because = f": {clean(event.reason)}" if event.exit_code and event.reason else ""
     missing = f" ({_many(event.dropped, 'event')} not recorded)" if event.dropped else ""
-    where = "" if elapsed_s is None and not event.step else f" at step {event.step}"  # a script that is not ours
+    where = "" if elapsed_s is None and not event.step else f" at step {event.step}"  # a script without manyhands
     return f"{ending}{where}{after}{because}{missing}"
 
 
@@ -321,12 +320,12 @@ def size(num_bytes: float) -> str:
 
 
 def count(value: float) -> str:
-    """A rate with no more digits than it is worth: 312, 4.27, 15300."""
+    """A rate with three significant digits or all integer digits: 312, 4.27, 15300."""
     return f"{value:.0f}" if value >= 100 or not math.isfinite(value) else f"{value:.3g}"
 
 
 def clean(text: str) -> str:
-    """Text from elsewhere on one line, unable to move a terminal's cursor or change its colours."""
+    """Foreign text on one line, without control characters that move a terminal's cursor or change its colours."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

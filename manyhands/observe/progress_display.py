@@ -1,8 +1,8 @@
-"""What a person sees of a run while it trains: a bar on a terminal, a line per interval elsewhere.
+"""Progress display of a run: a bar on a terminal, a line per interval elsewhere.
 
-A display takes events, output and failures from the launcher or, in a run of one process, from the trainer. It puts
-them into a queue and returns; one thread does all the showing, so neither a slow terminal nor a closed pipe can hold
-up or stop a step. How things are worded is `event_text.py`'s business. Start reading at `make_display`.
+A display receives events, output and failures from the launcher or, in a run of one process, from the trainer. It
+queues them and returns; one thread does all the output, so neither a slow terminal nor a closed pipe can delay or stop
+a step. `event_text.py` formats the text. Start reading at `make_display`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from manyhands.events import (
     WorkerLost,
 )
 from manyhands.observe.event_text import Tally, details_of, line_of, size, slow_line, used_lines, waiting_line
-from manyhands.observe.output_spool import MAX_IN_MEMORY_BYTES, Kept, Spool
+from manyhands.observe.output_spool import MAX_IN_MEMORY_BYTES, Spool, SpoolRange
 from manyhands.observe.terminal import (
     BottomLines,
     columns,
@@ -59,14 +59,14 @@ TICK_S = 0.1
 REDRAW_S = 0.2  # a redraw costs half a millisecond: a quarter of a percent of one core
 INTERVAL_S = 5.0
 EPOCH_INTERVAL_S = 1.0
-# The others go on without a lost worker, or the run ends and says why: which of the two, is known within this time.
-CHANGE_HELD_S = 3.0
+# After a worker is lost, the run either continues without it or fails and says why: this is known within this time.
+CHANGE_DELAY_S = 3.0
 STOPPED_CODES = (75, 130, 143)
 CLOSE_TIMEOUT_S = 2.0
 MAX_EVENTS_WAITING = 10_000
-# Of steps in a row within one tick: how their time is shared out shows in a few as well as in thousands, and a thread
-# that looks at each takes the interpreter from the one that trains.
-MAX_STEPS_LOOKED_AT = 16
+# Steps processed per tick: a few show the phase times as well as thousands do, and a thread that processes every step
+# would take the interpreter from the training thread.
+MAX_STEPS_PER_TICK = 16
 MAX_OUTPUT_WAITING_BYTES = MAX_IN_MEMORY_BYTES
 MAX_REMEMBERED_BYTES = 20_000
 
@@ -85,9 +85,9 @@ def make_display(
 ) -> Display:
     """The display for these streams. `auto` is live on a terminal and plain elsewhere, and plain under `ci`.
 
-    Progress goes to `stderr`, so `stdout` holds what the training script printed and nothing else. With `solo` the
-    script's prints happen in this very process: a live display then takes over `sys.stdout` and `sys.stderr` until
-    `close`, where they lead to its terminal, to keep the bar below them. `verbose` adds what only some want to know.
+    Progress goes to `stderr`, so `stdout` has only what the training script printed. With `solo` the script runs in
+    this process: a live display then replaces `sys.stdout` and `sys.stderr` until `close`, if they are its terminal, to
+    keep the bar below the script's output. `verbose` adds details.
     """
     if ui == "auto":
         ui = "live" if is_terminal(stderr) and not ci else "plain"
@@ -100,72 +100,72 @@ def make_display(
 
 
 class _Output:
-    """Bytes that the chief wrote, on their way to one of our own streams."""
+    """Output of the chief, to be written to one of our streams."""
 
     def __init__(self, stream: Literal["stdout", "stderr"], data: bytes) -> None:
         self.stream, self.data = stream, data
 
 
 class _Spooled(NamedTuple):
-    """The same, while they are in a file."""
+    """The same, stored in the spool file."""
 
     stream: Literal["stdout", "stderr"]
-    kept: Kept
+    stored: SpoolRange
 
 
-class _Due(str):
-    """Lines that the end waits for, as it does for output."""
+class _WaitedFor(str):
+    """Lines that `close` waits for, as it does for output."""
 
 
-class _Failed(_Due):
+class _Failed(_WaitedFor):
     """A failure, as text of several lines."""
 
 
 class _Queued:
-    """Takes everything at once; shows it from one thread. Subclasses say how, and may not be called by others."""
+    """Queues everything and returns; one thread shows it. Subclasses define how; only that thread calls them."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
         self._streams: dict[str, TextIO] = {"stdout": stdout, "stderr": stderr}
-        self._gone: set[str] = set()
+        self._closed_streams: set[str] = set()
         self._queue: deque[Event | _Output | _Spooled | str] = deque()
         self._stepped = False
-        # How much output came in and went out, each changed by one thread only, so that no lock is needed.
+        # Bytes of output queued and written, each counter changed by one thread only, so that no lock is needed.
         self._bytes_in = self._bytes_out = 0
         self._bytes_skipped = 0
         self._last_errors = b""
         self._spool = Spool()
         self._run = "RUN"
-        self._are_apart = not same_file(stdout, stderr)
-        self._urgent: list[threading.Thread] = []
+        self._separate_streams = not same_file(stdout, stderr)
+        self._failure_threads: list[threading.Thread] = []
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="manyhands-display", daemon=True)
         self._thread.start()
 
     def event(self, event: Event) -> None:
-        """Never blocks, never raises; what a stuck terminal cannot show is not shown."""
+        """Never blocks, never raises; events that a blocked terminal cannot show are dropped."""
         if isinstance(event, RunStarted):
             self._run = event.run
         if len(self._queue) < MAX_EVENTS_WAITING:
             self._queue.append(event)
         if isinstance(event, StepDone):
             if self._stepped:
-                return  # the first step is shown at once; further ones are looked at ten times a second
+                return  # the first step is shown at once; further steps are processed ten times a second
             self._stepped = True
         self._wake.set()
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
-        """Pass the chief's output on. Never waits for its reader: behind 64 MB in memory, more waits in a file.
+        """Write the chief's output. Never waits for its reader: beyond 64 MB in memory, output waits in a file.
 
-        What that does not take, because the disk is full, is skipped, and said so.
+        What the file cannot take, because the disk is full, is skipped, with a warning.
         """
         item: _Output | _Spooled = _Output(stream, data)
         if self._bytes_in - self._bytes_out > MAX_OUTPUT_WAITING_BYTES:
-            kept = self._spool.put(data)
-            if kept is None:
+            stored = self._spool.put(data)
+            if stored is None:
                 self._bytes_skipped += len(data)
                 return
-            item = _Spooled(stream, kept)
+            item = _Spooled(stream, stored)
         self._say_skipped()
         self._bytes_in += len(data)
         self._put(item)
@@ -175,7 +175,7 @@ class _Queued:
     def _say_skipped(self) -> None:
         if self._bytes_skipped:
             what = f"{size(self._bytes_skipped)} of output not shown, as its reader paused and the disk is full"
-            self._due(_Due(f"warning: {what}; the whole log: mh logs {self._run} --rank 0"))
+            self._put_waited_for(_WaitedFor(f"warning: {what}; the whole log: mh logs {self._run} --rank 0"))
             self._bytes_skipped = 0
 
     def say(self, line: str) -> None:
@@ -186,28 +186,28 @@ class _Queued:
 
         seen = self._last_errors.decode(errors="replace").splitlines()
         text = render(block, seen=seen)
-        if not self._are_apart or self._bytes_out == self._bytes_in:
-            self._due(_Failed(text))
+        if not self._separate_streams or self._bytes_out == self._bytes_in:
+            self._put_waited_for(_Failed(text))
             return
-        # Output waits for its reader, perhaps for long. What went wrong is for another reader, and goes ahead.
-        thread = threading.Thread(target=self._failed, args=(text,), name="manyhands-failure", daemon=True)
-        self._urgent.append(thread)
+        # Output may wait long for its reader. The failure goes to another stream, so it does not wait.
+        thread = threading.Thread(target=self._show_failure, args=(text,), name="manyhands-failure", daemon=True)
+        self._failure_threads.append(thread)
         thread.start()
 
-    def _due(self, item: _Due) -> None:
+    def _put_waited_for(self, item: _WaitedFor) -> None:
         self._bytes_in += len(item)
         self._put(item)
 
     def close(self) -> None:
-        """Show what is left, for at most two seconds; output and failures for as long as their reader takes."""
+        """Show the rest, for at most two seconds; output and failures for as long as their reader takes."""
         self._say_skipped()
         self._closing = True
         self._wake.set()
-        for thread in (self._thread, *self._urgent):
+        for thread in (self._thread, *self._failure_threads):
             thread.join(CLOSE_TIMEOUT_S)
         while self._bytes_out < self._bytes_in and self._thread.is_alive():
             self._thread.join(TICK_S)
-        self._thread.join(CLOSE_TIMEOUT_S)  # for what stood behind it
+        self._thread.join(CLOSE_TIMEOUT_S)  # for the items queued after the output
         if not self._thread.is_alive():
             self._spool.close()
 
@@ -219,66 +219,66 @@ class _Queued:
         while not self._closing:
             self._wake.wait(TICK_S)
             self._wake.clear()
-            self._turn()
-        self._turn()
-        with _nothing_escapes():
+            self._show_queued()
+        self._show_queued()
+        with _errors_ignored():
             self._finish()
 
-    def _turn(self) -> None:
-        steps: deque[StepDone] = deque(maxlen=MAX_STEPS_LOOKED_AT)
+    def _show_queued(self) -> None:
+        steps: deque[StepDone] = deque(maxlen=MAX_STEPS_PER_TICK)
         while self._queue:
             item = self._queue.popleft()
             if isinstance(item, StepDone):
                 steps.append(item)
                 if self._queue:
                     continue
-            with _nothing_escapes():
+            with _errors_ignored():
                 while steps:
-                    self._shown_event(steps.popleft())
+                    self._show_event(steps.popleft())
                 if not isinstance(item, StepDone):
                     self._show(item)
-        with _nothing_escapes():
+        with _errors_ignored():
             self._tick(time.monotonic())
 
     def _show(self, item: Event | _Output | _Spooled | str) -> None:
         if isinstance(item, _Output | _Spooled):
-            output = item if isinstance(item, _Output) else _Output(item.stream, self._spool.take(item.kept))
+            output = item if isinstance(item, _Output) else _Output(item.stream, self._spool.take(item.stored))
             try:
                 self._pass_on(output)
             finally:
-                self._bytes_out += len(output.data) if isinstance(item, _Output) else item.kept.num_bytes
-        elif isinstance(item, _Due):
+                self._bytes_out += len(output.data) if isinstance(item, _Output) else item.stored.num_bytes
+        elif isinstance(item, _WaitedFor):
             try:
-                (self._failed if isinstance(item, _Failed) else self._said)(item)
+                (self._show_failure if isinstance(item, _Failed) else self._show_line)(item)
             finally:
                 self._bytes_out += len(item)
         elif isinstance(item, str):
-            self._said(item)
+            self._show_line(item)
         else:
-            self._shown_event(item)
+            self._show_event(item)
 
     def _pass_on(self, output: _Output) -> None:
         self._write(output.stream, output.data)
 
-    def _said(self, line: str) -> None:
+    def _show_line(self, line: str) -> None:
         self._line(line)
 
-    def _failed(self, block: str) -> None:
+    def _show_failure(self, block: str) -> None:
         self._line(block)
 
     def _line(self, text: str) -> None:
-        """A whole line, or several, to stderr."""
+        """One or more complete lines to stderr."""
         self._write("stderr", text.rstrip("\n").encode(errors="replace") + b"\n")
 
     def _write(self, stream: str, data: bytes) -> None:
-        if stream in self._gone:
+        if stream in self._closed_streams:
             return
         try:
             write_bytes(self._streams[stream], data)
-        except (OSError, ValueError):  # the reader went away, or the stream was closed: the run goes on without it
-            self._gone.add(stream)
+        except (OSError, ValueError):  # the reader is gone, or the stream was closed: the run continues without it
+            self._closed_streams.add(stream)
 
-    def _shown_event(self, event: Event) -> None: ...
+    def _show_event(self, event: Event) -> None: ...
 
     def _tick(self, now: float) -> None: ...
 
@@ -286,7 +286,7 @@ class _Queued:
 
 
 class _FailuresOnly(_Queued):
-    """`--ui none`: the chief's output and failures; not a word else."""
+    """`--ui none`: only the chief's output and failures."""
 
     def say(self, line: str) -> None:
         pass
@@ -296,15 +296,15 @@ class _FailuresOnly(_Queued):
 
 
 class _Narrated(_Queued):
-    """What plain and live have in common: a tally of the steps, and which other events get a line, how often."""
+    """Common to plain and live: a tally of the steps, and which other events get a line, how often."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float, *, verbose: bool) -> None:
         self._interval_s, self._verbose = interval_s, verbose
         self._tally = Tally()
         self._began: float | None = None
         self._seen_generation = False
-        # These may come many times a second: the newest of a kind gets a line, once per interval.
-        self._held: dict[type, Event] = {}
+        # These may occur many times a second: only the newest of a kind gets a line, once per interval.
+        self._delayed: dict[type, Event] = {}
         self._last_line: dict[type, float] = {}
         self._every_s: dict[type, float] = {EpochDone: EPOCH_INTERVAL_S, Evaluated: EPOCH_INTERVAL_S}
         self._changes: list[tuple[float, WorkerLost | GenerationStarted]] = []
@@ -314,19 +314,19 @@ class _Narrated(_Queued):
         self._slow: dict[int, Straggler] = {}
         super().__init__(stdout, stderr)
 
-    def _shown_event(self, event: Event) -> None:
+    def _show_event(self, event: Event) -> None:
         match event:
             case StepDone():
                 self._tally.add(event)
                 self._release_changes()
             case CheckpointSaved() | Logged() | EpochDone() | Evaluated():
-                self._hold(event)
+                self._delay(event)
             case Straggler():
                 self._note_slow(event)
             case WorkerLost():
                 self._changes.append((time.monotonic(), event))
             case ResourcesUsed():
-                self._used[event.rank] = event  # told at the end of the run
+                self._used[event.rank] = event  # shown at the end of the run
             case LaunchStarted():
                 self._seen_generation = False
                 self._narrate(event)
@@ -355,7 +355,7 @@ class _Narrated(_Queued):
             self._release_results(now)
             self._release_changes()
         if isinstance(event, RunEnded) and self._has_failed:
-            return  # the failure block has said it
+            return  # the failure block says it already
         line = line_of(event, elapsed_s=None if self._began is None else now - self._began)
         if line is not None:
             self._line(line)
@@ -364,8 +364,8 @@ class _Narrated(_Queued):
 
     def _end(self, event: RunEnded, now: float) -> None:
         if self._has_failed or event.exit_code in STOPPED_CODES:
-            self._changes.clear()  # workers that were asked to end are not lost
-        self._held.pop(Straggler, None)
+            self._changes.clear()  # workers that were stopped on request are not lost
+        self._delayed.pop(Straggler, None)
         self._before_result(now, last=True)
         if self._verbose:
             for text in used_lines(self._used.values()):
@@ -374,19 +374,19 @@ class _Narrated(_Queued):
             if not slow.is_over:
                 self._line(f"since step {slow.step} {slow_line(slow)}")
 
-    def _said(self, line: str) -> None:
+    def _show_line(self, line: str) -> None:
         self._release_changes()
-        super()._said(line)
+        super()._show_line(line)
 
-    def _failed(self, block: str) -> None:
+    def _show_failure(self, block: str) -> None:
         self._changes.clear()
-        self._held.pop(Straggler, None)
+        self._delayed.pop(Straggler, None)
         self._has_failed = True
         self._before_result(time.monotonic(), last=True)
-        super()._failed(block)
+        super()._show_failure(block)
 
     def _forget_slow(self) -> None:
-        """Ranks are others' now."""
+        """The ranks belong to other workers now."""
         self._slow.clear()
         self._named_slow.clear()
 
@@ -394,12 +394,12 @@ class _Narrated(_Queued):
         self._slow = {rank: one for rank, one in self._slow.items() if one.generation == event.generation}
         self._slow[event.rank] = event
         if event.is_over and event.rank not in self._named_slow:
-            self._held.pop(Straggler, None)  # it was over before anything was said
+            self._delayed.pop(Straggler, None)  # it was over before a line was shown
         else:
-            self._hold(event)
+            self._delay(event)
 
-    def _hold(self, event: Event) -> None:
-        self._held[type(event)] = event
+    def _delay(self, event: Event) -> None:
+        self._delayed[type(event)] = event
         now = time.monotonic()
         if self._is_due(type(event), now):
             self._release(type(event), event, now)
@@ -409,14 +409,14 @@ class _Narrated(_Queued):
         return now - self._last_line.get(kind, -every_s) >= every_s
 
     def _tick(self, now: float) -> None:
-        for kind, event in list(self._held.items()):
+        for kind, event in list(self._delayed.items()):
             if self._is_due(kind, now):
                 self._release(kind, event, now)
-        if self._changes and now - self._changes[0][0] >= CHANGE_HELD_S:
+        if self._changes and now - self._changes[0][0] >= CHANGE_DELAY_S:
             self._release_changes()
 
     def _release(self, kind: type, event: Event, now: float) -> None:
-        del self._held[kind]
+        del self._delayed[kind]
         if isinstance(event, EpochDone):
             self._before_result(now, last=False)
         if isinstance(event, Straggler):
@@ -425,10 +425,10 @@ class _Narrated(_Queued):
         self._line(line_of(event) or "")
 
     def _release_results(self, now: float) -> None:
-        """What came before another line stands before it."""
+        """Results that came before another line are shown before it."""
         for kind in (EpochDone, Evaluated):
-            if kind in self._held:
-                self._release(kind, self._held[kind], now)
+            if kind in self._delayed:
+                self._release(kind, self._delayed[kind], now)
 
     def _release_changes(self) -> None:
         changes, self._changes = self._changes, []
@@ -440,15 +440,15 @@ class _Narrated(_Queued):
         self._before_result(time.monotonic(), last=True)
 
     def _before_result(self, now: float, *, last: bool) -> None:
-        """Bring the record up to date before an epoch's result or the end."""
+        """Show everything pending before an epoch's result or the end."""
         if last:
             self._release_changes()
-            for kind, event in list(self._held.items()):
+            for kind, event in list(self._delayed.items()):
                 self._release(kind, event, now)
 
 
 class _Plain(_Narrated):
-    """For pipes and log files: whole lines, no colours, never a carriage return of ours."""
+    """For pipes and log files: whole lines, no colours, no carriage returns."""
 
     def _tick(self, now: float) -> None:
         super()._tick(now)
@@ -457,7 +457,7 @@ class _Plain(_Narrated):
 
     def _before_result(self, now: float, *, last: bool) -> None:
         super()._before_result(now, last=last)
-        if last or now - self._last_line.get(StepDone, now) >= 1.0:  # short epochs: their results are lines enough
+        if last or now - self._last_line.get(StepDone, now) >= 1.0:  # short epochs: their result lines are enough
             self._steps_line(now)
 
     def _steps_line(self, now: float) -> None:
@@ -469,7 +469,7 @@ class _Plain(_Narrated):
 
 
 class _Live(_Narrated):
-    """For terminals: two lines at the bottom, redrawn in place five times a second; the rest goes by above."""
+    """For terminals: two lines at the bottom, redrawn in place five times a second; the rest scrolls above."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, *, verbose: bool, color: bool, solo: bool) -> None:
         self._bar = BottomLines(stderr)
@@ -492,16 +492,16 @@ class _Live(_Narrated):
         super().close()
         self._prints.close()
 
-    def _shown_event(self, event: Event) -> None:
+    def _show_event(self, event: Event) -> None:
         if isinstance(event, CheckpointSaved):
-            self._note = f"saved step {event.step}"  # in the bar: the bar is always there, so no line is needed
+            self._note = f"saved step {event.step}"  # in the bar, which is always visible, so no line is needed
         elif isinstance(event, LaunchStarted):
             self._launch, self._seen_generation = (event, time.monotonic()), False
         else:
-            super()._shown_event(event)
+            super()._show_event(event)
 
     def _launched(self) -> None:
-        """Something came from the workers, or of them: nobody waits for their start any more."""
+        """The first message from, or about, the workers has arrived: stop showing that they start."""
         if self._launch is not None:
             self._launch = None
             self._bar.erase()
@@ -535,7 +535,7 @@ class _Live(_Narrated):
         if last and self._tally.step:
             self._bar.erase()
             self._line(self._tally.line())
-            self._tally = Tally()  # no bar any more, unless another call trains on
+            self._tally = Tally()  # no bar any more, unless another call of fit follows
 
     def _finish(self) -> None:
         super()._finish()
@@ -564,13 +564,13 @@ class _Live(_Narrated):
 
 
 def _from_here(path: str) -> str:
-    """A path as short as it can be written in this directory."""
+    """A path relative to this directory, if it is below it."""
     near = os.path.relpath(path)
     return path if near.startswith("..") else near
 
 
 @contextlib.contextmanager
-def _nothing_escapes() -> Iterator[None]:
-    """A display that cannot show something shows the next thing; training never hears of it."""
+def _errors_ignored() -> Iterator[None]:
+    """An item that cannot be shown is skipped; no error reaches the training."""
     with contextlib.suppress(Exception):
         yield

@@ -1,9 +1,9 @@
-"""Events to disk, without the training loop ever waiting for it.
+"""Writes events to disk without ever making the training loop wait.
 
 `Recorder.emit` puts the event into a bounded queue and returns; one background thread encodes and appends JSON
-lines. A full, slow or read-only disk costs events, which are counted, and nothing else. What the events mean is the
-business of `events.py`. `read_events` and `follow` read such a file, also while it is being written, torn, or from
-a later version. Start reading at `Recorder.emit`.
+lines. A full, slow or read-only disk only costs events, which are counted. `events.py` defines the events.
+`read_events` and `follow` read such a file, also while it is being written, torn, or from a later version. Start
+reading at `Recorder.emit`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BATCH_EVENTS = 512
 class Recorder:
     """Appends events to `path`, which need not exist yet.
 
-    When the queue is full the oldest event makes room: after a long outage the newest facts tell more. Once the
-    disk takes writes again, a `Warned` line says how many events are missing. Safe from any thread.
+    When the queue is full the oldest event is dropped: after a long outage the newest events matter more. Once the
+    disk accepts writes again, a `Warned` line says how many events are missing. Safe from any thread.
     """
 
     def __init__(self, path: Path, *, max_queue: int = 10_000) -> None:
@@ -45,7 +45,7 @@ class Recorder:
         self._max_queue = max_queue
         self._lock = threading.Lock()  # guards the queue and the count; held for microseconds, never during I/O
         self._dropped = 0
-        self._told_dropped = 0
+        self._reported_dropped = 0
         self._num_taken = 0
         self._file = _AppendFile(path)
         self._stop = threading.Event()
@@ -54,11 +54,11 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Events that are not, and will not be, on disk."""
+        """Number of events that are not, and will not be, on disk."""
         return self._dropped
 
     def emit(self, event: Event) -> None:
-        """Take an event. Never waits for the disk, never raises; a microsecond or two."""
+        """Queue an event. Never waits for the disk, never raises; takes a microsecond or two."""
         now_s = time.time()
         with self._lock:
             if self._stop.is_set():
@@ -67,13 +67,13 @@ class Recorder:
             if len(self._queue) >= self._max_queue:
                 self._queue.popleft()
                 self._dropped += 1
-            self._queue.append((now_s, event))  # wakes nobody: the thread looks four times a second
+            self._queue.append((now_s, event))  # no wake-up: the thread polls four times a second
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued, or give up after `timeout_s`; what then remains counts as dropped."""
+        """Write the queue, or give up after `timeout_s`; the rest counts as dropped."""
         self._stop.set()
         self._thread.join(timeout_s)
-        with self._lock:  # empty unless the disk refused, or hangs
+        with self._lock:  # empty unless the disk refused a write, or hangs
             self._dropped += len(self._queue)
             self._queue.clear()
 
@@ -88,12 +88,12 @@ class Recorder:
         while not self._stop.wait(wait_s):
             wait_s = POLL_S if self._drain() else min(max(2 * wait_s, FIRST_RETRY_S), LAST_RETRY_S)
         if not self._drain():
-            with self._lock:  # a note about missing events, if still pending, comes before the batch and is none itself
+            with self._lock:  # a pending warning about missing events precedes the batch and is not part of it
                 self._dropped += min(self._num_taken, self._file.pending.count(b"\n"))
         self._file.close()
 
     def _drain(self) -> bool:
-        """Write the whole queue; False when the disk would not take it."""
+        """Write the whole queue; False when the disk refused a write."""
         while self._file.flush():
             self._file.pending = self._next_batch()
             if not self._file.pending:
@@ -103,11 +103,11 @@ class Recorder:
     def _next_batch(self) -> bytes:
         with self._lock:
             taken = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
-            missing, self._told_dropped = self._dropped - self._told_dropped, self._dropped
+            missing, self._reported_dropped = self._dropped - self._reported_dropped, self._dropped
         lines, bad = _lines(taken)
         if missing:
-            told = Warned(time_s=time.time(), text=f"{missing} events before this one could not be recorded")
-            lines = events.encode_lines([told]) + lines
+            warning = Warned(time_s=time.time(), text=f"{missing} events before this one could not be recorded")
+            lines = events.encode_lines([warning]) + lines
         self._num_taken = len(taken) - bad
         with self._lock:
             self._dropped += bad
@@ -115,7 +115,7 @@ class Recorder:
 
 
 def _lines(taken: Sequence[tuple[float, Event]]) -> tuple[bytes, int]:
-    """JSON lines, and how many have none: what is no event, or holds what JSON cannot."""
+    """JSON lines, and the number of items without one: those that are no event, or that JSON cannot represent."""
     try:
         return events.encode_lines([_stamped(*one) for one in taken]), 0
     except (TypeError, ValueError, AttributeError):
@@ -130,7 +130,7 @@ def _stamped(emitted_s: float, event: Event) -> Event:
 
 
 class _AppendFile:
-    """An append-only file that may fail at any time and remembers what it still owes the disk."""
+    """An append-only file that may fail at any time and keeps what is still to be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,13 +139,13 @@ class _AppendFile:
         self.pending = b""
 
     def flush(self) -> bool:
-        """Write all that is pending; False, with the rest kept, when the disk would not take it."""
+        """Write all that is pending; False, with the rest kept, when the disk refused a write."""
         try:
             while self.pending:
                 if self._fd is None:
                     self._fd = self._open()
                 num_written = os.write(self._fd, self.pending)
-                # A full disk may take half a line. The other half stays pending and will follow it.
+                # A full disk may accept half a line. The other half stays pending and is written next.
                 self._in_line = self.pending[num_written - 1 : num_written] != b"\n"
                 self.pending = self.pending[num_written:]
         except OSError:
@@ -171,7 +171,7 @@ class _AppendFile:
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of a file, oldest first; none when there is no file.
 
-    Skips what it cannot read: a torn line, or a kind of event that a later version writes.
+    Skips lines that it cannot read: a torn line, or a kind of event that a later version writes.
     """
     try:
         file = path.open("rb")
@@ -186,13 +186,13 @@ def read_events(path: Path) -> Iterator[Event]:
 def follow(path: Path, *, poll_s: float = 0.2, done: Callable[[], bool] = lambda: False) -> Iterator[Event]:
     """Events as they are written, from the first on; waits for the file to appear.
 
-    Ends when `done()` is true and nothing more is there to read; without it, never.
+    Ends when `done()` is true and there is nothing left to read; without it, never.
     """
     with contextlib.ExitStack() as stack:
         file: BinaryIO | None = None
         rest = b""
         while True:
-            ending = done()  # asked before reading: what was written before the end is still delivered
+            ending = done()  # called before reading, so that everything written before the end is delivered
             if file is None and path.exists():
                 file = stack.enter_context(path.open("rb"))
             fresh = file.read() if file is not None else b""
@@ -218,7 +218,7 @@ def parse_line(line: bytes) -> Event | None:
 
 
 def _with_nan(fields: Any) -> Any:
-    """Earlier versions wrote every number that is not finite as null; where there must be one it is read as NaN."""
+    """Earlier versions wrote numbers that are not finite as null; a required number is read as NaN."""
     if not isinstance(fields, dict):
         return fields
     for name in ("loss", "samples_per_s"):

@@ -1,9 +1,9 @@
-"""What a run's own record proves about it: every step committed once, every sample of an epoch taken once.
+"""Checks a run's recorded events: every step committed once, every sample of an epoch used once.
 
-Pure: events in, findings out. A step is known by the chief's `StepDone`. A chief that is killed takes up to a quarter
-of a second of them with it; such steps are counted as unrecorded, and are believed only where the positions of their
-neighbours say exactly which rows they took. Asynchronous updates are in no order of rows: theirs are put in the order
-of the batches that they took first. Start reading at `audit`.
+Pure: events in, findings out. The chief's `StepDone` commits a step. A chief that is killed loses up to a quarter of a
+second of them; such steps count as unrecorded, and are accepted only if the positions of the steps before and after
+determine exactly which rows they used. Asynchronous updates are not in the order of their rows, so they are first
+sorted by the batches that they used. Start reading at `audit`.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from manyhands.control.membership.state import parse_generation
 from manyhands.events import Event, GenerationStarted, Resumed, RoundRestarted, RunEnded, StepDone
 from manyhands.observe.recorder import read_events
 
-__all__ = ["Ledger", "Rollback", "audit", "audit_run", "generation_key", "read_run_events"]
+__all__ = ["Rollback", "RunLedger", "audit", "audit_run", "generation_key", "read_run_events"]
 
-# Of an epoch whose end is on no record, so many are tried.
-MOST_SIZES = 4096
+# Most epoch sizes that are tried for an epoch whose end is not recorded.
+MAX_SIZES_TRIED = 4096
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Committed steps of a training that were taken back: it began again from a checkpoint, or from its last round."""
+    """Committed steps of a training that were undone: it restarted from a checkpoint, or from its last round."""
 
     to_step: int
     steps: int
     generation: str
-    """The first one that made them anew."""
+    """The first generation that repeated them."""
 
 
-class Ledger(msgspec.Struct, kw_only=True):
+class RunLedger(msgspec.Struct, kw_only=True):
     last_step: int = 0
-    """Of all trainings together."""
+    """Sum over all trainings."""
     recorded: int = 0
-    """Steps up to the last one that are on record, each counted once."""
+    """Recorded steps up to the last one, each counted once."""
     unrecorded: int = 0
-    """Steps that are not, but whose rows their neighbours account for."""
+    """Steps without a record whose rows follow from the steps before and after."""
     rollbacks: list[Rollback] = []
     generations: int = 0
     samples_lost: int = 0
     samples_repeated: int = 0
-    """Within one epoch. Steps that were taken back count for neither."""
+    """Within one epoch. Steps that were rolled back count for neither."""
     problems: list[str] = []
-    """What contradicts the promises, in words; empty: they were kept."""
+    """Each violation of the promises, as text; empty: they were kept."""
 
     @property
     def steps_lost(self) -> int:
         return sum(rollback.steps for rollback in self.rollbacks)
 
 
-def audit_run(run_dir: Path, *more: Path) -> Ledger:
+def audit_run(run_dir: Path, *more: Path) -> RunLedger:
     """The ledger of a run directory. `more`: other files of the same events, such as the output of `mh run --json`."""
     return audit(read_run_events(run_dir, *more))
 
@@ -64,13 +64,13 @@ def read_run_events(run_dir: Path, *more: Path) -> list[Event]:
     return [event for file in files for event in read_events(file)]
 
 
-def audit(events: Iterable[Event]) -> Ledger:
-    """Check a run's events: `GenerationStarted` in the order of writing, the others in any.
+def audit(events: Iterable[Event]) -> RunLedger:
+    """Check a run's events: `GenerationStarted` in the order of writing, the others in any order.
 
-    Each of the script's trainings has steps of its own; what is counted is of all of them.
+    Each training of the script counts its own steps; the totals are over all trainings.
     """
     events = list(events)
-    ledger = Ledger()
+    ledger = RunLedger()
     known = _check_generations(events, ledger)
     trainings = sorted({event.training for event in events if isinstance(event, StepDone)})
     for training in trainings:
@@ -90,14 +90,16 @@ def _is_of(event: Event, training: int) -> bool:
     return getattr(event, "training", training) == training
 
 
-def _audit_training(events: Sequence[Event], known: set[str]) -> Ledger:
-    ledger = Ledger()
+def _audit_training(events: Sequence[Event], known: set[str]) -> RunLedger:
+    ledger = RunLedger()
     commits = _in_order([event for event in events if isinstance(event, StepDone)])
     resumed = [event.step for event in events if isinstance(event, Resumed | RoundRestarted)]
     lineage = _lineage(commits, resumed, ledger)
     for commit in lineage:
         if known and commit.generation and commit.generation not in known:
-            ledger.problems.append(f"step {commit.step} was committed in generation {commit.generation}, unannounced")
+            ledger.problems.append(
+                f"step {commit.step} was committed in generation {commit.generation}, which was never announced"
+            )
     if lineage:
         ledger.last_step, ledger.recorded = lineage[-1].step, len(lineage)
         batches = _by_batch(lineage)
@@ -108,27 +110,27 @@ def _audit_training(events: Sequence[Event], known: set[str]) -> Ledger:
 
 
 def generation_key(generation: str) -> tuple[int, int]:
-    """Generations in their order. Records of earlier versions name none, which comes first."""
+    """Sort key of a generation. Records of earlier versions name none, which sorts first."""
     return parse_generation(generation) if generation else (0, 0)
 
 
-def _check_generations(events: Sequence[Event], ledger: Ledger) -> set[str]:
+def _check_generations(events: Sequence[Event], ledger: RunLedger) -> set[str]:
     started = [event.generation for event in events if isinstance(event, GenerationStarted)]
     known = set(started)
     ledger.generations = len(known)
     if sorted(known, key=generation_key) != list(dict.fromkeys(started)):
-        ledger.problems.append(f"generations did not grow: {' '.join(started)}")
+        ledger.problems.append(f"generations are not in ascending order: {' '.join(started)}")
     return known
 
 
 def _in_order(commits: Sequence[StepDone]) -> list[StepDone]:
-    """By generation, and by the clock of its one chief. What two files tell of the same moment is told once."""
+    """By generation, then by the clock of its chief. An event that two files contain counts once."""
     unique = {(commit.generation, commit.step, commit.time_s): commit for commit in commits}
     return sorted(unique.values(), key=lambda commit: (generation_key(commit.generation), commit.time_s))
 
 
-def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger) -> list[StepDone]:
-    """The commits that the run's last state rests on; what was taken back, or done twice, goes into the ledger."""
+def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: RunLedger) -> list[StepDone]:
+    """The commits that led to the run's last state; rolled-back and duplicate commits go into the ledger."""
     lineage: list[StepDone] = []
     for commit in commits:
         if lineage and commit.step <= lineage[-1].step:
@@ -148,8 +150,8 @@ def _lineage(commits: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger
 
 
 def _by_batch(lineage: Sequence[StepDone]) -> list[StepDone]:
-    """As if each had been the step whose rows it took. Asynchronous updates are others than their rows say; and where
-    optimizers take turns, several updates take the same rows."""
+    """The commits, renumbered by the batch that each used. Asynchronous updates are not in the order of their batches;
+    and with alternating optimizers several updates use the same batch."""
     if any(commit.turn is not None for commit in lineage):
         return _by_turns(lineage)
     batches = [commit if commit.batch is None else replace(commit, step=commit.batch) for commit in lineage]
@@ -164,34 +166,37 @@ def _by_turns(lineage: Sequence[StepDone]) -> list[StepDone]:
     return [by_number[number] for number in sorted(by_number)]
 
 
-def _check_end(batches: Sequence[StepDone], events: Sequence[Event], ledger: Ledger) -> None:
-    """In a run that ended well, n updates took the first n batches. In one that did not, some were under way."""
+def _check_end(batches: Sequence[StepDone], events: Sequence[Event], ledger: RunLedger) -> None:
+    """In a run that succeeded, n updates used the first n batches. In one that failed, some were in progress."""
     beyond = [batch for batch in batches if batch.step > ledger.last_step]
     ledger.unrecorded += max(0, ledger.last_step - batches[-1].step)
     if beyond and any(event.exit_code == 0 for event in events if isinstance(event, RunEnded)):
         ledger.samples_lost += sum(batch.rows for batch in beyond)
         ledger.problems.append(
-            f"{ledger.last_step} updates took batch {beyond[-1].step}, so that {len(beyond)} before it were left out"
+            f"{ledger.last_step} updates took batch {beyond[-1].step}, "
+            f"so {len(beyond)} of the batches before it were skipped"
         )
 
 
-def _check_start(lineage: Sequence[StepDone], resumed: Sequence[int], ledger: Ledger) -> None:
+def _check_start(lineage: Sequence[StepDone], resumed: Sequence[int], ledger: RunLedger) -> None:
     first = lineage[0]
     missing = first.step - 1
     if missing and missing not in resumed:
         sizes = _possible_sizes(lineage, _call(first), (missing + 1) * first.rows)
-        exactly = any(first.start in _after(missing, 0, 0, first.rows, size) for size in sizes)
-        if exactly or _fits_in(missing, (0, 0), first, lineage):
+        is_exact = any(first.start in _after(missing, 0, 0, first.rows, size) for size in sizes)
+        if is_exact or _fits_in(missing, (0, 0), first, lineage):
             ledger.unrecorded += missing
         else:
-            ledger.problems.append(f"the first step on record is {first.step}, and nothing says what came before")
+            ledger.problems.append(
+                f"the first recorded step is {first.step}, and no record explains the steps before it"
+            )
 
 
-def _check_samples(lineage: Sequence[StepDone], ledger: Ledger) -> None:
+def _check_samples(lineage: Sequence[StepDone], ledger: RunLedger) -> None:
     sizes = _epoch_sizes(lineage)
     for before, after in pairwise(lineage):
         if before.start is None or after.start is None:
-            continue  # written by a version that did not say
+            continue  # written by a version that did not record it
         missing = after.step - before.step - 1
         if missing > 0:
             _check_gap(before, after, missing, lineage, ledger)
@@ -204,22 +209,22 @@ def _check_samples(lineage: Sequence[StepDone], ledger: Ledger) -> None:
             ledger.problems.append(f"step {after.step} went from epoch {before.start[0]} to {after.start[0]}")
 
 
-def _count(expected: int, found: int, step: int, ledger: Ledger) -> None:
+def _count(expected: int, found: int, step: int, ledger: RunLedger) -> None:
     if found > expected:
         ledger.samples_lost += found - expected
-        ledger.problems.append(f"before step {step}, {found - expected} samples were never taken")
+        ledger.problems.append(f"before step {step}, {found - expected} samples were never used")
     elif found < expected:
         ledger.samples_repeated += expected - found
-        ledger.problems.append(f"step {step} took {expected - found} samples of this epoch again")
+        ledger.problems.append(f"step {step} used {expected - found} samples of this epoch again")
 
 
 def _call(commit: StepDone) -> int:
-    """The epoch that its call of `fit` began with: which data it trains on."""
+    """The epoch that its call of `fit` started with, which identifies the data of the call."""
     return commit.start[0] - commit.epoch if commit.start is not None else 0
 
 
 def _epoch_sizes(lineage: Sequence[StepDone]) -> dict[int, int]:
-    """Rows of an epoch, by call: the farthest that any step of it reached."""
+    """Rows of an epoch, by call: the largest row that any step of the call reached."""
     sizes: dict[int, int] = {}
     for commit in lineage:
         if commit.start is not None:
@@ -228,18 +233,18 @@ def _epoch_sizes(lineage: Sequence[StepDone]) -> dict[int, int]:
 
 
 def _possible_sizes(lineage: Sequence[StepDone], call: int, beyond: int) -> range:
-    """Rows of an epoch of this call: if its end is on no record, perhaps up to so many more than are on one."""
+    """Possible numbers of rows in an epoch of this call: if no record shows its end, up to `beyond` more than seen."""
     size = _epoch_sizes(lineage).get(call, 0)
     ends = any(
         before.start and after.start and after.step == before.step + 1 and after.start[0] > before.start[0]
         for before, after in pairwise(lineage)
         if _call(before) == call
     )
-    return range(size, size + (1 if ends else min(beyond, MOST_SIZES)))
+    return range(size, size + (1 if ends else min(beyond, MAX_SIZES_TRIED)))
 
 
 def _after(steps: int, epoch: int, row: int, batch: int, size: int) -> set[tuple[int, int]]:
-    """Where the next one begins after so many steps from here on; at an epoch's end, either there or in the next."""
+    """Where the step after `steps` steps starts; at the end of an epoch, either there or in the next epoch."""
     for _ in range(steps):
         if row >= size:
             epoch, row = epoch + 1, 0
@@ -248,14 +253,14 @@ def _after(steps: int, epoch: int, row: int, batch: int, size: int) -> set[tuple
 
 
 def _fits_in(missing: int, since: tuple[int, int], after: StepDone, lineage: Sequence[StepDone]) -> bool:
-    """Whether so many steps fit between, where the data gives batches of any size: each has a row at least."""
+    """Whether `missing` steps fit between, if batch sizes vary: each step has at least one row."""
     if after.start is None or not _sizes_vary(lineage, _call(after)):
         return False
     return after.start[0] > since[0] or after.start[1] - since[1] >= missing
 
 
 def _sizes_vary(lineage: Sequence[StepDone], call: int) -> bool:
-    """Whether steps of a call differ in their rows elsewhere than at an epoch's end."""
+    """Whether steps of a call differ in their number of rows other than at the end of an epoch."""
     rows = {
         before.rows
         for before, after in pairwise(lineage)
@@ -264,16 +269,16 @@ def _sizes_vary(lineage: Sequence[StepDone], call: int) -> bool:
     return len(rows) > 1
 
 
-def _check_gap(before: StepDone, after: StepDone, missing: int, lineage: Sequence[StepDone], ledger: Ledger) -> None:
-    """Whether steps that nobody recorded can have taken exactly the rows between those of their neighbours."""
+def _check_gap(before: StepDone, after: StepDone, missing: int, lineage: Sequence[StepDone], ledger: RunLedger) -> None:
+    """Whether unrecorded steps can have used exactly the rows between those of the steps before and after."""
     assert before.start is not None
     epoch, row, batch = before.start[0], before.start[1] + before.rows, max(before.rows, after.rows)
     sizes = _possible_sizes(lineage, _call(before), (missing + 1) * batch)
-    exactly = any(after.start in _after(missing, epoch, row, batch, size) for size in sizes)
-    if exactly or _fits_in(missing, (epoch, row), after, lineage):
+    is_exact = any(after.start in _after(missing, epoch, row, batch, size) for size in sizes)
+    if is_exact or _fits_in(missing, (epoch, row), after, lineage):
         ledger.unrecorded += missing
     else:
         ledger.problems.append(
-            f"steps {before.step + 1} to {after.step - 1} are on no record, and step {after.step} does not begin where "
+            f"steps {before.step + 1} to {after.step - 1} are not recorded, and step {after.step} does not begin where "
             f"they would have ended"
         )

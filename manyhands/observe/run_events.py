@@ -1,4 +1,4 @@
-"""The events of a whole run, for programs: `mh.read_events(run)`."""
+"""The events of a whole run for programs: `mh.read_events(run)`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["read_events"]
 
 
 def read_events(run: str | Path) -> Iterator[Event]:
-    """The events of a run, live or ended, oldest first: those of the chief and of every host's agent, by their time.
+    """The events of a run, live or ended, oldest first: those of the chief and of every host's agent, by time.
 
-    Each is an object of one of the classes in `manyhands.events`, such as `StepDone`. Of a live run it yields what has
+    Each is an object of one of the classes in `manyhands.events`, such as `StepDone`. For a live run it yields what has
     been written so far, which lags by up to half a second. A line that is being written, or was torn by a crash, is
     skipped, and so are kinds of events that a later version wrote. Times of several hosts are by their own clocks.
-    Epochs count from 0 in events, and from 1 in what a run prints.
+    Epochs count from 0 in events, and from 1 in the printed output of a run.
 
     Args:
-        run: The run directory, such as "runs/20261118-train". `UsageError` where it holds no run.
+        run: The run directory, such as "runs/20261118-train". `UsageError` if it contains no run.
     """
     folder = Path(run) / "events"
     if not folder.is_dir():
@@ -37,7 +37,7 @@ def _merged(files: list[Path]) -> Iterator[Event]:
 
 
 def _timed(number: int, path: Path) -> Iterator[tuple[float, int, Event]]:
-    """A file's events in its own order, even where a clock was set back: the latest time so far, file, event."""
+    """A file's events in their order, even if the clock was set back: the latest time so far, file number, event."""
     latest = 0.0
     for event in recorder.read_events(path):
         latest = max(latest, event.time_s)

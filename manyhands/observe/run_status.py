@@ -1,8 +1,7 @@
-"""What a run directory tells about its run, live or long over, read from the outside.
+"""The status of a run, live or ended, read from its run directory.
 
-Looks at files only, takes no lock and changes nothing, so it may look as often as it likes; where a live run answers
-questions, `control.session.run_client` is asked. How it is shown is the command line's business. Start reading at
-`look_at`.
+Only reads files: it takes no lock and changes nothing, so it can be called at any rate. A live run is queried through
+`control.session.run_client`. The command line does the formatting. Start reading at `look_at`.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from manyhands.events import (
 from manyhands.observe.recorder import parse_line
 from manyhands.spec.undecodable_names import readable
 
-__all__ = ["Overview", "Saved", "all_runs", "attempts_of", "find_run", "look_at"]
+__all__ = ["RunStatus", "SavedCheckpoint", "all_runs", "attempts_of", "find_run", "look_at"]
 
 MAX_SCAN_BYTES = 32 * 2**20
 CHUNK_BYTES = 2**18
 
 
-class Saved(msgspec.Struct, frozen=True):
+class SavedCheckpoint(msgspec.Struct, frozen=True):
     step: int
     path: str
     age_s: float
 
 
-class Overview(msgspec.Struct, kw_only=True):
+class RunStatus(msgspec.Struct, kw_only=True):
     run: str
     path: str
     state: str
-    """running, finished, failed, stopped; died: running, but its process is gone; unknown: its record is unreadable."""
+    """running, finished, failed, stopped; died: running, but the process is gone; unknown: the record is unreadable."""
     exit_code: int | None = None
     command: list[str] = []
     pid: int | None = None
@@ -64,7 +63,7 @@ class Overview(msgspec.Struct, kw_only=True):
     precision: str | None = None
     restarts: int = 0
     training: int = 1
-    """Which of the script's trainings the step is of."""
+    """Which training of the script the step belongs to."""
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None
@@ -73,23 +72,24 @@ class Overview(msgspec.Struct, kw_only=True):
     eta_s: float | None = None
     last_step_age_s: float | None = None
     results: dict[str, float] = {}
-    """Of the last evaluation."""
-    checkpoint: Saved | None = None
+    """Results of the last evaluation."""
+    checkpoint: SavedCheckpoint | None = None
     events_dropped: int = 0
     last_warning: str | None = None
     last_lost: str | None = None
     used: list[ResourcesUsed] = []
-    """What each worker used in its last call of `fit`, by its last word; by rank."""
+    """Resources that each worker used in its last call of `fit`, as last reported; by rank."""
     slow: list[Straggler] = []
-    """Workers that are slower than the others; of a run that has ended, that were."""
+    """Workers that are slower than the others; for a run that has ended, that were."""
     ranks: list[MemberStatus] = []
-    """Where each worker is right now; empty when the run does not answer."""
+    """Where each worker is now; empty when the run does not answer."""
     servers: list[ServerStatus] = []
-    """This host's parameter servers right now; empty when the run has none, or does not answer."""
+    """This host's parameter servers now; empty when the run has none, or does not answer."""
     spare: ServerStatus | None = None
-    """The one that waits for the number of one that dies."""
+    """The spare server, which replaces a server that dies."""
     elastic: tuple[int, int] | None = None
-    """Of a live elastic run: the least and the most workers, the number last asked for, and the generation."""
+    """Of a live elastic run: the smallest and the largest number of workers. Below: the number last requested, and the
+    generation."""
     workers_wanted: int | None = None
     generation: str | None = None
 
@@ -97,7 +97,7 @@ class Overview(msgspec.Struct, kw_only=True):
 def find_run(named: str | None, root: Path = Path("runs")) -> Path:
     """A run directory by its path or its name under `root`; without a name, the run started last.
 
-    `PermissionError` for one that this user may not read, also where its directory is open to all.
+    `PermissionError` if this user may not read the run, even if its directory is readable.
     """
     if named is None:
         runs = all_runs(root)
@@ -119,10 +119,10 @@ def all_runs(root: Path = Path("runs")) -> list[Path]:
     return sorted(found, key=lambda path: (_seconds(_record(path).created), path.name), reverse=True)
 
 
-def look_at(path: Path, *, ask: bool = True) -> Overview:
-    """Everything known about the run in `path`. With `ask`, a live run is asked where its workers are."""
+def look_at(path: Path, *, ask: bool = True) -> RunStatus:
+    """Everything known about the run in `path`. With `ask`, query a live run for the state of its workers."""
     record = _record(path)
-    overview = Overview(
+    overview = RunStatus(
         run=record.run,
         path=readable(str(path)),
         state=record.status if record.created else "unknown",
@@ -136,7 +136,7 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
     if overview.state == "running" and not _is_alive(record):
         overview.state = "died"
     for file in sorted((path / "events").glob("*.jsonl")):
-        _take_in(overview, _last_events(file))
+        _add_events(overview, _last_events(file))
     overview.used.sort(key=lambda one: one.rank)
     if ask and overview.state == "running":
         _ask_agent(overview, path)
@@ -144,14 +144,16 @@ def look_at(path: Path, *, ask: bool = True) -> Overview:
     return overview
 
 
-def _still_slow(told: list[Straggler], generation: str | None) -> list[Straggler]:
-    """Of this generation, or the last one that was heard of: before it ranks were others'."""
-    if generation is None and told:
-        generation = max(told, key=lambda one: (one.time_s, one.step)).generation
-    return sorted((one for one in told if one.generation == generation and not one.is_over), key=lambda one: one.rank)
+def _still_slow(reports: list[Straggler], generation: str | None) -> list[Straggler]:
+    """Stragglers of this generation, or of the last one reported: earlier ranks were other workers."""
+    if generation is None and reports:
+        generation = max(reports, key=lambda one: (one.time_s, one.step)).generation
+    return sorted(
+        (one for one in reports if one.generation == generation and not one.is_over), key=lambda one: one.rank
+    )
 
 
-def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
+def _add_events(overview: RunStatus, seen: dict[Hashable, Event]) -> None:
     now_s = time.time()
     for event in seen.values():
         match event:
@@ -167,7 +169,7 @@ def _take_in(overview: Overview, seen: dict[Hashable, Event]) -> None:
                 overview.total_steps = event.total_steps or overview.total_steps
                 overview.last_step_age_s = now_s - event.time_s
             case CheckpointSaved():
-                overview.checkpoint = Saved(event.step, event.path, now_s - event.time_s)
+                overview.checkpoint = SavedCheckpoint(event.step, event.path, now_s - event.time_s)
             case Evaluated():
                 overview.results = event.results
             case RunEnded():
@@ -187,22 +189,22 @@ _BY_PREFIX = {f'{{"event":"{kind.__name__}"'.encode(): kind for kind in _WANTED}
 
 
 def _last_events(file: Path) -> dict[Hashable, Event]:
-    """The last event of each kind we show, looking back through at most 32 MB; the first lines are always seen.
+    """The last event of each displayed kind, reading back through at most 32 MB; the first lines are always read.
 
-    Of what was used, the last of each worker: all tell it in turns, so one that speaks again has been heard. Of who is
-    slow, the last of each worker, too; such events are few.
+    `ResourcesUsed`: the last one of each worker; workers report in turn, so the scan ends when a rank appears again.
+    `Straggler`: the last one of each worker, too; such events are few.
     """
     found: dict[Hashable, Event] = {}
-    all_told = False
+    all_used_found = False
     for line in _lines_backwards(file):
         kind = _BY_PREFIX.get(line[: line.find(b'"', 10) + 1])  # {"event":"Kind": decoding every line would be slow
         if kind is None or kind in found or (kind is WorkerLost and b'"collateral":true' in line):
             continue
-        if kind is ResourcesUsed and all_told:
+        if kind is ResourcesUsed and all_used_found:
             continue
         event = parse_line(line)
         if isinstance(event, ResourcesUsed):
-            all_told = ("used", event.rank) in found
+            all_used_found = ("used", event.rank) in found
             found.setdefault(("used", event.rank), event)
         elif isinstance(event, Straggler):
             found.setdefault(("slow", event.generation, event.rank), event)
@@ -228,33 +230,33 @@ def _lines_backwards(file: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _ask_agent(overview: Overview, path: Path) -> None:
+def _ask_agent(overview: RunStatus, path: Path) -> None:
     try:
         from manyhands.control.session.run_client import query
 
         status = query(path)
     except (ImportError, OSError, ManyhandsError):
-        return  # nobody answers, or it ended while we asked: the files say all that is left to say
+        return  # no agent answers, or the run ended meanwhile: the files contain the rest
     overview.ranks, overview.servers, overview.generation = status.members, status.servers, status.generation
     overview.elastic, overview.workers_wanted = status.elastic, status.workers_wanted
     overview.spare = status.spare
 
 
 def attempts_of(path: Path) -> list[int]:
-    """The starts of a run that left logs: 1, 2, …"""
+    """The attempts of a run that have logs: 1, 2, …"""
     numbers = (folder.name.removeprefix("attempt-") for folder in (path / "logs").glob("attempt-*"))
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _is_alive(record: RunRecord) -> bool:
-    """Whether the process that owns the run is there. One on another host is believed: we cannot see it."""
+    """Whether the process that owns the run exists. On another host it is assumed to: it cannot be seen from here."""
     import psutil
 
     if record.host != socket.gethostname():
         return True
     try:
         process = psutil.Process(record.pid)
-        later = process.create_time() > _seconds(record.created) + 1  # another one, with the same number
+        later = process.create_time() > _seconds(record.created) + 1  # another process with the same pid
         return not later and process.status() != str(psutil.STATUS_ZOMBIE)
     except (psutil.NoSuchProcess, ValueError):
         return False

@@ -1,8 +1,8 @@
-"""TensorBoard summaries of a run, written by the chief beside the training loop.
+"""TensorBoard summaries of a run, written by the chief in a background thread.
 
-The hook hands its values to a bounded queue; one thread owns the event file. A full, slow or failing disk costs
-summaries, which are counted and warned about once, and nothing else. Needs the extra `tensorboard`, and imports it
-only when training begins.
+The hook puts its values into a bounded queue; one thread owns the event file. A full, slow or failing disk only costs
+summaries, which are counted and warned about once. Needs the extra `tensorboard`, and imports it only when training
+begins.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from manyhands.private_files import in_a_run, make_directory, open_private
 
 __all__ = ["TensorBoardHook"]
 
-MAX_WAITING = 10_000
+MAX_QUEUED = 10_000
 FLUSH_S = 2.0
 RETRY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-# How long the import of tensorboard may take; on a busy machine that is many times what a disk takes.
+# How long the import of tensorboard may take; on a busy machine far longer than writing to disk.
 IMPORT_TIMEOUT_S = 60.0
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -36,8 +36,8 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 class TensorBoardHook:
     """Loss, learning rate, samples/s, gradient norm, seconds per phase, and the results of validations and epochs.
 
-    Results stand at the step before them. A resumed run goes on where its checkpoint was: what an earlier
-    attempt wrote beyond that is replaced, not drawn twice.
+    Results are shown at the last step before them. A resumed run continues from its checkpoint: what an earlier attempt
+    wrote beyond that is replaced, not drawn twice.
 
     Args:
         log_dir: Where to write. Default: `summaries` in the trainer's `home`, the run directory for the first one.
@@ -66,7 +66,7 @@ class TensorBoardHook:
         return self._dropped_before + (self._writer.dropped if self._writer else 0)
 
     def begin(self, trainer: Any) -> None:
-        if self._writer is None:  # the first fit of the run; later ones write on
+        if self._writer is None:  # the first fit of the run; later calls use the same writer
             log_dir = Path(self._log_dir) if self._log_dir is not None else Path(trainer.home) / "summaries"
             self._writer = _Writer(log_dir, first_step=self._last_step + 1)
 
@@ -105,10 +105,10 @@ class TensorBoardHook:
     def _warn_once(self) -> None:
         if self.dropped and not self._warned and self._writer is not None:
             self._warned = True
-            # Under `-W error` a warning is an exception; even then it may not end the training.
+            # Under `-W error` a warning is an exception; even then it must not end the training.
             with contextlib.suppress(RuntimeWarning):
                 warnings.warn(
-                    f"TensorBoard summaries are being lost ({self._writer.reason}); training goes on.",
+                    f"TensorBoard summaries are being lost ({self._writer.reason}); training continues.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -124,14 +124,14 @@ class _Values(NamedTuple):
 
 
 class _Writer:
-    """Owns the event file, in a thread of its own; starts another one, after a pause, when it failed."""
+    """Owns the event file, in its own thread; after a failure it starts another file, after a pause."""
 
     def __init__(self, log_dir: Path, first_step: int) -> None:
         self.dropped = 0
         self.reason = ""
         self._log_dir = log_dir
         self._purge_step: int | None = first_step if first_step > 1 else None
-        self._waiting: queue.Queue[_Values | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[_Values | None] = queue.Queue(MAX_QUEUED)
         self._file: _EventFile | None = None
         self._retry_at = 0.0
         self._imported = threading.Event()
@@ -141,38 +141,38 @@ class _Writer:
 
     def put(self, values: _Values) -> None:
         try:
-            self._waiting.put_nowait(values)
+            self._queue.put_nowait(values)
         except queue.Full:
-            self._lose("the disk is too slow")
+            self._drop("the disk is too slow")
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, or give up `timeout_s` after tensorboard is imported; what then remains is lost."""
+        """Write the queue, or give up `timeout_s` after tensorboard is imported; the rest is dropped."""
         self._imported.wait(IMPORT_TIMEOUT_S)
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=timeout_s)
+            self._queue.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._give_up(f"not written within {timeout_s:g} s of the end")
 
     def _give_up(self, reason: str) -> None:
         if self._writing:
-            self._lose(reason)
+            self._drop(reason)
         with contextlib.suppress(queue.Empty):
             while True:
-                if self._waiting.get_nowait() is not None:
-                    self._lose(reason)
-        self._waiting.put(None)
+                if self._queue.get_nowait() is not None:
+                    self._drop(reason)
+        self._queue.put(None)
 
     def _work(self) -> None:
-        with contextlib.suppress(Exception):  # which the first value will meet, and tell of
+        with contextlib.suppress(Exception):  # writing the first value raises it again, and reports it
             _tensorboard()
         self._imported.set()
-        while (item := self._waiting.get()) is not None:
+        while (item := self._queue.get()) is not None:
             self._writing = True
             try:
                 self._write(item)
-            except Exception as error:  # whatever it is, training has nothing to do with it
-                self._lose(f"{type(error).__name__}: {error}")
+            except Exception as error:  # no error of a summary may affect training
+                self._drop(f"{type(error).__name__}: {error}")
                 self._close_file()
                 self._retry_at = time.monotonic() + RETRY_S
             self._writing = False
@@ -186,10 +186,10 @@ class _Writer:
             self._file = _EventFile(self._log_dir, self._purge_step)
             self._purge_step = None
         self._file.write(item)
-        if self._waiting.empty() or time.monotonic() - self._file.flushed_at >= FLUSH_S:
+        if self._queue.empty() or time.monotonic() - self._file.flushed_at >= FLUSH_S:
             self._file.flush()
 
-    def _lose(self, reason: str) -> None:
+    def _drop(self, reason: str) -> None:
         self.dropped += 1
         self.reason = reason
 
@@ -201,7 +201,7 @@ class _Writer:
 
 
 def _tensorboard() -> tuple[Any, Any, Any, Callable[[str, float], Any]]:
-    """What writes its files. Importing takes a second or more: better in the writer's thread than in the loop."""
+    """The classes that write event files. The import takes a second or more, so the writer's thread does it."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
     from torch.utils.tensorboard.summary import scalar
@@ -210,19 +210,19 @@ def _tensorboard() -> tuple[Any, Any, Any, Callable[[str, float], Any]]:
 
 
 class _EventFile:
-    """One file in TensorBoard's format. Its own writer has a thread that blocks, and dies with a traceback."""
+    """One file in TensorBoard's format. TensorBoard's own writer has a thread that blocks, and dies on an error."""
 
     def __init__(self, log_dir: Path, purge_step: int | None) -> None:
         Event, SessionLog, RecordWriter, self._scalar = _tensorboard()  # noqa: N806
         self._event = Event
-        ours = in_a_run(log_dir)  # elsewhere the user's umask decides
+        ours = in_a_run(log_dir)  # elsewhere the user's umask applies
         make_directory(log_dir) if ours else log_dir.mkdir(parents=True, exist_ok=True)
-        # Readers take the files of a directory in the order of their names.
+        # Readers sort the files of a directory by name.
         name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
         self._raw = os.fdopen(open_private(log_dir / name, NEW), "wb") if ours else (log_dir / name).open("xb")
         self._records = RecordWriter(self._raw)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:  # readers forget what an earlier attempt wrote at this step or later
+        if purge_step is not None:  # readers then drop what an earlier attempt wrote at this step or later
             start = SessionLog(status=SessionLog.START)
             self._put(Event(wall_time=time.time(), step=purge_step, session_log=start))
         self.flush()

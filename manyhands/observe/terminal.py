@@ -1,6 +1,6 @@
-"""A terminal with lines that stay at its bottom, and bytes that reach a stream whatever it is.
+"""Lines that stay at the bottom of a terminal, and writing bytes to any kind of stream.
 
-What stands on those lines is `progress_display.py`'s business. Start reading at `BottomLines`.
+`progress_display.py` decides what the lines say. Start reading at `BottomLines`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNFINISHED_LINE_S = 1.0
 
 
 class BottomLines:
-    """The last lines of a terminal, redrawn in place, with anything else scrolling by above. Safe from any thread."""
+    """The last lines of a terminal, redrawn in place while other output scrolls above. Safe from any thread."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -41,29 +41,29 @@ class BottomLines:
         with self._lock:
             start = b""
             if self._in_line:
-                # Somebody's own bar, or a prompt, stands on an unfinished line: theirs comes first while it lives.
+                # The user's progress bar, or a prompt, is on an unfinished line: do not draw over it while it changes.
                 if time.monotonic() - self._written_at < UNFINISHED_LINE_S:
                     return
                 start, self._in_line = b"\r\n", False
             self._lines = "\r\n".join(lines).encode(errors="replace")
-            write_bytes(self._stream, start + self._erasing() + self._again())
+            write_bytes(self._stream, start + self._erasing() + self._redrawn())
 
     def above(self, data: bytes, *, whole_line: bool = False) -> None:
-        """Write it where the lines stand, and them below it at once: until the next `draw` there would be none."""
+        """Write `data` above the lines and redraw them below it at once, so that they do not vanish until `draw`."""
         with self._lock:
             start = b"\r\n" if whole_line and self._in_line else b""
             erasing, self._in_line = self._erasing(), not data.endswith(b"\n")
-            write_bytes(self._stream, erasing + start + data + (b"" if self._in_line else self._again()))
+            write_bytes(self._stream, erasing + start + data + (b"" if self._in_line else self._redrawn()))
             self._written_at = time.monotonic()
 
     def erase(self) -> None:
-        """No lines any more, until the next `draw`."""
+        """Remove the lines until the next `draw`."""
         with self._lock:
             self._lines = b""
             if self._num_drawn:
                 write_bytes(self._stream, self._erasing())
 
-    def _again(self) -> bytes:
+    def _redrawn(self) -> bytes:
         self._num_drawn = self._lines.count(b"\r\n") + 1 if self._lines else 0
         return self._lines
 
@@ -73,15 +73,15 @@ class BottomLines:
 
 
 class _PrintsAbove(io.TextIOBase):
-    """Stands in for `sys.stdout` while a bar is up. Writes at once: a crash right after a print must not eat it."""
+    """Replaces `sys.stdout` while a bar is up. Unbuffered, so that a crash right after a print does not lose it."""
 
-    def __init__(self, bar: BottomLines, behind: TextIO) -> None:
-        self._bar, self._behind, self._pid = bar, behind, os.getpid()
+    def __init__(self, bar: BottomLines, stream: TextIO) -> None:
+        self._bar, self._stream, self._pid = bar, stream, os.getpid()
 
     def write(self, text: str) -> int:
-        data = text.encode(self._behind.encoding or "utf-8", errors="replace")
+        data = text.encode(self._stream.encoding or "utf-8", errors="replace")
         if os.getpid() != self._pid:
-            write_bytes(self._behind, data)  # a forked child has no bar, and may have inherited its lock held
+            write_bytes(self._stream, data)  # a forked child has no bar, and may have inherited a held lock
         elif data:
             self._bar.above(data)
         return len(text)
@@ -96,15 +96,15 @@ class _PrintsAbove(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        return self._behind.fileno()
+        return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return self._behind.encoding
+        return self._stream.encoding
 
     @property
     def buffer(self) -> Any:
-        return self._behind.buffer
+        return self._stream.buffer
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def prints_above(bar: BottomLines, terminal: TextIO) -> Iterator[None]:
 
 
 def write_bytes(stream: TextIO, data: bytes) -> None:
-    """Write all of it; past Python's buffers where there is a file, so a thread stuck here holds no stream's lock."""
+    """Write all of it, bypassing Python's buffers if there is a file, so a blocked thread holds no stream's lock."""
     try:
         fd = -1 if shows_in_cell(stream) else stream.fileno()
     except (OSError, ValueError, AttributeError):
@@ -131,7 +131,7 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(fd, data) :]
-        except BlockingIOError:  # somebody who shares this terminal made it non-blocking
+        except BlockingIOError:  # another process on this terminal made it non-blocking
             select.select([], [fd], [], 1.0)
 
 
@@ -142,7 +142,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def same_file(stream: TextIO, other: TextIO) -> bool:
-    """Whether what is written to both comes together, as with 2>&1. What has no file counts as that: order matters."""
+    """Whether both streams write to the same file, as with 2>&1. True if one has no file: then order matters."""
     try:
         one, two = os.fstat(stream.fileno()), os.fstat(other.fileno())
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have. Ordinary `torch.optim.Optimizer`s, for any strategy and for loops without us."""
+"""FTRL-Proximal, which torch does not have: a `torch.optim.Optimizer` for any strategy and any loop."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from manyhands.errors import SpecError
 __all__ = ["FTRL"]
 
 Convention = Literal["paper", "tensorflow"]
-# beta and what n starts with, as each convention has them.
+# Defaults of beta and of the initial n in each convention.
 _DEFAULTS: dict[str, tuple[float, float]] = {"paper": (1.0, 0.0), "tensorflow": (0.0, 0.1)}
 
 
 class FTRL(Optimizer):
-    """FTRL-Proximal (McMahan et al., KDD 2013): a rate for each weight, as Adagrad has, and L1 that gives exact zeros.
+    """FTRL-Proximal (McMahan et al., KDD 2013): a rate per weight, as in Adagrad, and L1 that gives exact zeros.
 
-    Each weight has two numbers: n, the sum of its squared gradients, and z, of which it is a function. With
-    p = -lr_power, which is 1/2 unless said otherwise, a gradient g does
+    Each weight has two state values: n, the sum of its squared gradients, and z, which determines the weight. With
+    p = -lr_power, by default 1/2, a gradient g does
 
         z += g - (new n**p - n**p) / lr * w;    w = 0 where |z| <= l1, else (sign(z) l1 - z) / ((n**p + beta) / lr + L2)
 
-    In the paper's convention L2 is `l2`, beta is 1, n starts at 0, and weights that do not start at 0 get the z that
-    gives them. In TensorFlow's and Keras's L2 is twice `l2` (whatever their documentation says), beta is 0, n starts at
-    0.1, and z at 0. `l2_shrinkage` s adds 2 s w to the gradient in z, not to that in n. Sparse gradients touch their
-    rows only: what the others have, shrinkage included, waits until they are touched.
-    A rate of 0, which some schedules begin or end with, changes nothing.
+    In the paper's convention L2 is `l2`, beta is 1, n starts at 0, and z starts at the value that gives the initial
+    weight. In that of TensorFlow and Keras L2 is twice `l2` (their documentation says otherwise), beta is 0, n starts
+    at 0.1, and z at 0. `l2_shrinkage` s adds 2 s w to the gradient in z, not to that in n. Sparse gradients update only
+    their rows: for the other rows every change, shrinkage included, waits until they have a gradient.
+    A rate of 0, with which some schedules start or end, changes nothing.
 
     Args:
-        params: The parameters, or groups of them as torch takes them.
+        params: The parameters, or parameter groups as in torch.
         lr: The learning rate.
-        l1: How strongly weights are held at exactly 0.
-        l2: How strongly they are drawn towards 0.
+        l1: Strength of L1, which sets weights to exactly 0.
+        l2: Strength of L2, which pulls weights towards 0.
         beta: See above. Default: the convention's.
-        lr_power: How the rate falls with n: -0.5 is as in Adagrad, 0 not at all.
+        lr_power: How the rate falls with n: -0.5 as in Adagrad, 0 not at all.
         l2_shrinkage: See above; 0 switches it off.
-        initial_accumulator: What n starts with. Default: the convention's.
+        initial_accumulator: Initial n. Default: the convention's.
         convention: "paper" or "tensorflow".
     """
 
@@ -63,9 +63,9 @@ class FTRL(Optimizer):
                 where="convention",
                 fix=['convention="paper"'],
             )
-        usual_beta, usual_start = _DEFAULTS[convention]
-        beta = usual_beta if beta is None else beta
-        start = usual_start if initial_accumulator is None else initial_accumulator
+        default_beta, default_start = _DEFAULTS[convention]
+        beta = default_beta if beta is None else beta
+        start = default_start if initial_accumulator is None else initial_accumulator
         if not lr > 0:
             raise SpecError(f"lr is {lr:g}, but must be above 0.", where="lr")
         for name, value in {
@@ -99,7 +99,7 @@ class FTRL(Optimizer):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if torch.is_complex(param):
-            raise SpecError("FTRL is for real weights; L1 has no meaning for complex ones.")
+            raise SpecError("FTRL needs real weights; L1 has no meaning for complex ones.")
         state = self.state[param]
         if not state:
             state["n"] = torch.full_like(param, group["initial_accumulator"])
@@ -110,7 +110,7 @@ class FTRL(Optimizer):
         grad = grad.coalesce()
         rows = grad.indices()[0]
         if grad.sparse_dim() != 1:
-            raise SpecError("FTRL takes gradients that are sparse by rows, as those of nn.Embedding are.")
+            raise SpecError("FTRL accepts only gradients that are sparse by rows, as those of nn.Embedding are.")
         weights, z, n = (tensor.index_select(0, rows) for tensor in (param, state["z"], state["n"]))
         _update(weights, z, n, grad.values(), group)
         for tensor, values in ((param, weights), (state["z"], z), (state["n"], n)):
@@ -141,5 +141,5 @@ def _update(param: Tensor, z: Tensor, n: Tensor, grad: Tensor, group: dict[str, 
     if group["l2_shrinkage"]:
         z.add_(param, alpha=2.0 * group["l2_shrinkage"])
     clipped = z.clamp(-group["l1"], group["l1"])
-    # Where |z| <= l1 this is 0 / something, but that may be 0, too: a weight without gradients, l2 or beta.
+    # Where |z| <= l1 the numerator is 0, and the denominator may be 0 as well: a weight without gradients, l2 or beta.
     torch.where(clipped == z, torch.zeros_like(z), (clipped - z) / _denominator(n, group), out=param)

@@ -1,4 +1,4 @@
-"""Optimizers for the rows of `mh.Embedding` and `mh.EmbeddingBag`, and `step` for loops without us."""
+"""Optimizers for the rows of `mh.nn.Embedding` and `mh.nn.EmbeddingBag`, and `step` for plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ __all__ = ["FTRL", "SGD", "Adagrad", "Adam", "RowOptimizer", "RowwiseAdagrad", "
 
 
 def step(model: nn.Module) -> None:
-    """Apply the gradients that backward has left to the model's rows; several backwards add up.
+    """Apply the gradients of the last backward passes to the model's embedding rows; several passes add up.
 
-    For a plain loop, beside `optimizer.step()`. A trainer and `hands.step()` do it themselves.
+    For a plain PyTorch loop, next to `optimizer.step()`. `mh.Trainer` and `hands.step()` do it already.
 
     Args:
-        model: Any module with `mh.Embedding` or `mh.EmbeddingBag` in it.
+        model: Any module that contains `mh.nn.Embedding` or `mh.nn.EmbeddingBag`.
     """
     sparse = Sparse(model)
     if not sparse:
-        raise UsageError("The model has no layer with rows.", fix=["mh.Embedding(16, name=...)", "no mh.rows.step"])
+        raise UsageError(
+            "The model has no mh.nn.Embedding or mh.nn.EmbeddingBag.",
+            fix=["mh.nn.Embedding(16, name=...)", "no mh.optim.rows.step"],
+        )
     sparse.apply(1, sparse.take(), 1.0)

@@ -1,8 +1,8 @@
-"""What a worker needs when it starts, in a step and in a save: arithmetic over what was counted; the most is its peak.
+"""Peak memory of a worker at the start, in a step and in a save: arithmetic over counted bytes.
 
-Each kind of layout holds other things at a time, and `divided`, `one_copy` and the others say which. Nothing here
-knows torch; the parts that no count gives, what a backward pass has for a moment and what the allocator keeps between
-pieces, are numbers with a name. Start reading at `Peaks`.
+Each kind of layout has other tensors in memory at a time; `divided`, `one_copy` and the other functions say which.
+Imports no torch. What cannot be counted, such as temporary gradients of a backward pass and allocator overhead, is a
+named constant. Start reading at `Peaks`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import NamedTuple
 
 __all__ = ["Counted", "Peaks", "divided", "gathered", "in_shards", "one_copy", "replica"]
 
-FRESH = 3
+TEMPORARIES = 3
 """How many gradients of its largest tensor a backward pass has at a time: those of two uses, and their sum."""
 GATHERED = 4
-"""A block's values twice while they come together, its gradients, and those in one piece to be summed."""
-BETWEEN_PIECES = 1.1
-"""What an allocator that keeps freed memory takes for what is asked of it."""
+"""A block's values twice while they are gathered, its gradients, and those flattened for the reduction."""
+ALLOCATOR_OVERHEAD = 1.1
+"""Overhead factor of an allocator that keeps freed memory."""
 
 
 class Counted(NamedTuple):
-    """Bytes of one worker's own part, and of the whole model."""
+    """Bytes of one worker's part, and of the whole model."""
 
     weights: int
     gradients: int
-    """Of one slice."""
+    """For one slice."""
     states: int
-    """The optimizer's."""
+    """Optimizer state."""
     activations: int
-    """What is kept for backward, at the most."""
+    """Peak bytes kept for backward."""
     whole: int
     """The whole model's weights and buffers, which every worker builds."""
     largest: int
     """The largest tensor of the whole model."""
     partials: int = 1
-    """How many slices' gradients, or sums of them, this worker holds at once."""
+    """How many slices' gradients, or sums of them, this worker has at once."""
     is_chief: bool = False
 
 
 class Peaks(NamedTuple):
-    """Bytes beside the interpreter, torch and the program."""
+    """Bytes in addition to the interpreter, torch and the program."""
 
     start: int
     step: int
@@ -51,36 +51,36 @@ class Peaks(NamedTuple):
 
 
 def divided(own: Counted, *, largest: int, tied: int, replicas: int) -> Peaks:
-    """Each worker has a part of its replica. `largest` is that of its own tensors.
+    """Each worker has a part of its replica. `largest`: the largest tensor of that part.
 
-    `tied` are all stages' gradients of tied weights, and their sums, which come when backward is over.
+    `tied`: all stages' gradients of tied weights, and their sums, which are made after backward.
     """
-    summed = 0 if replicas == 1 else 1 if replicas == 2 else 3  # what travels is put together, and taken apart
-    backward = own.partials * own.gradients + own.activations + FRESH * largest
+    summed = 0 if replicas == 1 else 1 if replicas == 2 else 3  # gradients are flattened for sending, and split again
+    backward = own.partials * own.gradients + own.activations + TEMPORARIES * largest
     step = own.weights + own.states + summed * own.gradients + max(backward, own.gradients + tied)
     save = own.weights + own.gradients + own.states + 2 * own.largest * own.is_chief
     return _peaks(own.whole + 2 * own.largest, step, save)
 
 
 def one_copy(own: Counted, *, workers: int) -> Peaks:
-    """The workers of a host look at one copy of the weights, at one another's gradients, and at parts of the states."""
-    mine = -(-own.states // workers)
-    shared = own.weights + own.partials * own.gradients + own.gradients * (workers - 1) // workers + mine
-    step = shared + int(BETWEEN_PIECES * (own.activations + FRESH * own.largest))
-    copy = own.weights + own.states + (own.states - mine) if own.is_chief else 0
+    """The workers of a host share one copy of the weights and one another's gradients; optimizer state is sharded."""
+    own_states = -(-own.states // workers)
+    shared = own.weights + own.partials * own.gradients + own.gradients * (workers - 1) // workers + own_states
+    step = shared + int(ALLOCATOR_OVERHEAD * (own.activations + TEMPORARIES * own.largest))
+    copy = own.weights + own.states + (own.states - own_states) if own.is_chief else 0
     return Peaks(own.whole + own.weights, step, step + copy)
 
 
 def replica(own: Counted) -> Peaks:
-    """A whole copy of everything. While the chief writes one down, training goes on beside it."""
-    step = own.weights + own.partials * own.gradients + own.states + own.activations + FRESH * own.largest
+    """A whole copy of everything. While the chief writes a checkpoint from a copy, training continues."""
+    step = own.weights + own.partials * own.gradients + own.states + own.activations + TEMPORARIES * own.largest
     return _peaks(own.whole, step, step + (own.weights + own.states) * own.is_chief)
 
 
 def in_shards(own: Counted, *, block: int, gradients: int) -> Peaks:
-    """A part of everything, and `block` bytes of it whole while they are computed with.
+    """A shard of everything, and `block` bytes gathered while they are used.
 
-    `gradients` are all of the model's, which a worker with several slices adds up before they travel.
+    `gradients`: those of the whole model, which a worker with several slices sums before it sends them.
     """
     start = own.whole + own.weights + 2 * block
     step = own.weights + own.gradients + own.states + own.activations + GATHERED * block
@@ -89,11 +89,11 @@ def in_shards(own: Counted, *, block: int, gradients: int) -> Peaks:
 
 
 def gathered(own: Counted, *, weights: int, gradients: int) -> Peaks:
-    """A part of everything, and in a step `weights` and `gradients`, which are all of a stage's, or of a replica's."""
-    step = own.weights + weights + own.partials * gradients + own.states + own.activations + FRESH * own.largest
+    """A shard of everything, and in a step the gathered `weights` and `gradients` of a whole stage or replica."""
+    step = own.weights + weights + own.partials * gradients + own.states + own.activations + TEMPORARIES * own.largest
     save = own.weights + own.gradients + own.states + 2 * own.largest * own.is_chief
     return _peaks(own.whole + own.weights + weights, step, save)
 
 
 def _peaks(*phases: int) -> Peaks:
-    return Peaks(*(int(BETWEEN_PIECES * one) for one in phases))
+    return Peaks(*(int(ALLOCATOR_OVERHEAD * one) for one in phases))

@@ -1,6 +1,10 @@
-"""Whole trainings that a user can start by name: `mh run --recipe NAME`. Each is a module to run."""
+"""Complete training programs to start by name: `mh run --recipe NAME`. Each is a module to run.
+
+May import `spec` and `strategies`.
+Start reading at `digits.main`.
+"""
 
 RECIPES = {
-    "digits": "handwritten digits, by a small convolutional network",
-    "recommender": "clicks, by a wide and deep model with embeddings; on data that it makes, or on yours",
+    "digits": "handwritten digits, with a small convolutional network",
+    "recommender": "clicks, with a wide and deep model with embeddings; on synthetic data, or on yours",
 }

@@ -1,8 +1,8 @@
-"""What `mh doctor --gpu` has every strategy train: a small network on handwritten digits, the same for all of them.
+"""The training that `mh doctor --gpu` runs under every strategy: a small network on handwritten digits.
 
-No dropout, no batch statistics and plain SGD with momentum, so that every strategy has to end where one process ends;
-and smooth functions throughout: a rounding error that switches a ReLU or the maximum of a pool grows with every step.
-Run by `mh run -m manyhands.recipes.device_check ORDER`; the order says what to make and where to write the outcome.
+No dropout, no batch statistics and plain SGD with momentum, so that every strategy has to end with the weights of one
+process; and only smooth functions: a rounding error that switches a ReLU or a max pool would grow with every step.
+Run by `mh run -m manyhands.recipes.device_check ORDER`; ORDER is a `DeviceOrder` in JSON.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.recipes.digits import load, loss
+from manyhands.strategies.registry import STRATEGIES
 
-__all__ = ["DeviceOrder", "Outcome"]
+__all__ = ["DeviceOrder", "DeviceOutcome"]
 
 WARM_STEPS = 5
 
 
 class DeviceOrder(msgspec.Struct, kw_only=True):
     strategy: str
-    """A class of `mh`; "ddp" is torch's DistributedDataParallel, in a loop by hand."""
+    """Its name; "ddp" is torch's DistributedDataParallel, in a user loop."""
     settings: dict[str, Any] = {}
     devices: tuple[str, ...] = ("cpu",)
     folder: str
-    """Where outcome.json and model.safetensors are to be written."""
+    """Directory for outcome.json and model.safetensors."""
     steps: int = 20
     width: int = 128
     batch_size: int = 64
     slices: int = 4
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """What the chief writes."""
+class DeviceOutcome(msgspec.Struct, kw_only=True):
+    """The result, written by the chief."""
 
     device: str
     losses: list[float]
     rows_per_s: float
-    """After the first few steps."""
+    """Without the first few steps."""
     peak_bytes: int = 0
-    """Of the chief's device memory; 0 on the CPU."""
+    """Peak of the chief's device memory; 0 on the CPU."""
     slices: int = 0
-    """Forward and backward passes in a step, of all workers together."""
+    """Forward and backward passes per step, over all workers."""
     threads: int = 0
-    """Of the chief."""
+    """Number of threads of the chief."""
 
 
 def make_model(width: int) -> nn.Module:
@@ -72,12 +73,12 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 class Clock:
-    """A hook: the losses, and how many rows a second after the first steps."""
+    """A hook that records losses, and examples per second after the first steps."""
 
     chief_only = True
 
     def __init__(self, rows: int, device: str) -> None:
-        self._rows, self._device, self._began = rows, device, 0.0
+        self._rows, self._device, self._started = rows, device, 0.0
         self.losses: list[float] = []
         self.rows_per_s = 0.0
 
@@ -90,9 +91,9 @@ class Clock:
             torch.cuda.synchronize()
         now, timed = time.perf_counter(), len(self.losses) - WARM_STEPS
         if timed == 0:
-            self._began = now
+            self._started = now
         elif timed > 0:
-            self.rows_per_s = timed * self._rows / (now - self._began)
+            self.rows_per_s = timed * self._rows / (now - self._started)
 
 
 def by_manyhands(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
@@ -102,7 +103,7 @@ def by_manyhands(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
         model=lambda: make_model(order.width),
         loss=loss,
         optimizer=make_optimizer,
-        strategy=getattr(mh, order.strategy)(devices=order.devices, **order.settings),
+        strategy=STRATEGIES[order.strategy].settings(devices=order.devices, **order.settings),
         slices=order.slices,
         hooks=[clock],
     )
@@ -113,7 +114,7 @@ def by_manyhands(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
 
 
 def by_ddp(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
-    """The same network and as many rows per step, as torch's own tutorial does it. For its speed alone."""
+    """The same network and batch size with DDP, as in torch's tutorial. Only for its speed."""
     import torch.distributed as dist
 
     from manyhands.spec.load import environment
@@ -139,7 +140,7 @@ def by_ddp(order: DeviceOrder, pictures: tuple[Tensor, Tensor]) -> None:
 
 def write(order: DeviceOrder, device: str, clock: Clock, slices: int) -> None:
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
-    found = Outcome(
+    found = DeviceOutcome(
         device=device,
         losses=clock.losses,
         rows_per_s=clock.rows_per_s,
@@ -152,7 +153,7 @@ def write(order: DeviceOrder, device: str, clock: Clock, slices: int) -> None:
 
 def main() -> None:
     order = msgspec.json.decode(sys.argv[1], type=DeviceOrder)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # to be compared in full fp32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # results are compared in full fp32
     training, _ = load()
     (by_ddp if order.strategy == "ddp" else by_manyhands)(order, training)
 

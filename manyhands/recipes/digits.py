@@ -17,12 +17,12 @@ Pictures = tuple[Tensor, Tensor]
 
 
 def load() -> tuple[Pictures, Pictures]:
-    """(training, held-out) pictures and their digits."""
+    """(training, held-out) images and their labels."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise EnvironmentProblem("The digits come with scikit-learn.", fix=["pip install 'manyhands[demo]'"]) from error
+        raise EnvironmentProblem("The digits need scikit-learn.", fix=["pip install 'manyhands[demo]'"]) from error
     digits = load_digits()
     pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target)
@@ -79,7 +79,7 @@ def main() -> None:
     )
     results = trainer.evaluate(held_out)
     if trainer.is_chief:
-        print(f"held-out digits: {results['accuracy']:.2%} right, loss {results['loss']:.4f}")
+        print(f"held-out digits: {results['accuracy']:.2%} correct, loss {results['loss']:.4f}")
     trainer.save(trainer.run_dir / "model.safetensors")
 
 

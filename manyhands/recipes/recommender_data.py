@@ -1,7 +1,7 @@
-"""Clicks for the recommender: made, with a structure that is known, or read from CSV and Parquet files.
+"""Clicks for the recommender: synthetic, with a known structure, or read from CSV and Parquet files.
 
-Either way a row is ids of its categories and its numbers, and whether there was a click. An id is a hash of the field
-and of what stands in it, so there is no vocabulary to build, and no limit to it.
+In both cases a row consists of category ids, numbers, and whether there was a click. An id is a hash of the field and
+its value, so there is no vocabulary to build, and no limit to its size.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from manyhands.errors import DataError, EnvironmentProblem, SpecError
 
-__all__ = ["Clicks", "DataSpec", "Features", "Settings", "auc", "load", "make", "read_settings"]
+__all__ = ["Clicks", "DataSpec", "Features", "RecommenderSettings", "auc", "load", "make", "read_settings"]
 
 Features = tuple[Tensor, Tensor]
-"""Ids of the categories and numbers, by row."""
-SEPARATE = 10  # every tenth row of a file is held out, unless said otherwise
+"""Category ids and numbers, by row."""
+SEPARATE = 10  # every tenth row of synthetic data is held out
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[data] of the settings: which columns of which files."""
 
     files: str
-    """A path or a pattern, of .csv files with a line of names or of .parquet files."""
+    """A path or glob pattern of .csv files with a header line, or of .parquet files."""
     label: str
     """The column that says whether there was a click: 0 or 1."""
     categories: list[str]
@@ -49,12 +49,12 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the recipe is told in a TOML file; every key but [data] may be left out."""
+class RecommenderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the recipe, from a TOML file; every key except [data] may be left out."""
 
     data: DataSpec | None = None
     crosses: list[tuple[str, str]] = []
-    """Pairs of categories that the wide part has a weight for, besides each category's own."""
+    """Pairs of categories for which the wide part has a weight, besides one for each category."""
     dim: int = 16
     scale: float = 0.05
     hidden: tuple[int, ...] = (64, 32)
@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lr: float = 3e-3
     admit_after: int = 1
     max_bytes: int | None = None
-    """Of each of the two tables."""
+    """Limit of each of the two tables."""
 
 
 class Clicks(NamedTuple):
@@ -73,14 +73,14 @@ class Clicks(NamedTuple):
     fields: list[str]
     """The categories."""
     ceiling: float | None
-    """The AUC on the held-out rows of whoever knows each row's true probability; None where nobody does."""
+    """The AUC of the true probabilities on the held-out rows; None if they are not known."""
 
 
-def read_settings(path: Path | None) -> Settings:
+def read_settings(path: Path | None) -> RecommenderSettings:
     if path is None:
-        return Settings()
+        return RecommenderSettings()
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), Settings)
+        return msgspec.convert(tomllib.loads(path.read_text()), RecommenderSettings)
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.", where="--settings") from error
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
@@ -88,8 +88,8 @@ def read_settings(path: Path | None) -> Settings:
 
 
 def make(rows: int, *, seed: int = 0) -> Clicks:
-    """Users with tastes look at items of genres, on devices, at hours. What they click follows from tastes and genres,
-    from how eager a user and how good an item is, and from device and hour together; the rest is chance."""
+    """Synthetic clicks of users with tastes on items of genres, on devices, at hours. The logit is the sum of terms for
+    taste and genre, for the user, for the item, and for device and hour; the rest is random."""
     draw = np.random.default_rng(seed)
     users, items, devices, hours = max(20, rows // 200), max(10, rows // 400), 5, 24
     taste, genre = draw.integers(0, 6, users), draw.integers(0, 8, items)
@@ -120,12 +120,12 @@ def make(rows: int, *, seed: int = 0) -> Clicks:
 
 
 def _often_and_seldom(draw: np.random.Generator, kinds: int, rows: int) -> Any:
-    """A few of them often, and many of them seldom."""
+    """A skewed distribution: a few values are frequent, many are rare."""
     return np.minimum(kinds * draw.random(rows) ** 1.5, kinds - 1).astype(np.int64)
 
 
 def load(spec: DataSpec) -> Clicks:
-    """The files' columns, in memory; rows that are held out are chosen by a hash of their number."""
+    """Load the files' columns into memory; held-out rows are drawn at random with a fixed seed."""
     columns = _read(spec)
     missing = [name for name in [spec.label, *spec.categories, *spec.numbers] if name not in columns]
     if missing:
@@ -139,7 +139,7 @@ def load(spec: DataSpec) -> Clicks:
     numbers = torch.tensor([_floats(columns, name) for name in spec.numbers]).T.reshape(len(ids), -1)
     if not bool(numbers.isfinite().all()):
         name = spec.numbers[int((~numbers.isfinite()).any(0).nonzero()[0])]
-        raise DataError(f"The column {name!r} has a value that is no finite number.", where="[data] numbers")
+        raise DataError(f"The column {name!r} has a value that is not a finite number.", where="[data] numbers")
     held_out = torch.from_numpy(np.random.default_rng(0).random(len(ids)) < spec.held_out)
     kept = ~held_out
     if not 0 < int(kept.sum()) < len(ids):
@@ -173,12 +173,12 @@ def _read(spec: DataSpec) -> dict[str, Sequence[Any]]:
 
 
 def _read_csv(path: Path) -> Mapping[str, Iterable[Any]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:  # some programs begin a file with a mark
+    with path.open(newline="", encoding="utf-8-sig") as file:  # some programs write a byte order mark
         reader = csv.reader(file)
         names, rows = next(reader, []), list[list[str]]()
         for row in filter(None, reader):  # not empty lines
             if len(row) != len(names):
-                what = f"Line {reader.line_num} of {path} has {len(row)} values, and the first line {len(names)} names."
+                what = f"Line {reader.line_num} of {path} has {len(row)} values, but the first line {len(names)} names."
                 raise DataError(what, where="[data] files")
             rows.append(row)
     return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(names, ())
@@ -197,7 +197,7 @@ def _floats(columns: Mapping[str, Sequence[Any]], name: str, empty: float = 0.0)
     try:
         return [empty if value in ("", None) else float(value) for value in columns[name]]
     except (TypeError, ValueError) as error:
-        raise DataError(f"The column {name!r} is not of numbers: {error}.", where="[data] of the settings") from error
+        raise DataError(f"The column {name!r} is not numeric: {error}.", where="[data] of the settings") from error
 
 
 def _hashed(field: str, values: Sequence[Any]) -> list[int]:
@@ -211,16 +211,16 @@ def _hash(field: str, value: Any) -> int:
 
 
 def _numbered(field: str, values: Tensor) -> Tensor:
-    """Ids of whole numbers: no two fields have one in common."""
+    """Ids for integer values; ids of different fields do not overlap."""
     return values + (_hash(field, "") & ~0xFFFFFFFF)
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """How often a row with a click is above one without, ties counted half."""
+    """How often a row with a click scores above one without; ties count half."""
     _, inverse, counts = np.unique(scores.numpy(), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = clicked.numpy() == 1
     ones, zeros = int(positive.sum()), int((~positive).sum())
     if not ones or not zeros:
-        raise DataError("All rows that are held out, or none, have a click; the AUC needs both.")
+        raise DataError("All held-out rows, or none of them, have a click; the AUC needs both kinds.")
     return float((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))

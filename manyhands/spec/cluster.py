@@ -1,19 +1,19 @@
-"""Clusters as TensorFlow writes them: jobs, their tasks and addresses, and which of them this process is.
+"""Clusters in TensorFlow's format: jobs, their tasks and addresses, and which task this process is.
 
-`ClusterSpec` is a value; `from_tf_config` reads the JSON text of TF_CONFIG. Every broken field gets an error that
-names it and shows a right one. No sockets, no environment: `spec.load` finds the text, `launcher.launch` acts on it.
+`ClusterSpec` is a value; `from_tf_config` reads the JSON text of TF_CONFIG. Every invalid field raises an error that
+names it and shows a valid one. No sockets, no environment: `spec.load` finds the text, `launcher.launcher` acts on it.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.errors import ClusterError
+from manyhands.spec.addresses import EXAMPLE_ADDRESS, Address, parse_task_address, shown
 
-__all__ = ["Address", "ClusterSpec", "ClusterTask", "from_tf_config", "parse_address"]
+__all__ = ["ClusterSpec", "ClusterTask", "from_tf_config"]
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 MAX_BYTES = 2**20
@@ -23,29 +23,6 @@ EXAMPLE = (
 )
 _CLUSTER_EXAMPLE = '"cluster": {"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}'
 _TASK_EXAMPLE = '"task": {"type": "worker", "index": 0}'
-_ADDRESS_EXAMPLE = "10.0.0.1:2222"
-
-Address = tuple[str, int]
-
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
-
-
-def parse_address(text: Any, field: str, where: str | None = None) -> Address:
-    """ "10.0.0.1:2222" or "[::1]:2222" -> host and port; `field` is what the error calls it."""
-
-    def refuse(why: str) -> ClusterError:
-        return ClusterError(f"{field} is {_show(text)}, {why}.", where=where, fix=[f'"{_ADDRESS_EXAMPLE}"'])
-
-    if not isinstance(text, str):
-        raise refuse('but must be text of the form "host:port"')
-    host, colon, port = text.rpartition(":")
-    if not colon or (":" in host and not host.startswith("[")):
-        raise refuse("an address without a port") if not colon else refuse("which is not host:port")
-    if not _HOST.fullmatch(host):
-        raise refuse("which has no valid host name before the port")
-    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535):
-        raise refuse(f"but a port is a number from 1 to 65535, not {_show(port)}")
-    return host.strip("[]"), int(port)
 
 
 class ClusterSpec:
@@ -54,9 +31,9 @@ class ClusterSpec:
     Frozen and comparable.
 
     Args:
-        cluster: A dict from job to its tasks: a list of addresses or, where only some are known, a dict from index to
+        cluster: A dict from job to its tasks: a list of addresses or, if only some are known, a dict from index to
             address. Or another `ClusterSpec`.
-        where: What error messages name as its source.
+        where: Source of the cluster, for error messages.
     """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Any], *, where: str | None = None) -> None:
@@ -74,7 +51,7 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """Their names."""
+        """Names of the jobs."""
         return list(self._jobs)
 
     def num_tasks(self, job: str) -> int:
@@ -86,7 +63,7 @@ class ClusterSpec:
         return len(self._of(job))
 
     def task_indices(self, job: str) -> list[int]:
-        """The numbers of a job's tasks, in their order.
+        """Indices of a job's tasks, in order.
 
         Args:
             job: Its name.
@@ -98,7 +75,7 @@ class ClusterSpec:
 
         Args:
             job: The job's name.
-            index: The task's number.
+            index: The task's index.
         """
         tasks = self._of(job)
         if index not in tasks:
@@ -107,7 +84,7 @@ class ClusterSpec:
         return tasks[index]
 
     def job_tasks(self, job: str) -> list[str | None]:
-        """Addresses by index; None where a sparse job does not say.
+        """Addresses by index; None for tasks that a sparse job does not list.
 
         Args:
             job: The job's name.
@@ -116,10 +93,10 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Lists for whole jobs, dicts for sparse ones; a ClusterSpec of the result equals this one."""
-        whole = {job: sorted(tasks) == list(range(len(tasks))) for job, tasks in self._jobs.items()}
+        """Lists for complete jobs, dicts for sparse ones; a ClusterSpec of the result equals this one."""
+        complete = {job: sorted(tasks) == list(range(len(tasks))) for job, tasks in self._jobs.items()}
         return {
-            job: [tasks[index] for index in sorted(tasks)] if whole[job] else dict(tasks)
+            job: [tasks[index] for index in sorted(tasks)] if complete[job] else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
@@ -141,10 +118,10 @@ class ClusterSpec:
 def _tasks(job: Any, tasks: Any, where: str) -> dict[int, str]:
     if job not in JOBS:
         raise ClusterError(
-            f'"cluster" has a job {_show(job)}; jobs are {", ".join(JOBS)}.', where=where, fix=[_CLUSTER_EXAMPLE]
+            f'"cluster" has a job {shown(job)}; jobs are {", ".join(JOBS)}.', where=where, fix=[_CLUSTER_EXAMPLE]
         )
     field = f'"cluster"."{job}"'
-    example = [f'"{job}": ["{_ADDRESS_EXAMPLE}"]']
+    example = [f'"{job}": ["{EXAMPLE_ADDRESS}"]']
     if isinstance(tasks, Mapping):
         pairs = [(_sparse_index(index, field, where), address) for index, address in tasks.items()]
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
@@ -154,16 +131,16 @@ def _tasks(job: Any, tasks: Any, where: str) -> dict[int, str]:
     if not pairs:
         raise ClusterError(f"{field} is an empty list.", where=where, fix=example)
     for index, address in pairs:
-        parse_address(address, f"{field}[{index}]", where)
+        parse_task_address(address, f"{field}[{index}]", where)
     return dict(sorted(pairs))
 
 
 def _sparse_index(index: Any, field: str, where: str) -> int:
-    # JSON has no integer keys, so TF_CONFIG carries the index of a sparse job as text.
+    # JSON has no integer keys, so TF_CONFIG gives the index of a sparse job as text.
     if isinstance(index, str) and index.isascii() and index.isdigit():
         index = int(index[:9])
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ClusterError(f"{field} has {_show(index)} for a task index.", where=where, fix=["an index from 0"])
+        raise ClusterError(f"{field} has {shown(index)} for a task index.", where=where, fix=["an index from 0"])
     return index
 
 
@@ -171,25 +148,25 @@ def _refuse_duplicates(jobs: Mapping[str, Mapping[int, str]], where: str) -> Non
     seen: dict[Address, str] = {}
     for job, tasks in jobs.items():
         for index, address in tasks.items():
-            name, place = f'"{job}"[{index}]', parse_address(address, job)
-            if place in seen:
-                what = f'"cluster": {seen[place]} and {name} have the same address {address}.'
+            name, parsed = f'"{job}"[{index}]', parse_task_address(address, job)
+            if parsed in seen:
+                what = f'"cluster": {seen[parsed]} and {name} have the same address {address}.'
                 raise ClusterError(what, where=where, fix=["another port for one of them"])
-            seen[place] = name
+            seen[parsed] = name
 
 
 def _refuse_unusable_jobs(jobs: Mapping[str, Mapping[int, str]], where: str) -> None:
     for job in ("chief", "evaluator"):
         if len(jobs.get(job, {})) > 1:
             what = f'"cluster"."{job}" has {len(jobs[job])} addresses, but there is at most one {job}.'
-            raise ClusterError(what, where=where, fix=[f'"{job}": ["{_ADDRESS_EXAMPLE}"], the others as "worker"'])
+            raise ClusterError(what, where=where, fix=[f'"{job}": ["{EXAMPLE_ADDRESS}"], the others as "worker"'])
     if not ("chief" in jobs or "worker" in jobs):
-        what = f'"cluster" has neither a chief nor a worker, only {", ".join(jobs)}: nobody would train.'
+        what = f'"cluster" has neither a chief nor a worker, only {", ".join(jobs)}: no task would train.'
         raise ClusterError(what, where=where, fix=[_CLUSTER_EXAMPLE])
 
 
 class ClusterTask:
-    """One task of a cluster: this process. The chief is task type chief, else worker 0."""
+    """The task of a cluster that this process is. The chief is the task of type chief, else worker 0."""
 
     def __init__(
         self, cluster: ClusterSpec | Mapping[str, Any], job: str, index: int, *, where: str | None = None
@@ -199,7 +176,7 @@ class ClusterTask:
         where = where or f"task {job} {index}"
         if not isinstance(job, str) or job not in JOBS:
             raise ClusterError(
-                f'"task"."type" is {_show(job)}; types are {", ".join(JOBS)}.', where=where, fix=[_TASK_EXAMPLE]
+                f'"task"."type" is {shown(job)}; types are {", ".join(JOBS)}.', where=where, fix=[_TASK_EXAMPLE]
             )
         # TensorFlow keeps the evaluator outside the cluster.
         if job not in self.cluster.jobs and job != "evaluator":
@@ -209,7 +186,7 @@ class ClusterTask:
             )
         if not isinstance(index, int) or isinstance(index, bool):
             raise ClusterError(
-                f'"task"."index" is {_show(index)}, but must be a whole number.', where=where, fix=[_TASK_EXAMPLE]
+                f'"task"."index" is {shown(index)}, but must be a whole number.', where=where, fix=[_TASK_EXAMPLE]
             )
         known = self.cluster.task_indices(job) if job in self.cluster.jobs else [0]
         if index not in known:
@@ -230,7 +207,7 @@ class ClusterTask:
 
     @property
     def hosts(self) -> list[tuple[str, int]]:
-        """The tasks that take part under parameter servers, in the order of their hosts."""
+        """The tasks of a run with parameter servers (chief, workers, ps), in the order of host numbers."""
         return [*self.trainers, *(("ps", index) for index in self.servers)]
 
     @property
@@ -252,15 +229,15 @@ class ClusterTask:
 
     @property
     def address(self) -> Address | None:
-        """Where this task is reached; None for an evaluator that the cluster does not list."""
+        """Address of this task; None for an evaluator that the cluster does not list."""
         if self.job not in self.cluster.jobs:
             return None
-        return parse_address(self.cluster.task_address(self.job, self.index), self.job)
+        return parse_task_address(self.cluster.task_address(self.job, self.index), self.job)
 
     @property
     def chief_address(self) -> Address:
         job, index = self.trainers[0]
-        return parse_address(self.cluster.task_address(job, index), job)
+        return parse_task_address(self.cluster.task_address(job, index), job)
 
     def __eq__(self, other: object) -> bool:
         mine = (self.cluster, self.job, self.index)
@@ -274,7 +251,7 @@ class ClusterTask:
 
 
 def from_tf_config(text: str) -> ClusterTask:
-    """The task that the text of TF_CONFIG describes; fields it does not use are left alone, as TensorFlow does."""
+    """The task that the text of TF_CONFIG describes; unknown fields are ignored, as in TensorFlow."""
     where = "TF_CONFIG"
     if len(text) > MAX_BYTES:
         raise ClusterError(f"TF_CONFIG is {len(text)} characters long.", where=where, fix=[EXAMPLE])
@@ -301,9 +278,3 @@ def from_tf_config(text: str) -> ClusterTask:
 def _kind(value: Any) -> str:
     words = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
     return words.get(type(value), "null" if value is None else f"a {type(value).__name__}")
-
-
-def _show(value: Any) -> str:
-    """A short, printable form of any JSON value."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:80] + "…"

@@ -1,7 +1,7 @@
-"""A TOML config file as values with the line each of them stands on, and back.
+"""Reads a TOML config file as values with their line numbers, and writes one.
 
 Reading is bounded: a huge file, a huge string or absurd nesting is refused in milliseconds. Which keys exist
-and what type they have is `spec.load`'s business.
+and what type they have is decided in `spec.load`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*(?:\.\s*[\"']?([\w-]+)[\"']?\s*)?
 
 class Setting(NamedTuple):
     section: str | None
-    """None for a value that stands above every [section]."""
+    """None for a value above the first [section]."""
     name: str
     value: Any
     where: str
-    """ "run.toml line 9"; for values whose line cannot be told, "run.toml"."""
+    """ "run.toml line 9"; "run.toml" for values whose line is not known."""
 
 
 class ConfigFile(NamedTuple):
@@ -49,12 +49,12 @@ def read_config(path: str) -> ConfigFile:
     text = _read_text(path)
     for number, line in enumerate(text.splitlines(), start=1):
         if line.count(".") > MAX_DOTS_PER_LINE:
-            raise SpecError("A line holds more dots than any key or value needs.", where=f"{path} line {number}")
+            raise SpecError("A line has more dots than any key or value needs.", where=f"{path} line {number}")
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(
-            f"Not valid TOML: {_without_place(error)}.", where=_place(path, error), fix=_fixes(error)
+            f"Not valid TOML: {_without_location(error)}.", where=_location(path, error), fix=_fixes(error)
         ) from None
     except RecursionError:
         raise SpecError("Nested too deeply to be a config.", where=path) from None
@@ -76,11 +76,11 @@ def _read_text(path: str) -> str:
         raise SpecError(f"The config file is not UTF-8 (byte {error.start}).", where=path) from None
 
 
-def _without_place(error: tomllib.TOMLDecodeError) -> str:
+def _without_location(error: tomllib.TOMLDecodeError) -> str:
     return re.sub(r" \(at .*\)$", "", str(error))
 
 
-def _place(path: str, error: tomllib.TOMLDecodeError) -> str:
+def _location(path: str, error: tomllib.TOMLDecodeError) -> str:
     found = re.search(r"at line (\d+)", str(error))
     return f"{path} line {found[1]}" if found else path
 
@@ -90,7 +90,7 @@ def _fixes(error: tomllib.TOMLDecodeError) -> list[str]:
 
 
 def _lines_of(text: str) -> dict[tuple[str | None, str], int]:
-    """Where each key stands, by a plain look at the lines: tomllib does not tell."""
+    """Line number of each key, found by matching lines: tomllib does not give it."""
     section: str | None = None
     lines: dict[tuple[str | None, str], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -98,8 +98,8 @@ def _lines_of(text: str) -> dict[tuple[str | None, str], int]:
             section = header[1]
             lines.setdefault((None, section), number)
         elif key := _KEY.match(line):
-            place = (section, key[1]) if key[2] is None else (key[1], key[2])
-            lines.setdefault(place, number)
+            target = (section, key[1]) if key[2] is None else (key[1], key[2])
+            lines.setdefault(target, number)
             lines.setdefault((section, key[1]), number)
     return lines
 
@@ -108,8 +108,8 @@ def _flatten(path: str, document: dict[str, Any], lines: dict[tuple[str | None, 
     sections = [None, *RunSpec.__struct_fields__]
 
     def setting(section: str | None, name: str, value: Any) -> Setting:
-        place = (section, name) if section in sections else (None, str(section))  # it is the section that is wrong
-        line = lines.get(place) or lines.get((None, section or name))
+        target = (section, name) if section in sections else (None, str(section))  # unknown section
+        line = lines.get(target) or lines.get((None, section or name))
         return Setting(section, name, value, f"{path} line {line}" if line else path)
 
     settings = []
@@ -122,7 +122,7 @@ def _flatten(path: str, document: dict[str, Any], lines: dict[tuple[str | None, 
 
 
 def dump_toml(spec: RunSpec) -> str:
-    """A config file that resolves to `spec`. Values that are not set stand as comments."""
+    """A config file that resolves to `spec`. Values that are not set appear as comments."""
     blocks = []
     for section in msgspec.structs.fields(spec):
         values = getattr(spec, section.name)
@@ -138,24 +138,24 @@ def _dump_line(name: str, value: Any, default: Any) -> str:
         return f"# {name} is not set" if default is None else f'{name} = "none"'
     if isinstance(value, float):
         return f"{name} = {value!r}"
-    # A JSON string, number or boolean is also TOML; but TOML wants DEL escaped.
+    # A JSON string, number or boolean is also TOML; but TOML requires DEL to be escaped.
     return f"{name} = {json.dumps(value, ensure_ascii=True)}".replace("\x7f", "\\u007f")
 
 
 def write_settings(path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put settings, by section, into a config file; all else in it stays, comments included. Whole or not at all."""
-    place = os.path.realpath(path)
-    there = os.path.exists(place)
-    text = with_settings(_read_text(path) if there else "", changes, path)
+    """Write settings, by section, into a config file atomically; everything else in it is kept, comments included."""
+    target = os.path.realpath(path)
+    exists = os.path.exists(target)
+    text = with_settings(_read_text(path) if exists else "", changes, path)
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".manyhands-", dir=os.path.dirname(place))
+        descriptor, temporary = tempfile.mkstemp(prefix=".manyhands-", dir=os.path.dirname(target))
     except OSError as error:
         raise SpecError(f"Cannot write the config file {path}: {error.strerror}.", fix=["--write FILE"]) from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-        os.chmod(temporary, os.stat(place).st_mode if there else 0o644)
-        os.replace(temporary, place)
+        os.chmod(temporary, os.stat(target).st_mode if exists else 0o644)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -165,7 +165,7 @@ def write_settings(path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def with_settings(text: str, changes: Mapping[str, Mapping[str, Any]], path: str = "the config file") -> str:
-    """The text of a config file with these settings in it. Raises `SpecError` where they have to be put in by hand."""
+    """The text of a config file with these settings. Raises `SpecError` where they have to be added by hand."""
     lines = text.splitlines()
     wanted = _parsed(text)
     for section, values in changes.items():
@@ -174,9 +174,9 @@ def with_settings(text: str, changes: Mapping[str, Mapping[str, Any]], path: str
             if isinstance(within := wanted.setdefault(section, {}), dict):
                 within[name] = value
     changed = "\n".join(lines) + "\n"
-    # Values over several lines and the like are not understood here. Reading it back tells whether that did harm.
+    # Multi-line values and the like are not understood here. Parsing the result shows whether that broke anything.
     if _parsed(changed) != wanted:
-        what = "The settings cannot be put into this file without touching the rest of it."
+        what = "The settings cannot be added to this file without changing the rest of it."
         pairs = [(section, name, value) for section, found in changes.items() for name, value in found.items()]
         by_hand = [f"[{section}] {_dump_line(name, value, None)}" for section, name, value in pairs]
         raise SpecError(what, where=path, fix=by_hand)
@@ -190,7 +190,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _with_line(lines: list[str], section: str, name: str, line: str) -> list[str]:
-    """The lines with this one in its section, in the place of an older one of its name."""
+    """The lines with `line` in its section, in place of an existing line for `name`."""
     inside: str | None = None
     last: int | None = None
     for number, old in enumerate(lines):

@@ -1,7 +1,7 @@
-"""Flags that cannot go together, refused before any process starts; workers would refuse them seconds later. Pure.
+"""Refuses combinations of flags that cannot work, before any process starts; workers would refuse them later. Pure.
 
-Only flags are looked at: they have the last word, while what the environment or a file says may still be changed by the
-script. What single sections and pairs of settings rule out by themselves stands where they are declared, in `run`.
+Only flags are checked: nothing overrides them, while the script may still override what the environment or a file says.
+Conflicts within a section or between two settings are checked where the settings are declared, in `run`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from manyhands.errors import SpecError
 from manyhands.spec.load import Resolved
 from manyhands.spec.placement import Placement
+from manyhands.spec.strategy_names import WITH_RESIDUALS, WITH_SERVERS
 
 __all__ = ["check_flags"]
-
-WITHOUT_SERVERS = {
-    "single", "mirrored", "multi_worker", "tensor", "pipeline", "mesh", "sharded", "central_storage",
-}  # fmt: skip
 
 
 def check_flags(resolved: Resolved, placement: Placement) -> None:
@@ -34,17 +31,18 @@ def _conflicts(resolved: Resolved, placement: Placement) -> Iterator[SpecError]:
             where="--strategy",
             fix=["--strategy mirrored", "-n 1"],
         )
-    if strategy in WITHOUT_SERVERS and servers:
+    if strategy is not None and strategy not in WITH_SERVERS and servers:
         yield SpecError(
-            f"--servers {servers} asks for parameter servers, but --strategy {strategy} has no use for them.",
+            f"--servers {servers} asks for parameter servers, but --strategy {strategy} does not use any.",
             where="--servers",
             fix=["--strategy parameter_server", "no --servers"],
         )
     if strategy == "central_storage" and placement.num_hosts > 1:
         yield SpecError(
-            f"--strategy central_storage has all weights in one host's memory, but this run has {placement.num_hosts}.",
+            f"--strategy central_storage keeps all weights in the memory of one host, but this run has "
+            f"{placement.num_hosts} hosts.",
             where="--strategy",
-            fix=["--strategy sharded", "--strategy multi_worker"],
+            fix=["--strategy sharded", "--strategy mirrored"],
         )
     if strategy == "central_storage" and workers > 1 and given.get("comm.plane") == "gloo":
         yield SpecError(
@@ -53,9 +51,9 @@ def _conflicts(resolved: Resolved, placement: Placement) -> Iterator[SpecError]:
             where="--plane",
             fix=["--plane auto", "--strategy sharded"],
         )
-    if given.get("launch.elastic") and given.get("comm.reducer") == "int8":
+    if given.get("launch.elastic") and (reducer := given.get("comm.reducer")) in WITH_RESIDUALS:
         yield SpecError(
-            "With --reducer int8 every worker keeps what it left out so far, which is lost when the worker is.",
+            f"--reducer {reducer} keeps a residual (error feedback) on every worker, which is lost with the worker.",
             where="--elastic",
             fix=["--reducer bf16", "no --elastic"],
         )

@@ -1,7 +1,7 @@
-"""Which task of a job this process is, as Slurm and MPI launchers say it in the environment.
+"""Reads from the environment which task of a Slurm or MPI job this process is.
 
-`srun -N2 mh run train.py` starts the same launcher in every task. Unless its flags tell it how the tasks find each
-other, each of them would train the whole model by itself. Pure: the environment comes in as a mapping. Start reading at
+`srun -N2 mh run train.py` runs `mh run` in every task. Without flags that say how the tasks find each other, each task
+would train the whole model independently. Pure: the environment is passed in as a mapping. Start reading at
 `engine_task`.
 """
 
@@ -20,14 +20,14 @@ class EngineTask(NamedTuple):
     """The command that started it: "srun", "mpirun", ..."""
     rank: int
     size: int
-    """How many tasks there are, or at least are."""
+    """Number of tasks; with PMIx a lower bound."""
     hosts: int | None
-    """That they are on; None: it does not say."""
+    """Number of hosts that the tasks run on; None if the environment does not say."""
     variable: str
-    """The one that says how many there are."""
+    """The environment variable, with its value, that gives the number of tasks."""
 
 
-# Engine; variables of the number of tasks, of this task's rank, and of the tasks on this host.
+# Command; variables for the number of tasks, this task's rank, and the number of tasks on this host.
 _MPI = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -38,7 +38,7 @@ _MPI = (
 
 
 def engine_task(environ: Mapping[str, str]) -> EngineTask | None:
-    """The task of several that this process is; None where it is the only one, or no engine started it."""
+    """This process's task in a job of several; None if it is the only task or no such launcher started it."""
     found = [_slurm(environ), *(_mpi(environ, *names) for names in _MPI), _pmix(environ)]
     return next((task for task in found if task is not None and task.size > 1), None)
 
@@ -53,8 +53,8 @@ def _slurm(environ: Mapping[str, str]) -> EngineTask | None:
 
 
 def _mpi(environ: Mapping[str, str], engine: str, size: str, rank: str, local_size: str) -> EngineTask | None:
-    tasks, here = _number(environ, size), _number(environ, local_size)
-    return _task(engine, environ, size, rank, -(-tasks // here) if tasks and here else None)
+    tasks, per_host = _number(environ, size), _number(environ, local_size)
+    return _task(engine, environ, size, rank, -(-tasks // per_host) if tasks and per_host else None)
 
 
 def _task(engine: str, environ: Mapping[str, str], size: str, rank: str, hosts: int | None) -> EngineTask | None:
@@ -63,7 +63,7 @@ def _task(engine: str, environ: Mapping[str, str], size: str, rank: str, hosts: 
 
 
 def _pmix(environ: Mapping[str, str]) -> EngineTask | None:
-    """PMIx has no variable for the number of tasks; but a rank above 0 is not alone."""
+    """PMIx has no variable for the number of tasks; a rank above 0 implies several."""
     rank = _number(environ, "PMIX_RANK")
     return EngineTask("the MPI launcher", rank, rank + 1, None, f"PMIX_RANK={rank}") if rank else None
 
@@ -74,25 +74,25 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def refuse_one_run_per_task(task: EngineTask | None) -> None:
-    """For a launcher that would start a run of its own in every task of a job."""
+    """Raise if this process is one of several tasks, each of which would start a separate run."""
     if task is None:
         return
     raise UsageError(
-        f"{task.engine} started this command in {task.size} tasks; each would train the whole model by itself.",
+        f"{task.engine} started this command in {task.size} tasks; each would train the whole model independently.",
         where=f"{task.variable} in the environment, and no flag that says how the tasks find each other",
-        fix=[*_fix(task), "mh run --standalone ..., if each task is to train a model of its own"],
+        fix=[*_fix(task), "mh run --standalone ..., if each task is to train a separate model"],
     )
 
 
 def _fix(task: EngineTask) -> list[str]:
-    several = "N" if task.hosts is None else str(task.hosts)
-    one_per_host, alone = {
-        "srun": (f"srun -N{several} --ntasks-per-node=1 --exclusive", "srun -n1 --exclusive"),
-        "mpirun": (f"mpirun -np {several} --map-by node --bind-to none", "mpirun -np 1 --bind-to none"),
+    num_hosts = "N" if task.hosts is None else str(task.hosts)
+    one_per_host, single_task = {
+        "srun": (f"srun -N{num_hosts} --ntasks-per-node=1 --exclusive", "srun -n1 --exclusive"),
+        "mpirun": (f"mpirun -np {num_hosts} --map-by node --bind-to none", "mpirun -np 1 --bind-to none"),
     }.get(task.engine, (f"{task.engine}, one task per host:", f"{task.engine}, one task:"))
-    on_one_host = f"{alone} mh run -n {task.size} ..., for {task.size} workers on one host"
+    on_one_host = f"{single_task} mh run -n {task.size} ..., for {task.size} workers on one host"
     on_several = (
-        f"{one_per_host} mh run --nnodes={several} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
+        f"{one_per_host} mh run --nnodes={num_hosts} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
         "--insecure-data-plane ..., with MANYHANDS_KEY_FILE (mh keygen), for one run on all hosts"
     )
     if task.hosts == 1:

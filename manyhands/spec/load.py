@@ -1,8 +1,8 @@
 """Config file, environment, constructor arguments and flags -> one `RunSpec`, with the origin of every value.
 
-The only place that reads the environment. Later sources win:
-defaults < config file < MANYHANDS_<KEY> < constructor arguments < command-line flags. Whatever nobody knows is
-refused with the nearest right name. Start reading at `resolve`.
+The only module that reads the environment. Later sources win:
+defaults < config file < MANYHANDS_<KEY> < constructor arguments < command-line flags. Unknown names are refused with
+the closest known name. Start reading at `resolve`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import msgspec
 from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask, from_tf_config
 from manyhands.spec.config_file import Setting, dump_toml, read_config
-from manyhands.spec.run import RunSpec, strategy_name
+from manyhands.spec.run import RunSpec
+from manyhands.spec.strategy_names import strategy_name
 from manyhands.spec.undecodable_names import check_name
-from manyhands.spec.worker_identity import SEAT_VARIABLES, Seat, parse_seat
+from manyhands.spec.worker_identity import IDENTITY_VARIABLES, WorkerIdentity, parse_identity
 
 __all__ = [
     "KEYS",
@@ -38,8 +39,9 @@ __all__ = [
     "in_trial",
     "master_port",
     "nearest",
+    "own_identity",
+    "replace_environment",
     "resolve",
-    "seat",
     "torchrun_defaults",
     "torchrun_task",
     "under_chaos",
@@ -53,7 +55,7 @@ TRIAL_VARIABLE = "MANYHANDS_TRIAL"
 CHAOS_VARIABLE = "MANYHANDS_CHAOS"
 CHECK_VARIABLE = "MANYHANDS_CHECK"
 PLAN_VARIABLE = "MANYHANDS_PLAN"
-RESERVED = SEAT_VARIABLES | {
+RESERVED = IDENTITY_VARIABLES | {
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
     TRIAL_VARIABLE,
@@ -81,14 +83,14 @@ def _all_keys() -> dict[str, Key]:
         hints = typing.get_type_hints(section.type)
         for field in msgspec.structs.fields(section.type):
             assert field.name not in keys, (
-                f"{field.name} stands in two sections; environment and flags use the name alone"
+                f"{field.name} is in two sections, but environment and flags use the name without its section"
             )
             keys[field.name] = Key(section.name, field.name, hints[field.name], field.default)
     return keys
 
 
 KEYS = _all_keys()
-"""Every setting by its name alone, which is unique over all sections."""
+"""Every setting by its name without the section; names are unique over all sections."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -96,15 +98,15 @@ class Resolved(msgspec.Struct, frozen=True):
     origins: dict[str, str]
     """By dotted key: "default", "run.toml line 9", "MANYHANDS_SEED", "constructor" or "--seed"."""
     overrides: list[str]
-    """One line for each flag that overrides a constructor argument: what, old, new."""
+    """One line for each flag that overrides a constructor argument: name, old value, new value."""
     config_file: str | None = None
 
     def given(self, dotted: str) -> bool:
-        """Whether anybody set this value, as opposed to its default."""
+        """Whether this value was set, as opposed to its default."""
         return self.origins[dotted] != "default"
 
     def flags(self) -> dict[str, Any]:
-        """The values that came from flags, by dotted key: what an agent hands on to its workers."""
+        """The values that came from flags, by dotted key: the agent passes them to its workers."""
         pairs = (dotted.split(".") for dotted, origin in self.origins.items() if origin.startswith("--"))
         return {f"{section}.{name}": getattr(getattr(self.spec, section), name) for section, name in pairs}
 
@@ -116,8 +118,14 @@ class _Given(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment; others ask here instead of reading it themselves."""
+    """A copy of this process's environment; other modules call this instead of reading `os.environ`."""
     return dict(os.environ)
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """For a process that was forked, and is to have the environment that it would have been started with."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def resolve(
@@ -127,7 +135,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     config_file: str | None = None,
 ) -> Resolved:
-    """All sources as one spec. `flags` and `arguments` are by name ("seed") or dotted key ("run.seed").
+    """Merge all sources into one spec. `flags` and `arguments` are by name ("seed") or dotted key ("run.seed").
 
     A flag or argument of None counts as not given. Raises `SpecError` naming the source and what to type instead.
     """
@@ -159,18 +167,18 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> RunSpec:
 
 
 def _checked(kind: Callable[..., Any], values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
-    """`kind(**values)`. It knows what is wrong with them, only this place knows who asked for it."""
+    """`kind(**values)`, with the source of the wrong value added to the error: the Struct does not know it."""
     try:
         return kind(**values)
     except SpecError as error:
         named = re.match(r"\[(\w+)\] (\w+)", error.what)
         origin = origins.get(f"{named[1]}.{named[2]}") if named else None
-        fix = [_in_words_of(_origin_of(suggestion, origin, origins), suggestion) for suggestion in error.fix]
+        fix = [_in_syntax_of(_origin_of(suggestion, origin, origins), suggestion) for suggestion in error.fix]
         raise SpecError(error.what, where=origin or error.where, fix=fix) from None
 
 
 def _origin_of(suggestion: str, fallback: str | None, origins: Mapping[str, str]) -> str | None:
-    """Who set what the suggestion would change."""
+    """The source of the value that the suggestion would change."""
     key = KEYS.get(suggestion.partition(" = ")[0])
     return origins[key.dotted] if key is not None else fallback
 
@@ -193,9 +201,9 @@ def _file_key(setting: Setting) -> Key:
     if known is not None and known.section == section:
         return known
     if known is not None:
-        place = f"[{section}]" if section else "the top of the file"
+        found_in = f"[{section}]" if section else "the top of the file"
         raise SpecError(
-            f"{name} belongs to [{known.section}], not to {place}.", where=where, fix=[f"[{known.section}]"]
+            f"{name} belongs to [{known.section}], not to {found_in}.", where=where, fix=[f"[{known.section}]"]
         )
     mine = [key.name for key in KEYS.values() if section in (None, key.section)]
     close = nearest(name, mine) or nearest(name, KEYS)
@@ -211,7 +219,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
         if key is None or variable != variable.upper():
             known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE]
             raise SpecError(
-                f"The environment variable {_clip(variable)} is not one of ours.",
+                f"The environment variable {_clip(variable)} is not a setting of manyhands.",
                 where="the environment",
                 fix=nearest(variable.upper(), known) or [f"unset {_clip(variable)}"],
             )
@@ -260,12 +268,12 @@ def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
     fits = typed is not None and not (isinstance(typed, float) and not math.isfinite(typed))
     if not fits or (isinstance(typed, str) and len(typed) > MAX_TEXT):
         what = f"[{key.section}] {key.name} is {_shown(given)}, but must be {_expected(key.type)}."
-        raise SpecError(what, where=where, fix=[_in_words_of(where, _example(key, value))]) from None
+        raise SpecError(what, where=where, fix=[_in_syntax_of(where, _example(key, value))]) from None
     return typed
 
 
-def _in_words_of(origin: str | None, suggestion: str) -> str:
-    """A suggestion "seed = 0" as the source that was wrong would say it: "--seed 0", "MANYHANDS_SEED=0"."""
+def _in_syntax_of(origin: str | None, suggestion: str) -> str:
+    """A suggestion "seed = 0" in the syntax of the source that was wrong: "--seed 0", "MANYHANDS_SEED=0"."""
     name, equals, value = suggestion.partition(" = ")
     if not equals or name not in KEYS or origin is None:
         return suggestion
@@ -317,7 +325,7 @@ def _example(key: Key, value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known name that was most likely meant, or nothing."""
+    """The closest known name, or nothing."""
     return difflib.get_close_matches(word[:80].lower().replace("-", "_"), list(known), n=1, cutoff=0.6) or (
         difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.6)
     )
@@ -338,47 +346,47 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
-def seat(environ: Mapping[str, str] | None = None) -> Seat | None:
-    """Who this worker is, or None where no agent started this process."""
-    return parse_seat(environment() if environ is None else environ)
+def own_identity(environ: Mapping[str, str] | None = None) -> WorkerIdentity | None:
+    """The identity of this worker, or None if no agent started this process."""
+    return parse_identity(environment() if environ is None else environ)
 
 
 def master_port() -> int | None:
-    """The port at which ranks started by torchrun, or by our agent in its stead, meet; None where there is none."""
+    """The rendezvous port of ranks started by torchrun or by our agent; None if there is none."""
     text = environment().get("MASTER_PORT", "")
     return int(text) if text.isdecimal() else None
 
 
 def in_trial() -> bool:
-    """Whether this worker only runs to be measured by `mh tune`: it may leave nothing behind."""
+    """Whether this worker is only a measurement of `mh tune`: it must leave no files behind."""
     environ = environment()
-    return bool(environ.get(TRIAL_VARIABLE)) and seat(environ) is not None
+    return bool(environ.get(TRIAL_VARIABLE)) and own_identity(environ) is not None
 
 
 def checked() -> str:
-    """What `mh check` asks of this worker, as it wrote it; nothing where it did not start it."""
+    """The request of `mh check` to this worker, as text; empty if `mh check` did not start it."""
     environ = environment()
-    return environ.get(CHECK_VARIABLE, "") if seat(environ) is not None else ""
+    return environ.get(CHECK_VARIABLE, "") if own_identity(environ) is not None else ""
 
 
 def verbose() -> bool:
-    """Whether this process is to say more, for code that runs before, or without, any settings of a run."""
+    """Whether this process prints more, for code that runs before, or without, a run's settings."""
     environ = environment()
-    mine = seat(environ)
+    mine = own_identity(environ)
     asked = environ.get(f"{PREFIX}VERBOSE", "").lower() in ("1", "true")
     return bool(mine.flags.get("launch.verbose", asked)) if mine is not None else asked
 
 
 def under_chaos() -> bool:
-    """Whether `mh chaos` started this worker, and may tell it to hang."""
+    """Whether `mh chaos` started this worker, and may make it hang."""
     environ = environment()
-    return bool(environ.get(CHAOS_VARIABLE)) and seat(environ) is not None
+    return bool(environ.get(CHAOS_VARIABLE)) and own_identity(environ) is not None
 
 
 def cluster_task(environ: Mapping[str, str] | None = None) -> ClusterTask | None:
-    """The task that TF_CONFIG makes of this process, or None. Raises `ClusterError` where it is broken."""
+    """This process's task according to TF_CONFIG, or None. Raises `ClusterError` if TF_CONFIG is invalid."""
     text = (environment() if environ is None else environ).get("TF_CONFIG", "")
-    # Platforms set TF_CONFIG to "{}" for jobs of one task; TensorFlow, too, takes that for no cluster.
+    # Platforms set TF_CONFIG to "{}" for jobs of one task; TensorFlow also treats that as no cluster.
     return from_tf_config(text) if text.strip() not in ("", "{}") else None
 
 
@@ -390,7 +398,7 @@ class TorchrunTask(msgspec.Struct, frozen=True):
 
 
 def torchrun_task(environ: Mapping[str, str] | None = None) -> TorchrunTask | None:
-    """The worker that torchrun, not we, made of this process; or None."""
+    """This process's ranks if torchrun started it, not our agent; else None."""
     environ = environment() if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in environ or environ.get("MANYHANDS_AGENT"):
         return None

@@ -1,19 +1,19 @@
-"""How many workers here, which host of how many this is, and where the coordinator listens.
+"""Decides how many workers this host has, which host of how many it is, and where the coordinator listens.
 
-Three ways to say it, one answer: our own settings, torchrun's flags with torchrun's meaning, or a TF_CONFIG task.
-Pure: what the machine has comes in as a `Machine`. Keys, sockets and processes are other people's business.
+The input is our own settings, torchrun's flags with torchrun's meaning, or a TF_CONFIG task. Pure: the machine's
+resources are passed in as a `Machine`; keys, sockets and processes are handled elsewhere.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from manyhands.errors import ClusterError, SpecError
-from manyhands.spec.cluster import Address, ClusterTask, parse_address
+from manyhands.spec.addresses import Address, is_loopback, parse_task_address
+from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import flag_name
 from manyhands.spec.run import LaunchSection
 
@@ -32,10 +32,10 @@ DEFAULT_PORT = 29500
 """torchrun's, for --master-port and for a --rdzv-endpoint without a port."""
 
 IGNORED_FLAGS = {
-    "rdzv_id": "the key tells runs apart",
+    "rdzv_id": "runs are identified by their key",
     "role": "workers have no roles; ROLE_NAME is default",
-    "rdzv_conf": "the coordinator needs no such settings",
-    "monitor_interval": "the agent sees a death at once",
+    "rdzv_conf": "the coordinator has no such settings",
+    "monitor_interval": "the agent notices at once when a worker dies",
     "start_method": "workers are always fresh processes",
     "event_log_handler": "events go to the run directory",
     "log_dir": "logs go to the run directory; --run-dir moves it",
@@ -43,7 +43,7 @@ IGNORED_FLAGS = {
     "tee": "rank 0 is shown, every rank is in the run directory's logs",
     "local_ranks_filter": "rank 0 is shown, `mh logs --rank` shows the others",
     "signals_to_handle": "SIGINT, SIGTERM and SIGUSR1 are handled",
-    "shutdown_timeout": "--grace is ours",
+    "shutdown_timeout": "use --grace",
     "numa_binding": "workers are not bound to cores",
 }
 """torchrun's flags that change nothing here, and why."""
@@ -58,7 +58,7 @@ class Machine(msgspec.Struct, frozen=True):
     cores: int
     accelerators: int
     may_listen: Callable[[str, int], bool] = lambda host, port: False
-    """Whether an address is one of this machine's own, and its port free."""
+    """Whether an address belongs to this machine and its port is free."""
 
     @property
     def default_workers(self) -> int:
@@ -69,28 +69,28 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     num_hosts: int = 1
     host_rank: int | None = 0
-    """None: the coordinator gives out the next free one."""
+    """None: the coordinator assigns the next free one."""
     coordinates: bool = True
     """Whether this host's agent starts the coordinator."""
     master: Address | None = None
-    """Where the coordinator of several hosts is reached."""
+    """Address of the coordinator, with several hosts."""
     listen: str | None = None
-    """The address other hosts reach this one at."""
+    """Address at which other hosts reach this one."""
     trains: bool = True
-    """Or takes part otherwise, as a server's task does; else it waits for the end."""
+    """True if this task trains or runs a server; False if it only waits for the run to end."""
     total_workers: int | None = None
-    """Over all hosts, where those do not have as many each."""
+    """Over all hosts, if they have different numbers of workers."""
     begins_with_fewer: bool = False
-    """Workers of the cluster that are not there at the start may join later."""
+    """Workers of the cluster that are missing at the start may join later."""
     server_tasks: int = 0
-    """Parameter servers that are tasks of the cluster."""
+    """Number of parameter servers that are tasks of the cluster."""
     server: int | None = None
-    """This host is such a task: the number of its server, and where the cluster has it."""
+    """If this host is such a task: its server number; `server_address` is its address in the cluster."""
     server_address: Address | None = None
     announce: Address | None = None
-    """Where tasks that do not train see that the run lasts, where no coordinator listens for other hosts."""
+    """Where tasks that do not train can check that the run is alive, if no coordinator listens for other hosts."""
     notes: list[str] = []
-    """What was asked for and changes nothing, a line each."""
+    """One line for each request that has no effect."""
 
     @property
     def beyond_loopback(self) -> bool:
@@ -98,34 +98,27 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return any(not is_loopback(address) for address in addresses if address)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
     if launch.hosts_wanted > 1 and launch.listen is None:
         raise SpecError(
-            f"{launch.hosts_wanted} hosts are wanted, but they have no address to reach this one at.",
+            f"{launch.hosts_wanted} hosts are requested, but they have no address at which to reach this one.",
             where="--hosts-wanted",
-            fix=["--listen ADDR, the address of this host on the network that joins them"],
+            fix=["--listen ADDR, this host's address on the network that connects them"],
         )
     workers = launch.workers or _most(launch, launch.hosts_wanted) or machine.default_workers
     if launch.hosts_wanted > 1 or (launch.elastic is not None and launch.listen is not None):
         return Placement(workers=workers, num_hosts=launch.hosts_wanted, listen=launch.listen)
-    ignored = ["--listen is ignored: one host alone listens to nobody; --hosts-wanted says how many there are."]
+    ignored = ["--listen is ignored in a run of one host; --hosts-wanted N makes it a run of several."]
     return Placement(workers=workers, notes=ignored if launch.listen else [])
 
 
 def _most(launch: LaunchSection, num_hosts: int) -> int | None:
-    """Where an elastic run's workers are not counted, it starts with as many as it may have."""
+    """Without an explicit number of workers, an elastic run starts with its upper bound."""
     return max(1, launch.elastic[1] // num_hosts) if launch.elastic else None
 
 
 def _check_elastic(launch: LaunchSection, workers: int, num_hosts: int, where: str) -> None:
-    """Whoever counts workers and hosts other than in the settings is told here that it does not fit."""
+    """Refuse numbers of workers and hosts from outside the settings that do not fit `elastic`."""
     if launch.elastic is None or launch.elastic[0] <= workers * num_hosts <= launch.elastic[1]:
         return
     least, most = launch.elastic
@@ -136,7 +129,7 @@ def _check_elastic(launch: LaunchSection, workers: int, num_hosts: int, where: s
 def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Machine) -> Placement:
     """`flags` by name, only those given; values as text or numbers."""
     num_hosts = 1 if flags.get("standalone") else _num_nodes(flags.get("nnodes", "1"))
-    # torchrun starts one process per node where nobody says how many.
+    # torchrun's default is one process per node.
     nproc = flags.get("nproc_per_node", launch.workers or _most(launch, num_hosts) or 1)
     common: dict[str, Any] = {
         "workers": _num_workers(str(nproc), machine),
@@ -161,22 +154,22 @@ def _static(flags: Mapping[str, Any], common: dict[str, Any]) -> Placement:
 
 
 def _dynamic(flags: Mapping[str, Any], common: dict[str, Any], machine: Machine) -> Placement:
-    """c10d and its kin: the node that the endpoint names coordinates, the others get their number when they join."""
+    """Dynamic rendezvous such as c10d: the node named by the endpoint coordinates and assigns the others their rank."""
     endpoint = str(flags.get("rdzv_endpoint") or "")
     if not endpoint:
-        what = f"{common['num_hosts']} nodes have no endpoint to meet at."
+        what = f"{common['num_hosts']} nodes have no rendezvous endpoint."
         raise SpecError(what, where="--rdzv-backend", fix=[f"--rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}"])
     host, port = _endpoint(endpoint)
     master = (host, port or DEFAULT_PORT)
-    here = machine.may_listen(*master)
-    return Placement(**common, host_rank=0 if here else None, coordinates=here, master=master)
+    is_local = machine.may_listen(*master)
+    return Placement(**common, host_rank=0 if is_local else None, coordinates=is_local, master=master)
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
     if ":" not in text or text.endswith("]"):
         return text.strip("[]"), None
     try:
-        return parse_address(text, "--rdzv-endpoint")
+        return parse_task_address(text, "--rdzv-endpoint")
     except ClusterError as error:
         raise SpecError(error.what, where="--rdzv-endpoint", fix=error.fix) from None
 
@@ -185,7 +178,7 @@ def _num_nodes(text: Any) -> int:
     least, colon, most = str(text).partition(":")
     if colon and least != most:
         raise SpecError(
-            f"--nnodes {text} counts hosts that come and go; here workers are counted.",
+            f"--nnodes {text} is a range of hosts, but elastic runs are given a range of workers here.",
             where="--nnodes",
             fix=[f"--nnodes {most or least}", f"--hosts-wanted {least or most} --elastic 2:8"],
         )
@@ -217,29 +210,29 @@ def _notes(flags: Mapping[str, Any]) -> list[str]:
 
 
 def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> Placement:
-    """Each chief and worker task is a host of the run; ps and evaluator tasks train nothing under these strategies."""
+    """Each chief and worker task is a host of the run; ps and evaluator tasks do not train under these strategies."""
     num_hosts, address = len(task.trainers), task.address
-    own = launch.listen or (address[0] if address else None)
+    listen = launch.listen or (address[0] if address else None)
     workers = launch.workers or _most(launch, num_hosts) or machine.default_workers
     _check_elastic(launch, workers, num_hosts, "TF_CONFIG")
-    alone_with_waiters = task.is_chief and num_hosts == 1 and len(task.cluster.jobs) > 1
+    others_wait = task.is_chief and num_hosts == 1 and len(task.cluster.jobs) > 1
     return Placement(
         workers=workers,
         num_hosts=num_hosts,
         host_rank=task.host_rank if task.trains else None,
         coordinates=task.is_chief,
         master=task.chief_address,
-        listen=own if num_hosts > 1 else None,
+        listen=listen if num_hosts > 1 else None,
         trains=task.trains,
         begins_with_fewer=launch.elastic is not None and num_hosts > 1,
-        announce=task.chief_address if alone_with_waiters else None,
+        announce=task.chief_address if others_wait else None,
     )
 
 
 def from_cluster_with_servers(task: ClusterTask, launch: LaunchSection, machine: Machine) -> Placement:
-    """As TensorFlow has it: worker tasks train, ps tasks have a server each, and a chief only coordinates.
+    """As in TensorFlow: worker tasks train, each ps task runs a server, and a chief only coordinates.
 
-    Without ps tasks, the first host has the servers.
+    Without ps tasks, the servers run on the first host.
     """
     if (task.job, task.index) not in task.hosts:
         return from_cluster(task, launch, machine)  # an evaluator, which waits
@@ -273,7 +266,7 @@ def _check_servers(task: ClusterTask, launch: LaunchSection, training: list[tupl
         )
     if task.servers and launch.servers not in (None, len(task.servers)):
         raise SpecError(
-            f"{launch.servers} parameter servers are asked for, but the cluster has {len(task.servers)} ps tasks.",
+            f"{launch.servers} parameter servers are requested, but the cluster has {len(task.servers)} ps tasks.",
             where="TF_CONFIG",
             fix=[f"servers = {len(task.servers)}", f"{launch.servers} addresses of ps tasks"],
         )

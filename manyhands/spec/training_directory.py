@@ -1,4 +1,4 @@
-"""Where each training of a script is in the run directory: for workers, for servers, for backups on other hosts."""
+"""The directory of each training of a script inside the run directory; the same for workers, servers and backups."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ FOLDER = "trainings"
 
 
 def home_of(run_dir: Path, training: int) -> Path:
-    """Where a training keeps its checkpoints, records and logs: the first one in the run directory itself."""
+    """The directory of a training's checkpoints, records and logs; for the first training, the run directory itself."""
     return run_dir if training == 1 else run_dir / FOLDER / str(training)

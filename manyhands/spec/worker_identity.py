@@ -1,7 +1,7 @@
-"""A seat: who a worker is in the current generation, or which server, as its agent says it through the environment.
+"""Identity of a worker or server process (rank, generation, endpoints), passed by its agent through the environment.
 
-The agent writes a seat with `seat_environment`; the process reads it back with `spec.load.seat`. Plain data:
-nothing here opens the endpoint or the pipe that a seat names.
+The agent writes it with `identity_environment`; the process reads it back with `spec.load.own_identity`. Plain data:
+nothing here opens the endpoint or the pipe that it names.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["SEAT_VARIABLES", "SPARE", "Group", "Seat", "parse_seat", "seat_environment", "server_endpoint"]
+__all__ = [
+    "IDENTITY_VARIABLES",
+    "SPARE",
+    "Group",
+    "WorkerIdentity",
+    "identity_environment",
+    "parse_identity",
+    "server_endpoint",
+]
 
 SPARE = -1
-"""In place of a server's number: it has none yet, and takes that of one that dies."""
+"""Server number of a spare: it has none yet, and takes over the number of a server that dies."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The members of one generation, as one of them sees it."""
+    """The members of one generation, and this worker's position in it."""
 
     generation: str
     rank: int
-    """-1: this worker is not in it."""
+    """-1: this worker is not a member."""
     world_size: int
     local_rank: int
     local_world_size: int
     host: int
     num_hosts: int
     slots: list[int]
-    """Of all members, by rank."""
+    """Slot of each member, by rank."""
     hosts: list[int]
-    """The same of the numbers of their hosts."""
+    """Host number of each member, by rank."""
     lost: bool = False
-    """A member of the generation before is gone: whoever is in that one goes over at once."""
+    """A member of the previous generation was lost: its other members switch to this generation at once."""
     call: int = 0
-    """With newcomers: the public call that they wait in."""
+    """If new workers join: the public call that they wait in."""
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     agent: str
     """ipc:// endpoint of the agent."""
     rank: int
@@ -57,28 +65,28 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     data_address: str = "127.0.0.1"
     """The address that collectives bind to on this host."""
     lifeline_fd: int | None = None
-    """A pipe to the agent: the failure record goes there, and its end tells the agent of a death."""
+    """A pipe to the agent: the worker writes its failure record there, and end-of-file means that it died."""
     memory_fd: int | None = None
-    """The host's shared memory, of which the agent allots regions."""
+    """The host's shared memory, in which the agent allocates regions."""
     slot: int = 0
-    """In an elastic run: the place that this process fills; a replacement takes the same."""
+    """In an elastic run: number of this worker that survives restarts; a replacement gets the same."""
     most_workers: int = 0
     """Above 0: the run is elastic, and this is its upper bound."""
     least_workers: int = 0
-    """With fewer than these, an elastic run waits for others between steps."""
+    """With fewer workers, an elastic run waits for more between steps."""
     joining: bool = False
-    """Started into a running attempt: in no group yet, and its generation is empty."""
+    """Started during a running attempt: not yet in a group, and its generation is empty."""
     flags: dict[str, Any] = {}
-    """Command-line settings by dotted key ("run.seed"); they win over constructor arguments."""
+    """Command-line settings by dotted key ("run.seed"); they override constructor arguments."""
     role: Literal["worker", "server"] = "worker"
     """A server is in no group: its rank is -1, and its generation empty."""
     server: int = 0
-    """Of a server: its number, or `SPARE`. A replacement takes the same."""
+    """Number of this server, or `SPARE`. A replacement gets the same."""
     num_servers: int = 0
     servers: str = ""
-    """Where the servers are, for `server_endpoint`: on this host, or one tcp:// endpoint for each."""
+    """Server endpoints, for `server_endpoint`: a prefix on this host, or one tcp:// endpoint per server."""
     listen: str = ""
-    """Of a server: the tcp:// endpoint at which other hosts reach it, under CURVE; empty where there are none."""
+    """tcp:// endpoint at which other hosts reach this server, under CURVE; empty in a run of one host."""
 
     @property
     def is_chief(self) -> bool:
@@ -93,18 +101,18 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.is_server and self.server == SPARE
 
     def group(self) -> Group:
-        """The group that this process is started in. A static run has no other; hosts have as many workers each."""
-        here, in_none = self.local_world_size, self.joining or self.is_server
+        """The group that this process starts in. A static run has only this one, with equally many workers per host."""
+        per_host, no_group = self.local_world_size, self.joining or self.is_server
         return Group(
             generation=self.generation,
-            rank=-1 if in_none else self.rank,
-            world_size=0 if in_none else self.world_size,
+            rank=-1 if no_group else self.rank,
+            world_size=0 if no_group else self.world_size,
             local_rank=self.local_rank,
-            local_world_size=here,
+            local_world_size=per_host,
             host=self.host,
             num_hosts=self.num_hosts,
-            slots=[] if in_none else list(range(self.world_size)),
-            hosts=[] if in_none else [rank // here for rank in range(self.world_size)],
+            slots=[] if no_group else list(range(self.world_size)),
+            hosts=[] if no_group else [rank // per_host for rank in range(self.world_size)],
         )
 
 
@@ -134,33 +142,33 @@ _VARIABLES = {
     "listen": "MANYHANDS_SERVER_LISTEN",
 }
 
-SEAT_VARIABLES = frozenset(_VARIABLES.values())
+IDENTITY_VARIABLES = frozenset(_VARIABLES.values())
 
 
 def server_endpoint(servers: str, number: int) -> str:
-    """Of one server, by a seat's `servers`: endpoints separated by commas, or what comes before the number of each."""
+    """Endpoint of one server from `WorkerIdentity.servers`: a comma-separated list, or a prefix of the number."""
     return servers.split(",")[number] if servers.startswith("tcp:") else f"{servers}{number}"
 
 
-def seat_environment(seat: Seat) -> dict[str, str]:
-    """The variables a process on this seat is started with; `parse_seat` reads them back."""
-    values = {_VARIABLES[name]: getattr(seat, name) for name in _VARIABLES if name != "flags"}
+def identity_environment(identity: WorkerIdentity) -> dict[str, str]:
+    """The environment variables that carry this identity; `parse_identity` reads them back."""
+    values = {_VARIABLES[name]: getattr(identity, name) for name in _VARIABLES if name != "flags"}
     environment = {variable: str(value) for variable, value in values.items() if value is not None}
-    environment[_VARIABLES["flags"]] = msgspec.json.encode(seat.flags).decode()
+    environment[_VARIABLES["flags"]] = msgspec.json.encode(identity.flags).decode()
     return environment
 
 
-def parse_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat in these variables, or None where no agent started this process."""
+def parse_identity(environ: Mapping[str, str]) -> WorkerIdentity | None:
+    """The identity in these variables, or None if no agent started this process."""
     if not environ.get(_VARIABLES["agent"]):
         return None
     raw: dict[str, Any] = {name: environ[variable] for name, variable in _VARIABLES.items() if variable in environ}
     try:
         raw["flags"] = msgspec.json.decode(raw.get("flags", "{}"))
-        return msgspec.convert(raw, Seat, strict=False)
+        return msgspec.convert(raw, WorkerIdentity, strict=False)
     except msgspec.MsgspecError as error:
         raise SpecError(
-            f"The variables of this worker's seat are broken: {error}.",
-            where="MANYHANDS_AGENT and its companions in the environment",
+            f"The environment variables of this worker's identity are invalid: {error}.",
+            where="MANYHANDS_AGENT and the variables set with it",
             fix=["let `mh run` start workers; to run the script alone, unset MANYHANDS_AGENT"],
         ) from error

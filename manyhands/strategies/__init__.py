@@ -1,1 +1,5 @@
-"""How a model is trained: one file per strategy, none imports another. The loop knows only the verbs of `base`."""
+"""How a model is trained: the settings that a user writes, and the engines. The loop knows only the verbs of `base`.
+
+May import `spec`, `comm`, `data`, `checkpoint`, `parallel`, `embedding` and `parameter_server.worker`.
+Start reading at `registry.STRATEGIES`.
+"""

@@ -1,6 +1,6 @@
-"""The names a user writes to say how a model is trained: plain settings.
+"""The strategies that a user names to choose how a model is trained: plain settings.
 
-Who does the work is in `replicated` and, for `LocalSGD`, in `local_sgd`.
+The engines that implement them are in `replicated` and, for `LocalSGD`, in `local_sgd`.
 """
 
 from __future__ import annotations
@@ -10,66 +10,51 @@ from typing import Any
 import msgspec
 
 from manyhands.errors import SpecError
-from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
+from manyhands.strategies.settings import LEVELS, StrategySettings, at_least, in_words, one_of
 
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "MultiWorker", "ParameterServer", "Sharded", "Single"]
 
 MODES = ("sync", "async", "ssp", "hybrid")
-# A worker that hears nothing from servers for twice as long gives up.
+# A worker that receives nothing from the servers for twice as long gives up.
 LONGEST_DEADLINE_S = 300.0
 DURABILITIES = ("upstream", "wal", "replica", "snapshot")
 
 
-class Single(Settings, frozen=True, kw_only=True):
-    """One worker. The promise of the other strategies is to end where this one ends.
+class Single(StrategySettings, frozen=True, kw_only=True):
+    """One worker. The other strategies promise to reach the same result as this one.
 
-    What `devices`, `threads`, `dtypes`, `recompute` and `memory_limit` mean here they mean in every strategy.
+    `devices`, `threads`, `dtypes`, `recompute` and `memory_limit` mean the same in every strategy.
 
     Args:
-        devices: One device per worker of this host, such as ("cuda:0", "cuda:1"); a single name is for all of them. A
+        devices: One device per worker of this host, such as ("cuda:0", "cuda:1"); a single name applies to all. A
             device that the machine lacks is replaced by the CPU, with a warning. Default: accelerators, else the CPU.
         threads: Threads per worker. Default: cores / workers; with `exact=True`, 1. `mh tune` measures what is fastest.
-        dtypes: Layers that compute in a type of their own, whatever the precision: patterns of names, and "fp64",
-            "fp32", "bf16" or "fp16". For layers that lose too much in half precision: {"*norm*": "fp32"}.
+        dtypes: Layers that compute in a given dtype instead of the run's precision: patterns of layer names, and
+            "fp64", "fp32", "bf16" or "fp16". For layers that lose too much in half precision: {"*norm*": "fp32"}.
         recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
-            Saves memory, and costs a second forward pass through them; the same bits. Default: none.
-        memory_limit: Of each worker, in bytes or as "2GB". The memory that the layout needs is predicted before it
-            starts, and a layout that needs more is refused. The interpreter, torch and the program count. Default:
-            none.
+            Saves memory, and costs a second forward pass through them; results are bitwise equal. Default: none.
+        memory_limit: For each worker, in bytes or as "2GB". The memory that a layout needs is predicted before it
+            starts, and a layout that needs more is refused. The interpreter, torch and the program are included.
+            Default: none.
     """
 
     name = "single"
 
 
-class Mirrored(Settings, frozen=True, kw_only=True):
-    """Replicas on one host, one per worker. The default.
+class Mirrored(StrategySettings, frozen=True, kw_only=True):
+    """Replicas on one host or on many, one per worker. The default; `mh.MultiWorker` is another name for it.
 
     Args:
-        workers: How many. Default: one per accelerator; without accelerators, one. `mh run -n` wins over it.
-        reducer: How gradients travel: "exact" (the default), "bf16" in half the bytes, or "int8" in a quarter. The last
-            two round, so that results depend on the number of workers; for links that are slower than the computation.
-        elastic: (least, most) workers: they may die, come and go while the others train. Default: a worker that is lost
-            takes the run back to its last checkpoint.
-        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
-            `mh.Single`.
-    """
-
-    workers: int | None = None
-    reducer: str | None = None
-    elastic: tuple[int, int] | None = None
-    name = "mirrored"
-
-
-class MultiWorker(Settings, frozen=True, kw_only=True):
-    """Replicas on many hosts.
-
-    Args:
-        workers: Workers on each host. Default: one per accelerator; without accelerators, one.
-        cluster: A `mh.Server`, which says which task of which cluster this process is. Default: what the launcher or
-            TF_CONFIG says.
-        reducer: How gradients travel: "exact" (the default), in half the bytes ("bf16") or in a quarter ("int8").
-        elastic: (least, most) workers over all hosts; hosts come and go, too. Default: they may not.
-        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
+        workers: How many on each host. Default: one per accelerator; without accelerators, one. `mh run -n` overrides
+            it.
+        cluster: A `mh.Server`, which names the cluster and the task of this process. Default: from the launcher or
+            TF_CONFIG.
+        reducer: How gradients are sent: "exact" (the default), "bf16" in half the bytes, or "int8" in a quarter. The
+            last two round, so that results depend on the number of workers; for links that are slower than the
+            computation.
+        elastic: (least, most) workers over all hosts: workers and hosts may fail, join and leave while the others
+            train. Default: when a worker is lost, the run restarts from its last checkpoint.
+        devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -77,15 +62,19 @@ class MultiWorker(Settings, frozen=True, kw_only=True):
     cluster: Any = None
     reducer: str | None = None
     elastic: tuple[int, int] | None = None
-    name = "multi_worker"
+    name = "mirrored"
 
 
-class CentralStorage(Settings, frozen=True, kw_only=True):
-    """Weights once in the host's memory, updated once; the workers of that host compute with them.
+MultiWorker = Mirrored
+"""Replicas are the same strategy on one host and on many."""
+
+
+class CentralStorage(StrategySettings, frozen=True, kw_only=True):
+    """One copy of the weights in the host's memory, updated once per step; all workers of the host compute with it.
 
     Args:
         workers: How many. Default: one per accelerator; without accelerators, one.
-        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -93,27 +82,27 @@ class CentralStorage(Settings, frozen=True, kw_only=True):
     name = "central_storage"
 
 
-class _Level(Settings, frozen=True):
+class _Level(StrategySettings, frozen=True):
     level: str = "parameters"
 
 
 class Sharded(_Level, frozen=True, kw_only=True):
-    """Replicas whose memory is divided over the workers. (ZeRO 1, 2 and 3; FSDP.)
+    """Replicas whose memory is sharded over the workers. (ZeRO 1, 2 and 3; FSDP.)
 
-    Workers that share memory have one copy of the weights, and states and sums of gradients in parts, at the first two
-    levels alike. At "parameters", and where no memory is shared, each worker has a part of everything, and gathers the
-    rest while it computes: block by block, or at the lower levels once per step.
+    Workers that share memory have one copy of the weights, with optimizer state and gradient sums sharded, at both of
+    the lower levels. At "parameters", and where no memory is shared, each worker has a shard of everything, and
+    gathers the rest while it computes: block by block, or at the lower levels once per step.
 
     Args:
-        level: What is divided over the workers: the "optimizer"'s states, "gradients" too, or "parameters" as well (the
-            default). A higher level takes less memory and more communication.
-        offload: Where shards wait while they are not in use: None, on the device, or "host", in the host's memory. For
+        level: What is sharded over the workers: "optimizer" state, "gradients" too, or "parameters" as well (the
+            default). A higher level needs less memory and more communication.
+        offload: Where shards are stored while not in use: None, on the device, or "host", in the host's memory. For
             accelerators that are short of memory.
         recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
             Costs about a third more computation, for activations that do not fit. Default: none.
         workers: Workers on each host. Default: one per accelerator; without accelerators, one.
-        cluster: As `mh.MultiWorker` has it.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        cluster: As in `mh.Mirrored`.
+        devices, threads, dtypes, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -129,27 +118,27 @@ class Sharded(_Level, frozen=True, kw_only=True):
 
     @property
     def divided(self) -> str:
-        """In words, for the run's first line."""
+        """What is sharded, in words, for the run's first line."""
         return in_words(self.level)
 
 
-class ParameterServer(Settings, frozen=True, kw_only=True):
-    """Weights on servers, processes of their own, to which workers push gradients and from which they pull.
+class ParameterServer(StrategySettings, frozen=True, kw_only=True):
+    """Weights on server processes, to which workers push gradients and from which they pull weights.
 
     Args:
         servers: How many server processes. Default: 2.
         mode: "async" (the default): each worker takes a batch at a time, and its gradient is applied when it arrives.
-            "sync": the slices of a batch are shared out and applied together, as `mh.Mirrored` does. "ssp": the same,
+            "sync": the slices of a batch are distributed and applied together, as in `mh.Mirrored`. "ssp": the same,
             but a slice of step t may be computed with weights that lack the last `staleness` steps before it. "hybrid":
-            dense weights as `mh.Mirrored` has them, and only rows of `mh.Embedding` and `mh.EmbeddingBag` on servers.
-        staleness: Of ssp, in steps; 0 is sync. In async: updates that rows from a worker's cache may lack
-            (`mh.Embedding(cache=...)`). Larger waits less, and trains on older weights.
-        backup_workers: sync and ssp: so many slices of slow workers are given to idle workers, too; the first result
+            dense weights as in `mh.Mirrored`, and only the rows of `mh.nn.Embedding` and `mh.nn.EmbeddingBag` on
+            servers.
+        staleness: ssp: in steps; 0 is sync. async: how many updates a row from a worker's cache may lack
+            (`mh.nn.Embedding(cache=...)`). A larger value waits less, and trains on older weights.
+        backup_workers: sync and ssp: so many slices of slow workers are also given to idle workers; the first result
             counts. Default: 0.
-        aggregate: sync and ssp: how many gradients make one update; the same as `slices`, whatever the number of
-            workers.
+        aggregate: sync and ssp: how many gradients make one update; the same as `slices`, for any number of workers.
         damping: async and ssp: divide a gradient by 1 + the number of updates that it has not seen. Default: no.
-        place: Patterns of parameters' names, and the number of the server that keeps them. Default: spread by bytes.
+        place: Patterns of parameter names, and the number of the server that stores them. Default: balanced by bytes.
         spare: Keep one more server process ready on each host that has servers, to take over at once from one that
             dies. Default: yes where the run has one host.
         push_every: async: push the sum of so many batches' gradients, and take local steps on a copy meanwhile
@@ -160,14 +149,14 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
             stale. For training that diverges at its beginning. Default: 0.
         durability: What is lost when. "upstream" (the default): nothing when servers die, and what came after the last
             checkpoint when their host or its agent does. "wal": nothing then either; every update is in a log in the
-            run directory before workers receive it, and the same command goes on from there. "replica": the same, but a
-            copy of the log in another host's memory is enough, or where there is one host, in its kernel's. "snapshot":
-            one copy of the optimizer's states instead of two; a server that dies in the middle of an update takes the
-            run back to the last checkpoint.
+            run directory before workers receive it, and the same command continues from there. "replica": the same, but
+            a copy of the log in another host's memory is enough, or with one host, in its kernel's. "snapshot": one
+            copy of the optimizer state instead of two; when a server dies in the middle of an update, the run restarts
+            from the last checkpoint.
         workers: Workers on each host. Default: one per accelerator; without accelerators, one.
         elastic: (least, most) workers, over all hosts. Default: from 1 to all of them.
-        cluster: A `mh.Server`. Default: what the launcher or TF_CONFIG says.
-        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
+        cluster: A `mh.Server`. Default: from the launcher or TF_CONFIG.
+        devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -197,7 +186,7 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
         at_least("backup_workers", self.backup_workers, 0, "mh.ParameterServer")
         at_least("aggregate", self.aggregate, 1, "mh.ParameterServer")
         if self.aggregate is not None and self.mode == "async":
-            what = "aggregate says how many gradients make one update, but async applies each by itself"
+            what = "aggregate says how many gradients make one update, but async applies every gradient separately"
             raise _wrong(what, 'mode="sync"', 'mode="ssp"', where="mh.ParameterServer")
         if self.damping and self.mode == "sync":
             what = "damping is for stale gradients, and sync has none"
@@ -213,6 +202,18 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
     @property
     def leases(self) -> bool:
         return self.mode != "hybrid"
+
+    @property
+    def lease_mode(self) -> str:
+        return f'mode="{self.mode}"' + (f", staleness={self.staleness}" if self.mode == "ssp" else "")
+
+    @property
+    def without_leases(self) -> str:
+        return 'mode="hybrid"'
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.mode in ("sync", "hybrid") or (self.mode == "ssp" and self.staleness == 0)
 
     def keeps_spare(self, num_hosts: int) -> bool:
         return num_hosts == 1 if self.spare is None else self.spare
@@ -235,7 +236,7 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
             raise _wrong(f"{what} pushed, and needs the newest weights", 'mode="async"', where="mh.ParameterServer")
         at_least("warm_steps", self.warm_steps, 0, "mh.ParameterServer")
         if self.warm_steps and self.mode != "async":
-            what = f"warm_steps is {self.warm_steps}, but {self.mode} needs no such beginning: its workers wait"
+            what = f"warm_steps is {self.warm_steps}, but {self.mode} needs no warm-up: its workers wait"
             raise _wrong(what, "warm_steps=0", 'mode="async"', where="mh.ParameterServer")
         if self.local_lr is not None and not (self.takes_local_steps and self.local_lr >= 0):
             what = f"local_lr is {self.local_lr}, but must be 0 or more, and is for push_every or pull_every above 1"
@@ -246,44 +247,45 @@ class ParameterServer(Settings, frozen=True, kw_only=True):
             value = getattr(self, name)
             usual = next(field.default for field in msgspec.structs.fields(self) if field.name == name)
             if value != usual:
-                what = f"{name} is {value!r}, but in hybrid mode all workers take every step together"
+                what = f"{name} is {value!r}, but in hybrid mode all workers run every step together"
                 raise _wrong(what, f"no {name}=", 'mode="sync"', where="mh.ParameterServer")
 
 
-class LocalSGD(Settings, frozen=True, kw_only=True):
-    """Every worker trains weights of its own on its slices, and they are averaged after every `every` steps.
+class LocalSGD(StrategySettings, frozen=True, kw_only=True):
+    """Every worker trains its own copy of the weights on its slices; the copies are averaged every `every` steps.
 
-    A round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD. The result
-    depends on the number of workers. For links that are too slow to send gradients with every step.
+    An averaging round also ends with its epoch, and with `fit`. `outer="nesterov"` is DiLoCo, `outer="elastic"` EASGD.
+    The result depends on the number of workers. For links that are too slow to send gradients with every step.
 
     Args:
-        every: H: steps between two averages. Larger sends less, and lets workers drift further apart.
+        every: H: steps between two averages. A larger value sends less, and lets the workers' weights diverge further.
         outer: How the agreed weights move: to the "mean", by a "nesterov" step towards it, or by an "elastic" pull
             (EASGD).
-        rule: How workers are put together: "mean", "weighted" by the rows each trained on, "median" or "trimmed" mean;
-            the last two for workers that may be wrong.
+        rule: How the workers' weights are combined: "mean", "weighted" by the rows each trained on, "median" or
+            "trimmed" mean; the last two tolerate workers with wrong values.
         trim: The fraction that "trimmed" leaves out at each end; at least one worker, of three or more.
         outer_lr: The learning rate of "nesterov".
         outer_momentum: The momentum of "nesterov".
-        pull: Of "elastic": how far the center goes towards the workers' mean; each worker goes pull / workers towards
-            it.
-        post_local: Until this step of the run, average after every one (post-local SGD). Default: 0.
-        fragments: Average the weights in so many parts, which take turns over the `every` steps (streaming DiLoCo).
-        overlap: Train on for so many steps while an average is under way.
+        pull: For "elastic": how far the center moves towards the workers' mean; each worker moves pull / workers
+            towards the center.
+        post_local: Until this step of the run, average after every step (post-local SGD). Default: 0.
+        fragments: Average the weights in so many fragments, one after another over the `every` steps (streaming
+            DiLoCo).
+        overlap: Keep training for so many steps while an average is being computed.
         own_share: With `overlap`: how much of its own weights a worker keeps when the average arrives, from 0 to below
             1.
         peers: Average with "all", or in "pairs" that are drawn anew each round.
-        asynchronous: With "elastic": each worker by itself, after `every` of its own batches. A server keeps the
-            center.
-        quorum: A round closes with so many workers at least (2), or such a part of them (0.75); a server keeps the
+        asynchronous: With "elastic": each worker averages with the center after `every` of its own batches, without
+            waiting for other workers. A server stores the center.
+        quorum: A round closes with at least so many workers (2), or this fraction of them (0.75); a server stores the
             agreed weights. Needs `deadline_s`. Default: all of them.
-        deadline_s: With `quorum`: how many seconds the others are waited for, once the first has finished its round.
+        deadline_s: With `quorum`: how many seconds to wait for the others, once the first has finished its round.
         workers: Workers on each host. Default: one per accelerator; without accelerators, one.
-        cluster: As `mh.MultiWorker` has it.
-        reducer: How weights travel: "exact" (the default), or the change of each in half the bytes ("bf16").
-        elastic: (least, most) workers: they may die, come and go. A lost worker takes the others back to the end of the
-            last round.
-        devices, threads, dtypes, recompute, memory_limit: where, with what and in how much memory workers compute; see
+        cluster: As in `mh.Mirrored`.
+        reducer: How weights are sent: "exact" (the default), or their changes in half the bytes ("bf16").
+        elastic: (least, most) workers: they may fail, join and leave. When a worker is lost, the others return to the
+            end of the last averaging round.
+        devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -328,6 +330,14 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
         return self.asynchronous or self.quorum is not None or self.deadline_s is not None
 
     @property
+    def lease_mode(self) -> str:
+        return "asynchronous=True" if self.asynchronous else f"quorum={self.quorum}"
+
+    @property
+    def without_leases(self) -> str:
+        return "neither asynchronous= nor quorum="
+
+    @property
     def on_servers(self) -> bool:
         return self.leases
 
@@ -343,7 +353,7 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
         return 1 if self.on_servers else None
 
     def _check_leases(self) -> None:
-        """What needs all workers at the same time is refused where they are not."""
+        """Refuse the settings that need all workers at the same time."""
         for name, usual in (("post_local", 0), ("fragments", 1), ("overlap", 0), ("peers", "all"), ("reducer", None)):
             if getattr(self, name) != usual:
                 what = f"{name} is {getattr(self, name)!r}, but workers that do not wait for all push to a server"
@@ -355,10 +365,10 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
 
     def _check_asynchronous(self) -> None:
         if self.quorum is not None or self.deadline_s is not None:
-            what = "asynchronous has nobody wait for anybody, but quorum and deadline_s say how long workers wait"
+            what = "with asynchronous no worker waits for another, but quorum and deadline_s say how long workers wait"
             raise _wrong(what, "no quorum= and deadline_s=", "asynchronous=False")
         if self.outer != "elastic":
-            what = f"asynchronous is for elastic averaging, where nobody has to wait, but outer is {self.outer!r}"
+            what = f"asynchronous is for elastic averaging, where no worker has to wait, but outer is {self.outer!r}"
             raise _wrong(what, 'outer="elastic"', "asynchronous=False")
         if self.rule != "mean":
             what = f"rule is {self.rule!r}, but one worker at a time moves the center, so there is nothing to combine"
@@ -376,7 +386,7 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
             what = f"deadline_s is {self.deadline_s}, but must be from 0 to {LONGEST_DEADLINE_S:g}"
             raise _wrong(what, "deadline_s=10", "no quorum=, to wait for all")
         if self.outer == "elastic":
-            what = "quorum has workers begin each round with the agreed weights, but elastic leaves each its own"
+            what = "with quorum, workers begin each round with the agreed weights, but elastic lets each keep its own"
             raise _wrong(what, 'outer="mean"', 'outer="nesterov"', "asynchronous=True, and no quorum=")
 
     def _check_numbers(self) -> None:
@@ -399,10 +409,12 @@ class LocalSGD(Settings, frozen=True, kw_only=True):
             what = f"overlap is {self.overlap}, but the next of {self.fragments} fragments follows after "
             raise _wrong(f"{what}{self.every // self.fragments} steps", f"overlap={self.every // self.fragments}")
         if self.overlap and self.post_local:
-            what = "overlap has averages arrive steps later, but until post_local the next step needs each"
+            what = "with overlap, averages arrive some steps later, but until post_local the next step needs each one"
             raise _wrong(what, "post_local=0", "overlap=0")
         if self.overlap and self.outer == "elastic":
-            what = "overlap moves workers some steps after the center, but elastic averaging moves both by the same"
+            what = (
+                "overlap moves workers some steps after the center, but elastic averaging moves both by the same amount"
+            )
             raise _wrong(what, "overlap=0", 'outer="nesterov"')
 
     def _check_pairs(self) -> None:

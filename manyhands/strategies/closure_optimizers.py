@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times within a step, as LBFGS does, and what they do not go with."""
+"""Optimizers that evaluate the loss several times per step (LBFGS), and the features they cannot be combined with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["refuse_closures", "wants_closure"]
 
 _REFUSED = {
     "rows": (
-        "evaluates the loss several times per step; rows of embeddings change once.",
+        "evaluates the loss several times per step; embedding rows are updated once.",
         ("another optimizer", "torch.nn.Embedding"),
     ),
     "divided": (
-        "looks at all of the model's gradients at once, and each worker has some.",
+        "needs all of the model's gradients at once, and each worker has only some of them.",
         ("another optimizer", 'strategy="mirrored"'),
     ),
     "residuals": (
@@ -34,7 +34,7 @@ def wants_closure(optimizer: Optimizer) -> bool:
 
 
 def refuse_closures(optimizer: Optimizer, beside: str) -> None:
-    """`SpecError` if it is such an optimizer; `beside` says what it does not go with."""
+    """Raise `SpecError` if `optimizer` needs a closure; `beside` is the feature it cannot be combined with."""
     if wants_closure(optimizer):
         what, fix = _REFUSED[beside]
         raise SpecError(f"{type(optimizer).__name__} {what}", fix=fix)

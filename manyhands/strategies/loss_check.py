@@ -1,8 +1,8 @@
-"""A look at the user's loss and metrics before the first slice is trained: do they suit a batch that is cut?
+"""Check, before the first slice is trained, that the user's loss and metrics work on a batch that is cut into slices.
 
-One slice of the run's first step is looked at, by the worker that computes it: a few of its rows, in evaluation mode,
-without gradient. Modes, buffers and generators are left as they were, so training goes on as if nothing had been
-computed. What the numbers come to is `loss_kinds`'s business. Start reading at `FirstLook.at`.
+The worker that computes one slice of the run's first step evaluates a few of its rows, in evaluation mode and without
+gradient. Modes, buffers and random generators are restored, so training continues as if nothing had been computed.
+`loss_kinds` draws the conclusion from the numbers. Start reading at `LossCheck.at`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch import Tensor, nn
 
 from manyhands.data.randomness import randomness
 from manyhands.parallel.model.step_buffers import ForeignState, changing_state
-from manyhands.strategies.base import LossFn, MetricFn, PieceLike, StepLike
-from manyhands.strategies.loss_kinds import LEAST_ROWS, Kind, Measured, Value, agrees, cuts, verdict, words
+from manyhands.strategies.base import LossFn, MetricFn, SliceLike, StepLike
+from manyhands.strategies.loss_kinds import LEAST_ROWS, Kind, LossAtCuts, LossValue, agrees, cuts, verdict, words
 from manyhands.strategies.losses import as_loss, is_per_example, refuse_metric
 
-__all__ = ["FirstLook", "measure", "rows_between", "undisturbed"]
+__all__ = ["LossCheck", "measure", "rows_between", "undisturbed"]
 
 MOST_ROWS = 16
-"""So few are enough to see what kind of loss it is."""
+"""Enough rows to see what kind of loss it is."""
 TOLERANCE, COARSE_TOLERANCE = 1e-4, 2e-2
-"""Of a loss and its parts': kernels round differently for other numbers of rows, by 1e-6 in fp32; accelerators may
-multiply in fewer bits than that, as autocast does. A sum is off by a factor of two, a mean over tokens by percents."""
+"""Between a loss and its parts. Kernels round differently for other numbers of rows, by 1e-6 in fp32; accelerators may
+multiply in fewer bits, as autocast does. A sum is off by a factor of two, a mean over tokens by some percent."""
 
 
-class FirstLook:
-    """At the loss of one slice, and at what metrics return for it. `say` has a text for the user, once."""
+class LossCheck:
+    """Checks the loss of one slice, and what metrics return for it. Calls `say` with a text for the user, once."""
 
     def __init__(
         self, step: int, metrics: Mapping[str, MetricFn], say: Callable[[str], None], *, may_couple: bool
     ) -> None:
-        """`step` is the number of the first one. With `may_couple`, the user has fixed the number of slices."""
+        """`step` is the number of the first step. With `may_couple`, the user has fixed the number of slices."""
         self._step, self._metrics, self._say, self._may_couple = step, metrics, say, may_couple
 
-    def is_at(self, step: StepLike, piece: PieceLike) -> bool:
-        """Whether this is the slice: the first one that has enough rows, so one worker looks at it, whichever it is."""
+    def is_at(self, step: StepLike, piece: SliceLike) -> bool:
+        """Whether this is the slice to check: the first one with enough rows, so that exactly one worker checks it."""
         if step.number != self._step:
             return False
         enough = [v for v, (low, high) in enumerate(step.bounds) if high - low >= LEAST_ROWS]
         return bool(enough) and piece.index == enough[0]
 
-    def at(self, model: nn.Module, loss: LossFn, piece: PieceLike, foreign: ForeignState) -> None:
-        """Raises only for a metric that can never be right; what the user's code raises here, it raises in training."""
+    def at(self, model: nn.Module, loss: LossFn, piece: SliceLike, foreign: ForeignState) -> None:
+        """Raises only for a metric that can never be right; an error of the user's code is raised in training again."""
         self._step = -1
         rows = min(piece.rows, MOST_ROWS)
         try:
@@ -65,11 +65,11 @@ class FirstLook:
         for name, value in returned.items():
             self._judge_metric(name, value, rows)
 
-    def _kind_of(self, model: nn.Module, loss: LossFn, batch: Any, rows: int) -> tuple[Kind, Measured] | None:
+    def _kind_of(self, model: nn.Module, loss: LossFn, batch: Any, rows: int) -> tuple[Kind, LossAtCuts] | None:
         tolerance = _tolerance(next((param.device.type for param in model.parameters()), "cpu"))
         try:
             measured = measure(lambda part: loss(model, part), batch, rows, tolerance)
-        except Exception:  # a loss that works in training mode only, or on whole slices only, is no concern here
+        except Exception:  # a loss may work in training mode only, or on whole slices only
             return None
         kind = verdict(measured, tolerance)
         return (kind, measured) if kind is not None else None
@@ -77,7 +77,7 @@ class FirstLook:
     def _returned(self, metric: MetricFn, model: nn.Module, batch: Any) -> Any:
         try:
             return metric(model, batch)
-        except Exception:  # rows to train on may lack what is evaluated
+        except Exception:  # training rows may lack what the metric needs
             return None
 
     def _judge_metric(self, name: str, value: Any, rows: int) -> None:
@@ -91,19 +91,19 @@ class FirstLook:
         )
 
 
-def measure(loss: Callable[[Any], Any], batch: Any, rows: int, tolerance: float) -> Measured:
-    """The loss of all rows and of their parts; where these do not agree, what it takes to say why."""
+def measure(loss: Callable[[Any], Any], batch: Any, rows: int, tolerance: float) -> LossAtCuts:
+    """The loss of all rows and of their parts; where these disagree, also the values that show why."""
     low, high = cuts(rows)
 
-    def of(start: int, stop: int) -> Value:
+    def of(start: int, stop: int) -> LossValue:
         value, times, weight = as_loss(loss(rows_between(batch, rows, start, stop)), stop - start)
-        return Value(value.item() * times, weight)
+        return LossValue(value.item() * times, weight)
 
     whole = loss(batch)
     value, times, weight = as_loss(whole, rows)
-    measured = Measured(
+    measured = LossAtCuts(
         (low, high - low, rows - high),
-        Value(value.item() * times, weight),
+        LossValue(value.item() * times, weight),
         of(0, low),
         of(low, rows),
         of(0, high),
@@ -112,12 +112,12 @@ def measure(loss: Callable[[Any], Any], batch: Any, rows: int, tolerance: float)
     )
     if agrees(measured, tolerance):
         return measured
-    return dataclasses.replace(measured, b=of(low, high), again=of(0, rows))  # all rows last: has anything changed?
+    return dataclasses.replace(measured, b=of(low, high), again=of(0, rows))  # all rows again: is it deterministic?
 
 
 @contextmanager
 def undisturbed(model: nn.Module, foreign: ForeignState) -> Iterator[None]:
-    """Evaluation mode without gradient, inside or outside of a slice, and everything as it was afterwards."""
+    """Evaluation mode without gradient, inside or outside of a slice; restores all state on exit."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, one) for m in model.modules() for name, one in m._buffers.items() if one is not None]
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -128,7 +128,7 @@ def undisturbed(model: nn.Module, foreign: ForeignState) -> Iterator[None]:
         stack.enter_context(randomness(0))
         stack.enter_context(foreign.out_of_slice())
         stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled; other numbers of rows would be, once more
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled; other numbers of rows would be compiled again
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             for module, _ in modes:  # one by one: in `model.eval` a model may do more than set its mode
@@ -142,15 +142,15 @@ def undisturbed(model: nn.Module, foreign: ForeignState) -> Iterator[None]:
             for one, version, value in kept:
                 if one._version != version:
                     one.copy_(value)
-            torch.clear_autocast_cache()  # of weights that were converted without gradient
+            torch.clear_autocast_cache()  # it has weights that were converted without gradient
 
 
 class _Uncut(Exception):
-    """A batch that nobody but its maker can cut."""
+    """A batch of a type that we do not know how to cut into rows."""
 
 
 def rows_between(batch: Any, rows: int, low: int, high: int) -> Any:
-    """Rows `low` to `high` of a batch that has so many; an exception where it cannot be seen which these are."""
+    """Rows `low` to `high` of a batch of `rows` rows; raises `_Uncut` where its rows cannot be recognised."""
 
     def cut(one: Any) -> Any:
         return rows_between(one, rows, low, high)

@@ -1,4 +1,4 @@
-"""What loss and metric functions of the user's may return, and what is said when it is something else."""
+"""What the user's loss and metric functions may return, and the errors for anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names a user writes to have a model itself divided over workers: plain settings, and the grid they come to."""
+"""The strategies that a user names to partition a model over workers: plain settings, and the grid that follows."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import Any
 from manyhands.comm.mesh import Grid
 from manyhands.errors import SpecError
 from manyhands.strategies.choices import Sharded
-from manyhands.strategies.settings import LEVELS, Settings, at_least, in_words, one_of
+from manyhands.strategies.settings import LEVELS, StrategySettings, at_least, in_words, one_of
 
-__all__ = ["DIVIDED", "Mesh", "Pipeline", "Tensor", "as_sharded", "grid_of", "microbatches", "replica_of"]
+__all__ = [
+    "DIVIDED",
+    "Mesh",
+    "PipelineParallel",
+    "TensorParallel",
+    "as_sharded",
+    "grid_of",
+    "microbatches",
+    "replica_of",
+]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MICROBATCHES_PER_STAGE = 4
-"""Where nobody says how many: a fifth of a step of two stages is bubble then."""
+"""Where the user gives no number. The bubble is then a fifth of a step with two stages."""
 
 
-class _Pipelined(Settings, frozen=True, kw_only=True):
-    """What is said of a pipeline, by itself or in a mesh."""
+class _Pipelined(StrategySettings, frozen=True, kw_only=True):
+    """Settings of a pipeline, which is a strategy or an axis of a mesh."""
 
     schedule: str = "1f1b"
     microbatches: int | None = None
@@ -31,27 +40,27 @@ class _Pipelined(Settings, frozen=True, kw_only=True):
         at_least("microbatches", self.microbatches, 1, where)
         at_least("chunks", self.chunks, 1, where)
         if self.cuts and self.place:
-            raise SpecError("cuts says where every stage begins already.", where=where, fix=["no place=", "no cuts="])
+            raise SpecError("cuts already says where every stage begins.", where=where, fix=["no place=", "no cuts="])
         if self.reducer is not None and not callable(self.reducer):
             raise SpecError(
-                f"reducer is {self.reducer!r}; of a pipeline it is a function.",
+                f"reducer is {self.reducer!r}; for a pipeline it must be a function.",
                 where=where,
                 fix=["reducer=lambda gradients: torch.stack(gradients).sum(0)"],
             )
 
 
-class Tensor(Settings, frozen=True):
-    """One model's layers, divided over the workers: each of them computes its part of each layer.
+class TensorParallel(StrategySettings, frozen=True):
+    """The layers of one model, sharded over the workers: each worker computes its shard of each layer.
 
     Args:
         workers: How many. Default: as many as the launcher starts.
         rules: How layers are split, by patterns of their names: "columns", "rows", "heads", "vocabulary", "channels",
-            "grid" or "whole". Layers that no pattern names are split as their kind suggests; `mh plan show` prints how.
+            "grid" or "whole". Layers that match no pattern are split by their type; `mh plan show` prints how.
         recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
-        elastic: (least, most) workers: when some are lost for good, the rest goes on from the last checkpoint.
-        sequence: Between divided layers each worker has a part of the sequence: norms, dropout and residuals take less
+        elastic: (least, most) workers: when some are lost permanently, the rest restarts from the last checkpoint.
+        sequence: Between sharded layers each worker has a part of the sequence: norms, dropout and residuals need less
             memory. For long sequences.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -62,25 +71,25 @@ class Tensor(Settings, frozen=True):
     name = "tensor"
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 1, "mh.Tensor")
+        at_least("workers", self.workers, 1, "mh.TensorParallel")
 
 
-class Pipeline(_Pipelined, frozen=True):
-    """One model's layers in stages, one worker after the other; microbatches follow each other through them.
+class PipelineParallel(_Pipelined, frozen=True):
+    """The layers of one model in stages, one worker after the other; microbatches follow each other through them.
 
     Args:
         stages: How many workers. Default: as many as the launcher starts.
-        elastic: As `mh.Tensor` has it.
-        schedule: Which microbatch is where when: "gpipe", "1f1b" (the default), "interleaved" or "zero_bubble". The
-            last two wait less and send more.
-        microbatches: How many a replica's part of the batch is cut into; each is a slice. More of them wait less, and
-            are smaller. Default: 4 per stage.
+        elastic: As in `mh.TensorParallel`.
+        schedule: The order of microbatches in each stage: "gpipe", "1f1b" (the default), "interleaved" or
+            "zero_bubble". The last two wait less and send more.
+        microbatches: How many microbatches a replica's part of the batch is cut into; each is a slice. With more,
+            stages wait less, but each is smaller. Default: 4 per stage.
         chunks: Stages per worker. Default: 2 where the schedule is made for that, else 1.
-        cuts: The blocks that each stage but the first begins with, by name. Default: balanced by measured time.
+        cuts: The block that each stage except the first begins with, by name. Default: balanced by measured time.
         place: Which stage has the blocks whose names match a pattern; the others are balanced around them.
-        reducer: A function of one parameter's gradients, a list with one of each slice, in place of their sum.
+        reducer: A function of one parameter's gradients, a list with one for each slice, in place of their sum.
         recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -89,8 +98,8 @@ class Pipeline(_Pipelined, frozen=True):
     name = "pipeline"
 
     def __post_init__(self) -> None:
-        at_least("stages", self.stages, 1, "mh.Pipeline")
-        self._check_pipeline("mh.Pipeline")
+        at_least("stages", self.stages, 1, "mh.PipelineParallel")
+        self._check_pipeline("mh.PipelineParallel")
 
     @property
     def workers(self) -> int | None:
@@ -98,28 +107,28 @@ class Pipeline(_Pipelined, frozen=True):
 
 
 class Mesh(_Pipelined, frozen=True, kw_only=True):
-    """Several ways at once: `data` replicas, each in `pipeline` stages whose layers are divided over `tensor` ranks.
+    """Several kinds of parallelism: `data` replicas, each of `pipeline` stages, whose layers `tensor` ranks share.
 
     Args:
         data: Replicas.
-        tensor: Workers that every layer is divided over, as `mh.Tensor` does.
-        pipeline: Stages, as `mh.Pipeline` has them. `data` x `tensor` x `pipeline` is the number of workers.
-        rules: As `mh.Tensor` has them.
-        sequence: As `mh.Tensor` has it; needs `tensor` above 1.
-        sharded: Replicas divide what they have in common, as those of `mh.Sharded` do: the "optimizer"'s states,
-            "gradients" too, or "parameters" as well, which True stands for. Needs `data` above 1.
-        elastic: (least, most) workers: those that die are replaced while the others keep their state, and whole
-            replicas may go and come. Default: a lost worker takes all back to the last checkpoint.
-        schedule: Which microbatch is where when: "gpipe", "1f1b" (the default), "interleaved" or "zero_bubble". The
-            last two wait less and send more.
-        microbatches: How many a replica's part of the batch is cut into; each is a slice. More of them wait less, and
-            are smaller. Default: 4 per stage.
+        tensor: Workers that every layer is sharded over, as in `mh.TensorParallel`.
+        pipeline: Stages, as in `mh.PipelineParallel`. `data` x `tensor` x `pipeline` is the number of workers.
+        rules: As in `mh.TensorParallel`.
+        sequence: As in `mh.TensorParallel`; needs `tensor` above 1.
+        sharded: Shard over the replicas, as in `mh.Sharded`: "optimizer" state, "gradients" too, or "parameters" as
+            well, which is also what True means. Needs `data` above 1.
+        elastic: (least, most) workers: lost workers are replaced while the others keep their state, and whole replicas
+            may leave and join. Default: when a worker is lost, all restart from the last checkpoint.
+        schedule: The order of microbatches in each stage: "gpipe", "1f1b" (the default), "interleaved" or
+            "zero_bubble". The last two wait less and send more.
+        microbatches: How many microbatches a replica's part of the batch is cut into; each is a slice. With more,
+            stages wait less, but each is smaller. Default: 4 per stage.
         chunks: Stages per worker. Default: 2 where the schedule is made for that, else 1.
-        cuts: The blocks that each stage but the first begins with, by name. Default: balanced by measured time.
+        cuts: The block that each stage except the first begins with, by name. Default: balanced by measured time.
         place: Which stage has the blocks whose names match a pattern; the others are balanced around them.
-        reducer: A function of one parameter's gradients, a list with one of each slice, in place of their sum.
+        reducer: A function of one parameter's gradients, a list with one for each slice, in place of their sum.
         recompute: Layers whose activations are not kept but computed again in backward: "blocks", or patterns of names.
-        devices, threads, dtypes, memory_limit: where, with what and in how much memory workers compute; see
+        devices, threads, dtypes, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
     """
 
@@ -138,13 +147,13 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
         self._check_pipeline("mh.Mesh")
         if self.reducer is not None and self.data > 1:
             raise SpecError(
-                f"reducer puts all slices' gradients together, and with data={self.data} no worker has all of them.",
+                f"reducer combines the gradients of all slices, but with data={self.data} no worker has all of them.",
                 where="mh.Mesh",
                 fix=["data=1", "no reducer="],
             )
         if self.sequence and self.tensor == 1:
             raise SpecError(
-                "sequence divides norms and dropout over the tensor axis, and with tensor=1 nothing is divided there.",
+                "sequence shards norms and dropout over the tensor axis, which has only one worker with tensor=1.",
                 where="mh.Mesh",
                 fix=["tensor=2", "sequence=False"],
             )
@@ -155,19 +164,19 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
     def _check_sharded(self) -> None:
         if self.data == 1:
             raise SpecError(
-                "sharded divides memory over replicas, and with data=1 there is one.",
+                "sharded divides memory over replicas, but with data=1 there is only one replica.",
                 where="mh.Mesh",
                 fix=["data=2", "sharded=False"],
             )
 
     @property
     def level(self) -> str | None:
-        """What replicas divide; None: nothing."""
+        """What is sharded over replicas; None: nothing."""
         return ("parameters" if self.sharded is True else self.sharded) or None
 
     @property
     def divided(self) -> str:
-        """The same in words, for the run's first line."""
+        """What is sharded, in words, for the run's first line."""
         return f"{in_words(self.level)} of replicas" if self.level is not None else ""
 
     @property
@@ -175,14 +184,14 @@ class Mesh(_Pipelined, frozen=True, kw_only=True):
         return self.data * self.tensor * self.pipeline
 
 
-DIVIDED = (Tensor, Pipeline, Mesh)
+DIVIDED = (TensorParallel, PipelineParallel, Mesh)
 
 
 def grid_of(choice: Any, num_workers: int) -> Grid:
-    """How so many workers stand; a strategy that does not divide the model has replicas only."""
-    if isinstance(choice, Tensor):
+    """The grid of so many workers; a strategy that does not partition the model has replicas only."""
+    if isinstance(choice, TensorParallel):
         return Grid(tensor=num_workers)
-    if isinstance(choice, Pipeline):
+    if isinstance(choice, PipelineParallel):
         return Grid(pipeline=num_workers)
     if not isinstance(choice, Mesh):
         return Grid(data=num_workers)
@@ -198,21 +207,21 @@ def grid_of(choice: Any, num_workers: int) -> Grid:
 
 
 def replica_of(choice: Any, num_workers: int) -> Grid:
-    """The workers of one replica, of so many in all: each has a part of the model that its mates lack."""
+    """The grid of one replica's workers, of so many in all: each has a part of the model that the others lack."""
     if isinstance(choice, Mesh):
         return Grid(pipeline=choice.pipeline, tensor=choice.tensor)
     return grid_of(choice, num_workers)
 
 
 def as_sharded(choice: Any, grid: Grid) -> Sharded | None:
-    """What a mesh of sharded replicas comes to where nothing else is divided."""
+    """A mesh of sharded replicas as `Sharded`, where nothing else is partitioned."""
     if not isinstance(choice, Mesh) or choice.level is None or grid.data < grid.size:
         return None
     return Sharded(choice.level, recompute=choice.recompute)
 
 
 def microbatches(choice: Any, grid: Grid) -> int:
-    """How many slices a replica's part of a batch is cut into; without a pipeline there is no need for several."""
+    """How many slices a replica's part of a batch is cut into; without a pipeline, one."""
     if grid.pipeline == 1 or not isinstance(choice, _Pipelined):
         return 1
     return choice.microbatches or MICROBATCHES_PER_STAGE * grid.pipeline

@@ -1,4 +1,4 @@
-"""What every strategy's settings have: where workers compute, in which types, and in how much memory."""
+"""Settings that all strategies share: devices, threads, precision and memory of the workers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 from manyhands.errors import SpecError
 
-__all__ = ["LEVELS", "Settings", "at_least", "in_words", "one_of"]
+__all__ = ["LEVELS", "StrategySettings", "at_least", "in_words", "one_of"]
 
 LEVELS = ("optimizer", "gradients", "parameters")
-"""What is divided over replicas: the optimizer's states, gradients too, or parameters as well."""
+"""What is sharded over replicas: the optimizer state, gradients too, or parameters as well."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all strategies have; `mh.Single` explains it."""
+class StrategySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that all strategies share; documented in `mh.Single`."""
 
     devices: tuple[str, ...] | None = None
     threads: int | None = None
@@ -23,21 +23,36 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_servers(self) -> bool:
-        """Whether weights, or some of them, are kept by server processes."""
+        """Whether server processes store the weights, or some of them."""
         return False
 
     @property
     def leases(self) -> bool:
-        """Whether servers hand out batches; else workers share out each one, and meet in every step."""
+        """Whether servers lease batches to workers; else workers divide each batch, and synchronise in every step."""
         return False
 
+    @property
+    def lease_mode(self) -> str:
+        """Where servers lease batches: the setting that chooses it, as a user writes it."""
+        raise AssertionError("servers lease no batches")
+
+    @property
+    def without_leases(self) -> str:
+        """Where servers lease batches: what to write so that they do not."""
+        raise AssertionError("servers lease no batches")
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether every step has the slices of all workers before the next begins: then results are reproducible."""
+        return not self.leases
+
     def keeps_spare(self, num_hosts: int) -> bool:
-        """Whether a server more than needed is kept ready."""
+        """Whether a spare server process is kept ready."""
         return False
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether a worker that leases batches takes several at a time, and trains weights of its own on them."""
+        """Whether a worker leases several batches at a time, and trains its own copy of the weights on them."""
         return False
 
 
@@ -55,5 +70,5 @@ def at_least(name: str, value: int | None, least: int, where: str) -> None:
 
 
 def in_words(level: str) -> str:
-    """What is divided at one of `LEVELS`."""
-    return ", ".join(reversed(("optimizer's states", "gradients", "parameters")[: LEVELS.index(level) + 1]))
+    """What is sharded at one of `LEVELS`."""
+    return ", ".join(reversed(("optimizer state", "gradients", "parameters")[: LEVELS.index(level) + 1]))

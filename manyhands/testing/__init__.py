@@ -1,4 +1,8 @@
-"""Real ranks for tests: warm worker processes on loopback. May import all of manyhands; nothing imports it."""
+"""Real ranks for tests: reused worker processes on loopback. No other package imports this one.
+
+May import all of manyhands.
+Start reading at `rank_pool.RankPool`.
+"""
 
 from manyhands.testing.rank_pool import RankFailed, RankPool
 

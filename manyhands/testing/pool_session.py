@@ -1,4 +1,4 @@
-"""A worker's line to its launcher, for ranks without one: a file carries the rendezvous, events are kept in a list."""
+"""A worker's session for ranks without an agent: the rendezvous is a file, events are collected in a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from manyhands.comm.host_memory import HostMemory, Segment
 from manyhands.control.session.session import RunFacts, WorkerPosition
 from manyhands.events import Event
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.worker_identity import WorkerIdentity
 
 __all__ = ["PoolSession"]
 
@@ -21,20 +21,20 @@ class PoolSession:
     def __init__(
         self, rank: int, world_size: int, store: Path, run_dir: Path, flags: dict[str, Any], hosts: int = 1
     ) -> None:
-        here = world_size // hosts
-        self.seat = Seat(
+        per_host = world_size // hosts
+        self.identity = WorkerIdentity(
             agent="none",
             rank=rank,
             world_size=world_size,
-            local_rank=rank % here,
-            local_world_size=here,
-            host=rank // here,
+            local_rank=rank % per_host,
+            local_world_size=per_host,
+            host=rank // per_host,
             num_hosts=hosts,
             generation="1.1",
             incarnation=1,
             flags={"launch.ui": "none", "launch.threads": 1, **flags},
         )
-        self.group, self.newest = self.seat.group(), None
+        self.group, self.newest = self.identity.group(), None
         self.run_dir = run_dir
         self.stop_requested: str | None = None
         self.events: list[Event] = []
@@ -55,8 +55,8 @@ class PoolSession:
         self._store.wait(keys, timedelta(seconds=timeout_s))
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
-        """Whoever asks first plays the agent; the others reach its memory through its process."""
-        key = f"memory/{self.seat.host}/{name}"
+        """The first rank to ask allocates in place of the agent; the others open its memory through /proc."""
+        key = f"memory/{self.identity.host}/{name}"
         if self._store.add(f"{key}/asked", 1) == 1:
             self._memory = self._memory or HostMemory()
             offset, fd = self._memory.allot(name, num_bytes, ranks), self._memory.fd

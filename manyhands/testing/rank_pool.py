@@ -1,8 +1,8 @@
-"""Warm worker processes that run a function as ranks 0 to n - 1, with real collectives between them.
+"""Reused worker processes that run a function as ranks 0 to n - 1, with real collectives between them.
 
-Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the
-function `mh.Trainer` and `mh.join` find themselves in a run of n workers, without an agent. Functions must be
-importable, arguments and results picklable by multiprocessing. Start reading at `RankPool.__call__`.
+Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the function
+`mh.Trainer` and `mh.join` work as in a run of n workers, without an agent. Functions must be importable, arguments and
+results picklable by multiprocessing. Start reading at `RankPool.__call__`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["RankFailed", "RankPool"]
 
 
 class RankFailed(AssertionError):
-    """Each failed rank's traceback."""
+    """Carries the traceback of each failed rank."""
 
 
 class RankPool:
@@ -41,8 +41,8 @@ class RankPool:
     ) -> list[Any]:
         """`fn(*args)` on every rank; results in rank order. A rank that raises fails the call, with its traceback.
 
-        `flags` are settings by dotted key, as if given on the command line. With `hosts`, ranks believe to be on so
-        many, and share memory with those of their own only.
+        `flags` are settings by dotted key, as if given on the command line. With `hosts`, the ranks act as if they were
+        on that many hosts, and share memory only with ranks of the same one.
         """
         self.start(world_size)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -52,7 +52,7 @@ class RankPool:
             try:
                 return self._collect(world_size, time.monotonic() + deadline_s)
             except BaseException:
-                self.close()  # whatever state they are in, the next call starts with fresh processes
+                self.close()  # their state is unknown: the next call starts new processes
                 raise
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
@@ -75,14 +75,14 @@ class RankPool:
         return results
 
     def start(self, world_size: int) -> None:
-        """Have that many processes, without waiting for them. A call starts those that it needs."""
+        """Start processes up to that many, without waiting for them. A call starts those that it needs."""
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._threads), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, self._threads), daemon=True)
             process.start()
-            there.close()
-            self._workers.append((process, here))
+            child_end.close()
+            self._workers.append((process, parent_end))
 
     def pids(self) -> set[int | None]:
         return {process.pid for process, _ in self._workers}
@@ -101,11 +101,11 @@ def _serve(pipe: Connection, threads: int) -> None:
     torch.set_num_threads(threads)
     while True:
         try:
-            fn, args, *place = pipe.recv()
+            fn, args, *rest = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, _run(fn, args, *place)))
+            pipe.send((True, _run(fn, args, *rest)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         torch.set_deterministic_debug_mode("default")
@@ -123,8 +123,8 @@ def _run(
     hosts: int,
 ) -> Any:
     from manyhands.testing.pool_session import PoolSession
-    from manyhands.training.worker.worker import seated
+    from manyhands.training.worker.worker import with_session
 
     session = PoolSession(rank, world_size, Path(folder) / "store", Path(run_dir), flags, hosts)
-    with seated(session):
+    with with_session(session):
         return fn(*args)

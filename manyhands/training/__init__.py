@@ -1,1 +1,5 @@
-"""What runs inside a worker: the bootstrap, the training loop, and what records and shows it."""
+"""`mh.Trainer` and `mh.join`: the user's way into a run.
+
+May import everything up to `trials` in the order of tests/guards/test_layers.py.
+Start reading at `trainer.Trainer`.
+"""

@@ -1,8 +1,8 @@
-"""How a process finds its place: it takes the seat that an agent gave it, runs alone, or becomes the launcher.
+"""How a process enters a run: with the worker identity that an agent gave it, as a solo run, or as the launcher.
 
-`enter` is what `Trainer` and `join` call first. In a process that an agent started it takes the seat; alone it runs
-solo, and when more workers are asked for, or a cluster is described, the process becomes the launcher and never
-returns. Start reading at `enter`.
+`Trainer` and `join` call `enter` first. A process that an agent started uses its worker identity. Any other process
+runs solo; if more workers are asked for, or a cluster is described, it becomes the launcher, and `enter` does not
+return. Start reading at `enter`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from manyhands.errors import SpecError, UsageError
 from manyhands.launcher import launch
 from manyhands.launcher.cluster_server import Server
 from manyhands.launcher.script_exit import watch_ending
-from manyhands.launcher.solo_run import Solo
+from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process import process_settings
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
+from manyhands.launcher.worker_process.template import variables_set_too_late
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.launcher_tasks import engine_task
 from manyhands.spec.load import Resolved
-from manyhands.spec.plan_order import PlanOrder, plan_order
-from manyhands.spec.probe_requests import order_of_this_worker
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.probe_requests import PlanOrder, order_of_this_worker, plan_order
+from manyhands.spec.worker_identity import WorkerIdentity
 from manyhands.strategies.choices import Single
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.torch_private import check_strategy_names
-from manyhands.training.worker.script_trainings import Script
+from manyhands.training.worker.script_trainings import ScriptTrainings
 from manyhands.training.worker.server_requests import ask_for_servers
 from manyhands.training.worker.strategy_lookup import (
     Planned,
@@ -38,30 +39,30 @@ from manyhands.training.worker.strategy_lookup import (
     check_strategy,
     in_place_of,
 )
-from manyhands.training.worker.worker import Worker, _seated
+from manyhands.training.worker.worker import Worker, _current_session
 
 __all__ = ["enter"]
 
 
-_script: Script | None = None
-"""Of this process, once there is one."""
+_script: ScriptTrainings | None = None
+"""The trainings of this process, once there is one."""
 
 
 def enter(
     strategy: str | StrategyChoice | None, arguments: Mapping[str, Any], *, tune: bool = False, kind: str = "Trainer"
 ) -> Worker:
-    """Find this process's seat. Does not return where the process turns into the launcher of several workers.
+    """This process as a worker of a run. Does not return if the process becomes the launcher of several workers.
 
-    With `tune`, a script started by hand first measures which settings to go on with.
+    With `tune`, a script started by hand first measures which settings are fastest.
     """
     load_compiler_late()
     order = plan_order()
     if order is not None:
-        return _planning(as_strategy(strategy), order, arguments)
-    seated_here: tuple[Any, Script | None] = _seated.get() or (None, None)
-    session, script = seated_here
-    seat = session.seat if session is not None else load.seat()
-    if seat is None:
+        return _planning_worker(as_strategy(strategy), order, arguments)
+    in_test: tuple[Any, ScriptTrainings | None] = _current_session.get() or (None, None)
+    session, script = in_test
+    identity = session.identity if session is not None else load.own_identity()
+    if identity is None:
         watch_ending()
     chosen = as_strategy(strategy)
     reducer = getattr(chosen, "reducer", None)
@@ -74,85 +75,90 @@ def enter(
         "elastic": getattr(chosen, "elastic", None),
         **arguments,
     }
-    flags = seat.flags if seat is not None else _tuned(chosen, given) if tune else {}
-    resolved = _resolved(flags, given, seat.num_hosts if seat is not None else 1)
+    flags = identity.flags if identity is not None else _tuned_flags(chosen, given) if tune else {}
+    resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
         chosen = in_place_of(chosen, resolved.spec.train.strategy)
-    check_strategy_names(chosen.name)
+    check_strategy_names(chosen.name, STRATEGIES[chosen.name].uses)
     checked = order_of_this_worker()
     if checked is not None:
         chosen = in_place_of(chosen, checked.strategy, **checked.settings)
     check_promises(chosen, resolved.spec)
-    if seat is None:
+    if identity is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
         worker = Worker(_solo(resolved), resolved, chosen, kind)
-        for line in (*_not_there(chosen, worker.session.seat), *_not_alone(load.environment())):
+        for line in (*_missing_devices(chosen, worker.session.identity), *_separate_tasks(load.environment())):
             worker.warn(line)
         return worker
-    if session is None and chosen.on_servers and not seat.num_servers:
-        ask_for_servers(seat, resolved.spec.num_servers)
-    check_strategy(chosen, seat, resolved.spec)
-    worker = Worker(script or _own_script(lambda: Session(seat)), resolved, chosen, kind)
-    for line in (*resolved.overrides, *_differences(resolved, seat), *_not_there(chosen, seat)):
+    if session is None and chosen.on_servers and not identity.num_servers:
+        ask_for_servers(identity, resolved.spec.num_servers)
+    check_strategy(chosen, identity, resolved.spec)
+    worker = Worker(script or _own_script(lambda: Session(identity)), resolved, chosen, kind)
+    for line in (
+        *resolved.overrides,
+        *_differences(resolved, identity),
+        *_missing_devices(chosen, identity),
+        *_late_variables(),
+    ):
         worker.warn(line)
     return worker
 
 
-def _resolved(flags: Mapping[str, Any], given: Mapping[str, Any], num_hosts: int) -> Resolved:
-    """All settings. Where no source names a strategy, the default one fits the number of hosts."""
-    resolved = load.resolve(flags=flags, arguments=given)
-    if num_hosts == 1 or resolved.given("train.strategy"):
-        return resolved
-    return load.resolve(flags=flags, arguments={**given, "strategy": "multi_worker"})
-
-
-def _planning(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
-    """One process that trains nothing: it says how others would."""
+def _planning_worker(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
+    """The single process of `mh plan show`: it trains nothing, and prints the plan for the workers asked for."""
     if order.strategy and order.strategy != chosen.name:
         chosen = in_place_of(chosen, order.strategy)
     workers = order.workers or getattr(chosen, "workers", None) or 1
     alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
     resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
-    worker = Worker(Script(Solo(resolved)), resolved, Single())
+    worker = Worker(ScriptTrainings(SoloSession(resolved)), resolved, Single())
     worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
     return worker
 
 
-def _not_there(strategy: StrategyChoice, seat: Seat) -> Iterator[str]:
-    """Devices of this worker that the machine does not have: it computes on the CPU instead."""
-    if strategy.devices and not seat.is_server:
-        asked = process_settings.asked_device(strategy.devices, seat.local_rank)
+def _missing_devices(strategy: StrategyChoice, identity: WorkerIdentity) -> Iterator[str]:
+    """A warning if the machine does not have this worker's device: it computes on the CPU instead."""
+    if strategy.devices and not identity.is_server:
+        asked = process_settings.asked_device(strategy.devices, identity.local_rank)
         if not process_settings.is_there(asked):
-            yield f"rank {seat.rank} is to compute on {asked}, which this machine does not have: it takes the CPU."
+            yield f"rank {identity.rank} is to compute on {asked}, which this machine does not have: it uses the CPU."
 
 
-def _not_alone(environ: Mapping[str, str]) -> Iterator[str]:
-    """`srun -n2 python train.py` may be meant so: a sweep, say, with another seed in every task."""
+def _separate_tasks(environ: Mapping[str, str]) -> Iterator[str]:
+    """A warning only: `srun -n2 python train.py` may be intended, as a sweep with another seed in every task."""
     if (task := engine_task(environ)) is not None:
         yield (
-            f"{task.engine} started this script in {task.size} tasks ({task.variable}), and each trains by itself; "
-            "for one training over all of them: mh run, see docs/launching.md"
+            f"{task.engine} started this script in {task.size} tasks ({task.variable}), and each trains a separate "
+            "model; for one training over all of them: mh run, see docs/launching.md"
         )
 
 
-def _differences(resolved: Resolved, seat: Seat) -> Iterator[str]:
-    """What the script asks for and its launcher, which came first, has done otherwise."""
+def _late_variables() -> Iterator[str]:
+    for name in variables_set_too_late():
+        yield (
+            f"{name} was set by the script, but is read when torch is imported, which was before: it has no effect. "
+            f"Set it for mh run, or use --start spawn."
+        )
+
+
+def _differences(resolved: Resolved, identity: WorkerIdentity) -> Iterator[str]:
+    """Warnings where the script asks for something other than its launcher has started."""
     launch = resolved.spec.launch
-    if launch.elastic is not None and not seat.most_workers:
+    if launch.elastic is not None and not identity.most_workers:
         least, most = launch.elastic
         yield f"The script asks for elastic=({least}, {most}), the launcher does not: mh run --elastic {least}:{most}"
     for name, flag, started in (
-        ("workers", "-n", seat.local_world_size),
-        ("servers", "--servers", seat.num_servers),
+        ("workers", "-n", identity.local_world_size),
+        ("servers", "--servers", identity.num_servers),
     ):
         wanted = getattr(launch, name)
         if resolved.origins[f"launch.{name}"] == "constructor" and wanted != started:
             yield f"The script asks for {wanted} {name}, the launcher started {started}: mh run {flag} {wanted}"
 
 
-def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _tuned_flags(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, Any]:
     from manyhands.trials.trial_runner import tune_this_script
 
     if _task_of(strategy) is not None:
@@ -160,21 +166,21 @@ def _tuned(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict[str, 
     return tune_this_script(arguments)
 
 
-def _own_script(session: Callable[[], Session | Solo]) -> Script:
-    """This process's; the first training makes it, and all others find it."""
+def _own_script(session: Callable[[], Session | SoloSession]) -> ScriptTrainings:
+    """The trainings of this process: the first call creates the object, later calls return it."""
     global _script
     if _script is None:
-        _script = Script(session())
+        _script = ScriptTrainings(session())
         atexit.register(_script.close)
     return _script
 
 
-def _solo(resolved: Resolved) -> Script:
-    """A training that asks for a run directory of its own is a run of its own; else it is one more of this run."""
+def _solo(resolved: Resolved) -> ScriptTrainings:
+    """A training that asks for another run directory is a new run; otherwise it is one more training of this run."""
     global _script
     if _script is not None and not _script.session.takes(resolved):
         _script = None
-    return _own_script(lambda: Solo(resolved))
+    return _own_script(lambda: SoloSession(resolved))
 
 
 def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
@@ -184,6 +190,6 @@ def _task_of(strategy: StrategyChoice) -> ClusterTask | None:
     if isinstance(cluster, Server):
         return cluster.task
     raise SpecError(
-        f"cluster= is a {type(cluster).__name__}, which does not say which task this process is.",
-        fix=['mh.MultiWorker(cluster=mh.Server(cluster, "worker", 0))', "TF_CONFIG, and no cluster="],
+        f"cluster= is a {type(cluster).__name__}, from which it is not known which task this process is.",
+        fix=['mh.Mirrored(cluster=mh.Server(cluster, "worker", 0))', "TF_CONFIG, and no cluster="],
     )

@@ -1,4 +1,4 @@
-"""What `fit` returns, and how it shows: as a small table, at a prompt and in a notebook."""
+"""What `fit` returns, and how it is displayed at a prompt and in a notebook: as a small table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from html import escape
 
 __all__ = ["History", "html_table"]
 
-# Of a long one the first rows and the last are shown.
+# A long history shows only its first and last rows.
 FIRST, LAST = 3, 12
 
 
 class History(list[dict[str, float]]):
     """A list with one dict for each epoch or validation: epoch, step, loss (the mean training loss since the row
-    before), lr (of the last step), val_... for what validation found, and with `train_metrics` those by their names.
+    before), lr (of the last step), val_... for results of validation, and with `train_metrics` those by their names.
 
-    `epoch` counts from 0, as everything in Python does here; what is printed counts from 1: "epoch 1 done" is the row
-    with epoch 0.
+    `epoch` counts from 0, like all numbers in the Python interface; printed lines count from 1: "epoch 1 done" is the
+    row with epoch 0.
     """
 
     def __repr__(self) -> str:
@@ -32,13 +32,13 @@ class History(list[dict[str, float]]):
 
 
 def html_table(rows: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """Of cells, each with its tag, "th" or "td"; what is in them is text, whatever it looks like."""
+    """An HTML table of cells, each with its tag, "th" or "td"; their text is escaped."""
     shown = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for tag, cell in row) for row in rows]
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
 
 
 def _table(rows: Sequence[Mapping[str, float]]) -> list[list[str]]:
-    """Heads and cells; what a row lacks is empty."""
+    """The header and the rows; a cell is empty if its row has no such value."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(name, row.get(name)) for name in names] for row in rows]
     if len(cells) > FIRST + LAST + 1:

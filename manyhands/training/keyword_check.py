@@ -1,4 +1,4 @@
-"""A misspelt keyword of a public call is answered with the one that was meant."""
+"""Errors for unknown keywords of public calls that suggest the nearest known one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _keywords: dict[str, list[str]] = {}
-"""Of every call that is checked, by its name."""
+"""Known keywords by the name of the call."""
 
 
 def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which says what it takes before Python says that it does not take something."""
+    """`function`, which raises `SpecError` with a suggestion where Python would raise `TypeError`."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     name = function.__qualname__.removesuffix(".__init__")
     _keywords[name] = known
@@ -36,7 +36,7 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _unknown(name: str, keyword: str) -> SpecError:
-    """Another call of the same object may be the one that was meant: epochs are for `fit`, not for `Trainer`."""
+    """The keyword may belong to another call of the same object: epochs are for `fit`, not for `Trainer`."""
     text, owner, own = f"{name} has no argument {keyword!r}.", name.partition(".")[0], _keywords[name]
     calls = [call for call in _keywords if call.partition(".")[0] == owner]
     others = {one: call for call in reversed(calls) for one in _keywords[call]}  # `fit` before `predict`

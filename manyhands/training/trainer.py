@@ -1,7 +1,7 @@
 """The trainer: a model, a loss and an optimizer, trained by any number of workers with the same result.
 
-This file is the public object and what its calls mean; getting ready is in `run`, the loop in `fit_history`, the step
-in `strategies`. Start reading at `Trainer`.
+This file has the public object and its calls; setup is in `loop/run.py`, the loop in `loop/fit.py`, the step in
+`strategies`. Start reading at `Trainer`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from manyhands.data.randomness import drawn_unseeded, seed_all
 from manyhands.data.sources.as_source import Source, gives_items, split
 from manyhands.data.sources.row_source import RowSource
 from manyhands.errors import DataError, SpecError
-from manyhands.parameter_server.engine.local_steps_engine import Stretched
-from manyhands.parameter_server.engine.served import Served
-from manyhands.parameter_server.loop.leased_source import ServedFit
-from manyhands.parameter_server.loop.local_steps_fit import StretchedFit
+from manyhands.parameter_server.loop.leased_source import leased_source
 from manyhands.parameter_server.loop.server_main import serve
-from manyhands.planner.measure.plan_request import tell_plan
+from manyhands.planner.measure.plan_request import write_plan
 from manyhands.spec.load import nearest
 from manyhands.spec.probe_requests import order_of_this_worker
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.training.enter_run import enter
 from manyhands.training.history import History, html_table
 from manyhands.training.keyword_check import checked_keywords
-from manyhands.training.loop.fit_history import TRAINED, Fit, FitSettings
+from manyhands.training.loop.fit import LockstepSource, run_fit
+from manyhands.training.loop.fit_history import TRAINED, FitSettings
 from manyhands.training.loop.run import EVAL_BATCH, Run
 from manyhands.training.loop.setting_checks import by_step, check_counts
-from manyhands.training.loop.step_lifecycle import Steps
+from manyhands.training.loop.step_lifecycle import StepLifecycle
 from manyhands.training.setup.user_model import assemble, check_ending, load_weights, save_model, set_precision_
-from manyhands.training.state.checkpointing import Checkpoints, Saver, check_checkpoints
+from manyhands.training.state.checkpointing import Checkpoints, check_checkpoints
 from manyhands.training.step import evaluation
 from manyhands.training.step.hooks import EarlyStop, Hooks
 from manyhands.training.step.validation_schedule import (
@@ -51,50 +49,51 @@ from manyhands.trials.check_recording import Recording
 __all__ = ["History", "Trainer"]
 
 UNSEEDED = (
-    "The model was made before the trainer, and torch was not seeded: seed= has no part in its first weights, which "
-    "may be others in every run. Give a function that makes it, model=lambda: Net(), or call torch.manual_seed before."
+    "The model was made before the trainer, and torch was not seeded: its initial weights do not depend on seed= and "
+    "may differ between runs. Give a function that makes it, model=lambda: Net(), or call torch.manual_seed before."
 )
 
 
 class Trainer:
-    """Trains `model` so that the result does not depend on how many workers did it.
+    """Trains `model` so that the result does not depend on the number of workers.
 
     Public calls are numbered: in a restarted script, those that the run has already finished return their recorded
     result at once. Every worker runs the script from the top and makes the same calls.
 
     Args:
-        model: An `nn.Module`, a function that makes one (then its first weights are a function of `seed`), or the path
-            of a `.keras` file. A compiled Keras model brings its own loss, optimizer and metrics.
+        model: An `nn.Module`, a function that makes one (then its initial weights are a function of `seed`), or the
+            path of a `.keras` file. A compiled Keras model has a loss, an optimizer and metrics already.
         loss: `loss(model, batch)` returns the mean over the batch, or a (sum, weight) pair where examples count
             differently. Only a Keras model may leave it out.
-        optimizer: A function of the parameters that makes a torch optimizer, a ready one, or a dict of such functions
-            by names of submodules, one for the parameters below each.
+        optimizer: A function of the parameters that makes a torch optimizer, a ready optimizer, or a dict of such
+            functions by names of submodules, one for the parameters of each.
         strategy: How the work is divided: a name ("mirrored", "sharded", "pipeline", ...) or an object such as
             `mh.Mirrored(workers=2)`. Default: "mirrored".
         precision: "fp32" (the default), "bf16" or "fp16": forward passes run under autocast, weights and sums stay
             fp32; fp16 scales the loss. "fp64": weights, gradients and the data's floats are double.
-        seed: Of all randomness and the data order, 0 by default. The same seed gives the same run. It sets the first
-            weights of a model that is made here, by a function; a ready one has those it has.
+        seed: The seed of all randomness and of the data order, 0 by default. The same seed gives the same run. It sets
+            the initial weights of a model that is made here, by a function; a ready model keeps its weights.
         metrics: Functions `metric(model, batch)` that return one value per example, by name; computed by `evaluate` and
             for validation data.
         slices: V, the pieces that every global batch is cut into; workers take whole slices. Fix it where results must
             not depend on the number of workers and the model has dropout or BatchNorm. Default: `accumulate` x workers.
         accumulate: Slices per worker and step, where `slices` is not given: for batches that do not fit into memory.
-        exact: The same bits for every number of workers from 1 to V: one thread per worker, deterministic kernels.
-            Slower; replicas and synchronous parameter servers only.
+        exact: Bitwise the same result for every number of workers from 1 to V: one thread per worker, deterministic
+            kernels. Slower; replicas and synchronous parameter servers only.
         scheduler: A function of the optimizer that makes a learning rate scheduler.
         scheduler_every: When it is stepped: after every "step" (the default) or "epoch".
-        clip_norm: Scale the gradient down to this global norm where it is longer. Default: never.
+        clip_norm: Scale the gradient down to this global norm if its norm is larger. Default: never.
         balance: Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers.
-        audit: Have one slice of every step computed by two workers, to find one whose gradients are wrong. For machines
-            that are under suspicion: it costs up to one slice of time per step.
-        check_loss: Before the first step compare the loss of a few rows with those of their parts, and warn, with what
-            to write, where it is no mean over examples. On by default; it costs a small forward pass.
-        hooks: Objects with any of the methods that docs/guide.md lists, called on every worker in this order, or on the
-            chief alone where `chief_only` is true.
-        run_dir: Where checkpoints, events and logs go. Default: runs/<time>-<script>. The same one again resumes.
-        tune: In a script started by hand, do what `mh tune` does before training, and go on with what was fastest, with
-            several workers if that is it; the maths stays the same. Under `mh run` it does nothing.
+        audit: Have one slice of every step computed by two workers, to find a worker whose gradients are wrong. For
+            machines that you suspect of errors: it costs up to the time of one slice per step.
+        check_loss: Before the first step compare the loss of a few rows with the losses of parts of them, and warn,
+            with what to write instead, if it is not a mean over examples. On by default; it costs a small forward pass.
+        hooks: Objects with any of the methods that docs/guide.md lists, called on every worker in this order, or only
+            on the chief if `chief_only` is true.
+        run_dir: Where checkpoints, events and logs go. Default: runs/<time>-<script>. Giving the same one again resumes
+            the run.
+        tune: In a script started by hand, first measure settings as `mh tune` does, and train with the fastest, with
+            several workers if that is faster; the maths stays the same. Under `mh run` it does nothing.
     """
 
     @checked_keywords
@@ -152,11 +151,11 @@ class Trainer:
         order = order_of_this_worker()
         if order is not None:
             hooks = [*hooks, Recording(order, lambda: self._run)]
-        self._run = Run(worker, parts, Hooks(hooks, is_chief=lambda: worker.is_chief), scheduler)
+        self._run = Run(worker, parts, Hooks(hooks, self, is_chief=lambda: worker.is_chief), scheduler)
         if unseeded:
             self._run.warn_when_ready(UNSEEDED)
         self._scheduler_every = scheduler_every
-        self._fit: Fit | None = None
+        self._lifecycle: StepLifecycle | None = None
 
     def __repr__(self) -> str:
         shown = self._described()
@@ -189,7 +188,7 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The model. Change its weights inside `with trainer.editing():` only."""
-        self._run.look_back()
+        self._run.load_newest_weights()
         return self._run.parts.model
 
     @property
@@ -199,7 +198,7 @@ class Trainer:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that writes and prints for all: true on one worker of a run."""
+        """Whether this worker is the chief, which writes and prints for all: true on one worker of a run."""
         return bool(self._run.worker.is_chief)
 
     @property
@@ -210,8 +209,8 @@ class Trainer:
 
     @property
     def home(self) -> Path:
-        """Where this trainer's checkpoints, records and summaries are: the run directory; for the N-th Trainer or join
-        of a script, its folder `trainings/N`."""
+        """The folder of this trainer's checkpoints, records and summaries: the run directory, or its folder
+        `trainings/N` for the N-th Trainer or join of a script."""
         self._run.ready()
         return self._run.worker.home
 
@@ -244,34 +243,34 @@ class Trainer:
     ) -> History:
         """Train for `epochs`, or for `steps` more steps. Returns a row for each epoch or validation.
 
-        Continues an unfinished run of the same directory unless `resume="never"`. All workers must call it.
+        Continues an unfinished run of the same run directory unless `resume="never"`. All workers must call it.
 
         Args:
             data: A tuple or dict of tensors or arrays, a Dataset, a DataLoader, a generator function, a function of
                 `mh.InputContext`, or a glob of files; docs/data.md has all kinds. The order is a function of `seed` and
                 epoch.
-            epochs: So many passes over the data. Either this or `steps`.
-            steps: So many optimizer updates more.
-            batch_size: Rows of the global batch, over all workers. Default: a DataLoader's own.
-            batch_per_worker: Rows per worker instead, times the workers that the run began with: then results depend on
-                their number.
-            validation: Data to evaluate on at the end of every epoch, and where the training ends; its results are
+            epochs: The number of passes over the data. Either this or `steps`.
+            steps: The number of further optimizer updates.
+            batch_size: Rows of the global batch, over all workers. Default: that of a DataLoader.
+            batch_per_worker: Rows per worker instead, times the number of workers with which the run began: then
+                results depend on that number.
+            validation: Data to evaluate on at the end of every epoch, and at the end of the training; the results are
                 named "val_...".
-            validation_split: The fraction of `data` to hold out for that instead, from 0 to 1.
+            validation_split: The fraction of `data` to hold out for validation instead, from 0 to 1.
             collate: Makes a batch of a list of examples, as a DataLoader's `collate_fn` does. Default: torch's.
-            num_workers: Loader processes per worker, for datasets whose `__getitem__` is slow. Default: a DataLoader's
-                own, else 0: read ahead in a thread.
+            num_workers: Loader processes per worker, for datasets whose `__getitem__` is slow. Default: that of a
+                DataLoader, otherwise 0: prefetch in a thread.
             batched: True: each item of the data is one global batch, and there is no `batch_size`; batches may differ
-                in size. False: an item is one example, where its form leaves that open.
+                in size. False: each item is one example, for data that could be either.
             order: Which rows an epoch takes, such as `mh.order.Weighted(weights)`. Default: each once, shuffled.
             checkpoint: When to save and what to keep. Default: every 600 seconds, the last three.
             early_stop: End when a result no longer improves. Default: never.
-            validate_every: Validate after so many steps of this call, instead of at the end of epochs. Early stopping,
-                the best checkpoint and the rows of the history go by the same.
+            validate_every: Validate every this many steps of the call, instead of at the end of epochs. Early stopping,
+                the best checkpoint and the rows of the history follow these validations.
             validate_every_s: The same in seconds, by the chief's clock; both may be given.
-            train_metrics: Compute the metrics on so many rows of the training data, too, each time; drawn once. A
-                forward pass over them in evaluation mode is what it costs. Default: none.
-            resume: "auto": go on where an unfinished run of this directory stopped. "never": begin anew.
+            train_metrics: With every validation, also compute the metrics on this many rows of the training data, the
+                same rows each time. Costs a forward pass over them in evaluation mode. Default: none.
+            resume: "auto": continue an unfinished run of this run directory. "never": start from the beginning.
         """
         run = self._run
         if resume not in ("auto", "never"):
@@ -284,9 +283,9 @@ class Trainer:
         check_train_metrics(train_metrics, run.parts.metrics)
         run.offer(data, collate, batch_size or batch_per_worker, batched=batched)
         if run.worker.planned is not None:
-            tell_plan(run.worker.planned, run.parts, run.sample())
+            write_plan(run.worker.planned, run.parts, run.sample())
         run.check_memory()
-        training = run.begin_call("fit", resume=resume == "auto")
+        run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
         reading = {"collate": collate, "num_workers": num_workers}
@@ -299,28 +298,15 @@ class Trainer:
         joined = run.worker.is_waiting
         if joined and not run.regrouping.wait_for_admission():
             return History(run.calls.recorded())
-        validations = Validations(every_steps=validate_every, every_s=validate_every_s, by_steps=steps is not None)
         settings = FitSettings(
             scheduler_every=self._scheduler_every,
             early_stop=early_stop,
-            goes_on=joined or run.calls.goes_on,
             validate=(lambda: run.validate(evaluated, size)) if evaluated else None,
-            validations=validations,
+            validations=Validations(every_steps=validate_every, every_s=validate_every_s, by_steps=steps is not None),
             epochs=epochs,
         )
-        saver = Saver(run.worker, training, checkpoint or run.spec.checkpoint)
-        taken = Steps(training, lambda: run.batches(source, size, epochs, steps), saver, run.regrouping)
-        self._fit = _kind_of_fit(training.engine)(self, training, taken, run.regrouping, settings)
-        if not joined:
-            run.announce("fit", taken.total_steps, source)
-            num_steps = taken.total_steps and taken.total_steps - training.progress.call_step
-            if once := only_at_the_end(validations, num_steps):
-                run.worker.warn(once)
-            run.look_first()
-        with run.regrouping.listening(taken.regrouped), run.worker.interruptible():
-            history = History(self._fit.run())
-        run.put_on_record(lambda: run.calls.finish(list(history)))
-        return history
+        self._lifecycle = run.lifecycle(lambda: run.batches(source, size, epochs, steps), checkpoint, settings)
+        return _take_steps(run, self._lifecycle, settings.validations, source, joined=joined)
 
     @checked_keywords
     def evaluate(
@@ -332,14 +318,14 @@ class Trainer:
         num_workers: int | None = None,
         batched: bool | None = None,
     ) -> dict[str, float]:
-        """Loss and metrics, each a mean over all examples; every example counts once, whatever the workers.
+        """Loss and metrics, each a mean over all examples. Every example counts once, for any number of workers.
 
         All workers must call it, and all get the result.
 
         Args:
-            data: As for `fit`; its own order, unshuffled.
-            batch_size: Rows of a global batch, 256 by default; larger is faster until memory ends. The result is the
-                same.
+            data: As for `fit`; unshuffled.
+            batch_size: Rows of a global batch, 256 by default; a larger one is faster if it fits into memory. The
+                result is the same.
             batched: True: each item of the data is one batch, and there is no `batch_size`.
             collate: As for `fit`.
             num_workers: As for `fit`.
@@ -352,7 +338,7 @@ class Trainer:
             return dict(run.calls.recorded())
         source = run.source(data, collate=collate, num_workers=num_workers, shuffle=False, batched=batched)
         results = run.evaluate(source, run.piece_size(source, batch_size))
-        run.put_on_record(lambda: run.calls.finish(results))
+        run.record_result(lambda: run.calls.finish(results))
         return results
 
     @checked_keywords
@@ -365,11 +351,11 @@ class Trainer:
         num_workers: int | None = None,
         batched: bool | None = None,
     ) -> Any:
-        """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on each.
+        """The model's outputs for all rows of `data`, in its order, computed by all workers and returned on all.
 
         Args:
-            data: As for `fit`, unshuffled. Where a batch is a pair, its first element is the model's input; a dict is
-                keyword arguments.
+            data: As for `fit`, unshuffled. If a batch is a tuple or list, its first element is the model's input; a
+                dict is keyword arguments.
             batch_size: Rows of a global batch, 256 by default.
             collate: As for `fit`.
             num_workers: As for `fit`.
@@ -389,15 +375,15 @@ class Trainer:
             if self.is_chief:
                 run.calls.finish_with(lambda: evaluation.to_file(path, outputs))
 
-        run.put_on_record(keep)
+        run.record_result(keep)
         return outputs
 
     def save(self, path: str | Path) -> None:
-        """Write the weights, whole or not at all. All workers must call it; the chief writes.
+        """Write the weights to a file, atomically. All workers must call it; the chief writes.
 
         Args:
-            path: A file. Its ending says what it becomes: `.safetensors`, `.pt` and `.pth` (what torch.load reads); of
-                a Keras model also `.keras` and `.h5`. Any other ending is refused. What is there is replaced.
+            path: The file. Its suffix decides the format: `.safetensors`, `.pt` and `.pth` (for torch.load); for a
+                Keras model also `.keras` and `.h5`. Any other suffix is refused. An existing file is replaced.
         """
         run = self._run
         check_ending(run.parts.model, Path(path))
@@ -412,28 +398,28 @@ class Trainer:
             run.worker.wait_for_chief("save")
 
         run.regrouping.agreed(work)
-        run.put_on_record(lambda: run.calls.finish(None))
+        run.record_result(lambda: run.calls.finish(None))
 
     def load(self, path: str | Path) -> None:
-        """Read weights written by `save`, and give every worker the chief's. All workers must call it.
+        """Load weights written by `save`: the chief reads them and sends them to all. All workers must call it.
 
         Args:
-            path: The file; only the chief's host needs it.
+            path: The file; only the chief's host needs to have it.
         """
         run = self._run
         training = run.begin_call("load")
         if run.is_call_over():
-            if run.worker.is_waiting:  # the others have, and what the script looks at next is this model
+            if run.worker.is_waiting:  # the other workers have loaded it; the script may use this model next
                 load_weights(training.model, Path(path))
             return
         run.regrouping.agreed(lambda: training.load_weights(Path(path)))
-        run.put_on_record(lambda: run.calls.finish(None))
+        run.record_result(lambda: run.calls.finish(None))
 
     @contextmanager
     def editing(self) -> Iterator[nn.Module]:
-        """Change weights by hand, or which of them are trained. On leaving, every worker has the chief's weights."""
+        """Inside, change weights by hand, or which of them are trained. On exit all workers get the chief's weights."""
         training = self._run.use()
-        if self._run.worker.is_waiting:  # the others have done it, and it gets their weights
+        if self._run.worker.is_waiting:  # the other workers have done it, and this one receives their weights
             with torch.no_grad():
                 yield training.model
             return
@@ -441,13 +427,30 @@ class Trainer:
             yield model
 
     def request_stop(self) -> None:
-        """Have `fit` end after the step under way, on every worker. For hooks."""
-        if self._fit is not None:
-            self._fit.stop_asked = True
+        """End `fit` after the current step, on every worker. For hooks."""
+        if self._lifecycle is not None:
+            self._lifecycle.end_requested = True
+
+
+def _take_steps(
+    run: Run, lifecycle: StepLifecycle, validations: Validations, source: Source, *, joined: bool
+) -> History:
+    """Train for one call of `fit` and record its history. `joined`: the other workers had begun the call before."""
+    steps_from = leased_source(lifecycle) if run.worker.strategy.leases else LockstepSource(lifecycle)
+    if not joined:
+        run.announce("fit", lifecycle.total_steps, source)
+        num_steps = lifecycle.total_steps and lifecycle.total_steps - lifecycle.training.progress.call_step
+        if once := only_at_the_end(validations, num_steps):
+            run.worker.warn(once)
+        run.check_first_loss()
+    with run.regrouping.listening(lifecycle.regrouped), run.worker.interruptible():
+        history = History(run_fit(lifecycle, steps_from, resumed=joined or run.calls.is_resumed))
+    run.record_result(lambda: run.calls.finish(list(history)))
+    return history
 
 
 def _check_early_stop(early_stop: EarlyStop, validated: list[str], trained: Sequence[str] = ()) -> None:
-    """One that looks at a result which no row has would never stop anything."""
+    """`SpecError` if no row of the history has the result that `early_stop` looks at."""
     there, metric = validated or ["loss", *trained], early_stop.metric
     if metric in there or metric in [f"val_{name}" for name in validated]:
         return
@@ -468,33 +471,27 @@ def _sources(
     batched: bool | None,
     order: Order | None,
 ) -> tuple[Source, Source | None]:
-    """What to train on, and what to evaluate on, if there is anything. Tensors are no batches, whatever trains."""
+    """The data to train on, and the data to validate on, if there is any. `batched` does not apply to tensors."""
     source = run.source(data, **reading, batched=batched, order=order)
     if validation_split is None and validation is None:
         return source, None
     if validation_split is None:
-        of_batches = batched if gives_items(validation) else None
-        return source, run.source(validation, **reading, shuffle=False, batched=of_batches)
+        has_batches = batched if gives_items(validation) else None
+        return source, run.source(validation, **reading, shuffle=False, batched=has_batches)
     if validation is not None:
         raise DataError("validation and validation_split were both given.", fix=["one of them"])
     return split(source, validation_split)
 
 
 def _evaluated(run: Run, source: Source, held_out: Source | None, train_metrics: int | None) -> dict[str, Source]:
-    """What rows of the history are computed on, by what the names of its results begin with."""
+    """The data on which rows of the history are computed, by the prefix of their results' names."""
     evaluated = {} if held_out is None else {"": held_out}
     if train_metrics is None:
         return evaluated
     if not isinstance(source, RowSource) or source.shared:
         raise DataError(
-            "train_metrics draws rows of the training data by number, but this data is a stream, or some workers lack "
-            "some of it.",
-            fix=["validation=, of some training data", "no train_metrics="],
+            "train_metrics draws rows of the training data by number, but this data is a stream, or some workers do "
+            "not have all of it.",
+            fix=["validation=, with some training data", "no train_metrics="],
         )
     return {**evaluated, TRAINED: source.sample(train_metrics, run.spec.run.seed)}
-
-
-def _kind_of_fit(engine: object) -> type[Fit]:
-    if not isinstance(engine, Served):
-        return Fit
-    return StretchedFit if isinstance(engine, Stretched) else ServedFit

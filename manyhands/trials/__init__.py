@@ -1,1 +1,5 @@
-"""Short runs of the user's script that answer a question: `mh tune`, `mh check`."""
+"""Short runs of the user's script that answer a question: `mh tune`, `mh check`.
+
+May import `spec`, `checkpoint`, `strategies`, `control`, `observe`, `launcher` and `training.loop`.
+Start reading at `trial_runner.tune`.
+"""

@@ -1,6 +1,6 @@
-"""What a worker writes down for `mh check`: the losses of the first steps, then whole weights and gradients.
+"""What a worker records for `mh check`: the losses of the first steps, then full weights and gradients.
 
-A hook, so that the training loop knows nothing of it. After the last step that was asked for, the process ends.
+A hook, so that the training loop does not know about it. After the last requested step, the process ends.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ NUDGE = 2.0**-22
 class Record(msgspec.Struct):
     losses: list[float] = []
     norms: list[float] = []
-    """Of the gradient, before it is clipped; where the script clips."""
+    """Gradient norms before clipping; only if the script clips."""
     precision: str = "fp32"
 
 
 class Checked(msgspec.Struct):
-    """All that was recorded of a run."""
+    """Everything recorded of a run."""
 
     record: Record
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    """Of the last step; empty where workers sum them in memory that they share."""
+    """Gradients of the last step; empty if workers sum them in shared memory."""
 
 
 class Recording:
-    """A hook that records, and ends the process when it has."""
+    """A hook that records a run, and then ends the process."""
 
     def __init__(self, order: CheckOrder, run: Callable[[], Run]) -> None:
         self._order, self._run, self._record = order, run, Record()
@@ -62,7 +62,7 @@ class Recording:
             self._finish()
 
     def end(self, trainer: Any, error: BaseException | None) -> None:
-        if error is None:  # the training is shorter than what was asked for
+        if error is None:  # the training is shorter than requested
             self._finish()
 
     def _finish(self) -> None:
@@ -80,13 +80,13 @@ class Recording:
 def _write(folder: Path, record: Record, weights: dict[str, Any], gradients: dict[str, Tensor]) -> None:
     tensors = {f"weights/{name}": one for name, one in weights.items() if isinstance(one, Tensor)}
     tensors |= {f"gradients/{name}": one for name, one in gradients.items()}
-    apart = {name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}
-    save_file(apart, folder / "check.safetensors")
+    copies = {name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}
+    save_file(copies, folder / "check.safetensors")
     (folder / "check.json").write_bytes(exact_json.encode(record))
 
 
 def read_record(folder: Path) -> Checked | None:
-    """None where nothing was recorded."""
+    """None if nothing was recorded."""
     if not (folder / "check.json").exists():
         return None
     record = exact_json.decode((folder / "check.json").read_bytes(), Record)
@@ -99,7 +99,7 @@ def read_record(folder: Path) -> Checked | None:
 
 
 def nudge_(params: Iterable[Tensor]) -> None:
-    """Change weights by a few units in their last place, as other orders of the same sums do."""
+    """Change weights by a few units in their last place, as a different order of summation does."""
     random = torch.Generator().manual_seed(0)
     for param in params:
         if param.is_floating_point():
@@ -108,14 +108,14 @@ def nudge_(params: Iterable[Tensor]) -> None:
 
 
 def size_of(tensors: Iterable[Tensor]) -> float:
-    """The largest value of all of them."""
+    """The largest absolute value in all of the tensors."""
     return max(
         (float(one.double().abs().max()) for one in tensors if one.is_floating_point() and one.numel()), default=0
     )
 
 
 def deviation(a: Tensor, b: Tensor, size: float | None = None) -> float:
-    """The largest, relative to `size`; else to the largest value of `a`."""
+    """The largest difference, relative to `size`; else to the largest value of `a`."""
     if not a.is_floating_point() or not a.numel():
         return float(not torch.equal(a, b))
     difference = float((a.double() - b.double()).abs().max())

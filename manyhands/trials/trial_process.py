@@ -1,7 +1,7 @@
-"""The launcher of one trial, in a process of its own: what `mh run` would do, told to the parent as JSON lines.
+"""The launcher of one trial, in a separate process: runs it as `mh run` would, and reports to its parent in JSON lines.
 
-Started by `trial_runner` as `python -m manyhands.trials.trial_process`, with an `Order` on its standard input. Ends
-with its parent, and everything it started ends with it.
+Started by `trial_runner` as `python -m manyhands.trials.trial_process`, with a `TrialRequest` on its standard input.
+Ends with its parent, and everything it started ends with it.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from manyhands.events import Event, RunEnded, RunStarted, StepDone, encode
 from manyhands.launcher.launch import make_request, place
 from manyhands.spec.load import environment, resolve
 
-__all__ = ["Failed", "Order", "Wrote", "main"]
+__all__ = ["Failed", "TrialRequest", "Wrote", "main"]
 
 
-class Order(msgspec.Struct, kw_only=True):
+class TrialRequest(msgspec.Struct, kw_only=True):
     command: WorkerCommand
     run_dir: str
     parent: int
     flags: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
-    """What the script's constructor said, where it is known."""
+    """The script's constructor arguments, where they are known."""
     config_file: str | None = None
 
 
 class Failed(msgspec.Struct, tag_field="event", tag=True):
-    """Why there is nothing to measure: in a line, and in full."""
+    """Why there is nothing to measure: in one line, and in full."""
 
     reason: str
     details: str
     error: str = ""
-    """The class of ours that was raised before any worker ran."""
+    """Name of the manyhands error that was raised before any worker ran."""
 
 
 class Wrote(msgspec.Struct, tag_field="event", tag=True):
-    """What the chief wrote to its standard error."""
+    """Output of the chief on standard error."""
 
     text: str
 
 
-class _Telling:
-    """A display that passes on what a trial is about."""
+class _ReportingDisplay:
+    """A display that sends the parent the events that a trial needs."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -63,40 +63,40 @@ class _Telling:
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
         if stream == "stderr":
-            self.tell(Wrote(data.decode(errors="replace")))
+            self.report(Wrote(data.decode(errors="replace")))
 
     def say(self, line: str) -> None:
-        pass  # how to resume it, and the like
+        pass  # not needed: how to resume the run, and the like
 
     def failure(self, block: Failure) -> None:
-        self.tell(Failed(describe(block.first), render(block)))
+        self.report(Failed(describe(block.first), render(block)))
 
     def close(self) -> None:
-        pass  # every line is out
+        pass  # every line is written already
 
-    def tell(self, told: Failed | Wrote) -> None:
-        self._line(msgspec.json.encode(told))
+    def report(self, message: Failed | Wrote) -> None:
+        self._line(msgspec.json.encode(message))
 
     def _line(self, line: bytes) -> None:
-        with suppress(OSError):  # the parent has heard enough, and will end us in a moment
+        with suppress(OSError):  # the parent stopped reading, and will end this process in a moment
             os.write(self._fd, line + b"\n")
 
 
 def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    die_with_parent(order.parent)
-    display = _Telling(sys.stdout.fileno())
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
+    die_with_parent(trial.parent)
+    display = _ReportingDisplay(sys.stdout.fileno())
     try:
-        code = _run(order, display, environment())
+        code = _run(trial, display, environment())
     except ManyhandsError as error:
-        display.tell(Failed(error.what, str(error), type(error).__name__))
+        display.report(Failed(error.what, str(error), type(error).__name__))
         code = error.exit_code
     sys.exit(code)
 
 
-def _run(order: Order, display: _Telling, environ: Mapping[str, str]) -> int:
-    resolved = resolve(flags=order.flags, arguments=order.arguments, environ=environ, config_file=order.config_file)
-    request = make_request(resolved, order.command, place(resolved, environ), environ, run_dir=order.run_dir)
+def _run(trial: TrialRequest, display: _ReportingDisplay, environ: Mapping[str, str]) -> int:
+    resolved = resolve(flags=trial.flags, arguments=trial.arguments, environ=environ, config_file=trial.config_file)
+    request = make_request(resolved, trial.command, place(resolved, environ), environ, run_dir=trial.run_dir)
     return run_agent(request, display)
 
 

@@ -1,8 +1,8 @@
-"""Tuning by measurement: runs the script for a few seconds with each setting, and tells which was fastest.
+"""Tuning by measurement: runs the script for a few seconds with each setting, and reports which was fastest.
 
-A trial is a real run in a directory that is thrown away. It is killed in the middle of its training, so nothing that
-the script does afterwards happens; it writes no checkpoint, and `save` does nothing in it. What to try and what to
-choose is decided in `tuning`. Start reading at `tune`.
+A trial is a real run in a temporary directory. It is killed in the middle of its training, so the script's code after
+the training does not run; it writes no checkpoint, and `save` does nothing in it. What to try and what to choose is
+decided in `tuning_search`. Start reading at `tune`.
 """
 
 from __future__ import annotations
@@ -33,52 +33,52 @@ from manyhands.launcher.machine import this_machine
 from manyhands.observe.event_text import clean, count, duration
 from manyhands.observe.recorder import parse_line
 from manyhands.spec.load import KEYS, TRIAL_VARIABLE, Resolved, environment, resolve
-from manyhands.spec.run import AVERAGING
+from manyhands.spec.strategy_names import AVERAGING
 from manyhands.trials import tuning_search
-from manyhands.trials.trial_process import Failed, Order, Wrote
-from manyhands.trials.tuning_search import Choice, Gauge, Ground, Measured, Result, Trial
+from manyhands.trials.trial_process import Failed, TrialRequest, Wrote
+from manyhands.trials.tuning_search import Gauge, Ground, Measured, Result, Trial, TuningChoice
 
 __all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "ended_by_signals", "tune", "tune_this_script"]
 
 SECONDS = 3.0
 WAIT_S = 120.0
-# What a trial's processes get to be gone after a kill, before the kill is repeated for its launcher.
+# How long a trial's processes may take to end after SIGINT before its launcher is killed.
 GONE_AFTER_S = 15.0
 AGAIN_AFTER_S = 0.1
 IN_A_TRIAL = {"run.max_restarts": 0, "launch.ui": "none"}
 LINES_KEPT = 12
 WORDS_KEPT = 100
 
-_told: msgspec.json.Decoder[Failed | Wrote] = msgspec.json.Decoder(Failed | Wrote)
+_reports: msgspec.json.Decoder[Failed | Wrote] = msgspec.json.Decoder(Failed | Wrote)
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for."""
+    """Request of `mh tune`."""
 
     command: WorkerCommand
     flags: dict[str, Any] = {}
-    """Settings that are to stay as given, by name."""
+    """Settings that are not varied, by name."""
     arguments: dict[str, Any] = {}
-    """What the script's constructor said, where it is known; a trial may override it."""
+    """The script's constructor arguments, where they are known; a trial may override them."""
     config_file: str | None = None
     most_workers: int | None = None
     """Default: the cores; with accelerators, their number."""
     seconds: float = SECONDS
     """How long each trial is measured, after its first steps."""
     wait_s: float = WAIT_S
-    """How long a trial may take to its first step, and from there to its end beyond `seconds`."""
+    """How long a trial may take to its first step, and from there, beyond `seconds`, to its end."""
     allow_maths: bool = False
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     ground: Ground
     results: list[Result]
-    choice: Choice
+    choice: TuningChoice
     notes: list[str]
     flags: dict[str, Any]
-    """Of the choice, by dotted key; empty where the plain run is best."""
+    """Flags of the choice, by dotted key; empty if the default is best."""
     settings: dict[str, dict[str, Any]]
-    """Of the choice, as sections of a config file."""
+    """Settings of the choice, as sections of a config file."""
     seconds: float
 
     def text(self) -> str:
@@ -86,27 +86,27 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def _outcome(self) -> str:
-        choice, worth = self.choice, "the default, which nothing beat"
+        choice, speed = self.choice, "the default; no other setting was faster"
         if self.flags:
-            apart = f"two runs of which were {100 * choice.noise:.0f}% apart"
-            worth = f"{choice.ratio:.2f} times the rows per second of the default, {apart}"
+            noise = f"two runs of which differed by {100 * choice.noise:.0f}%"
+            speed = f"{choice.ratio:.2f} times the rows per second of the default, {noise}"
         if choice.too_noisy:
             return (
-                f"too noisy, try again: the same setting measured twice here differs by {100 * choice.noise:.0f}%, so "
-                "nothing is chosen. End what else runs on this machine, or measure longer: --seconds 30"
+                f"too noisy, try again: two measurements of the same setting differ by {100 * choice.noise:.0f}%, so "
+                "nothing is chosen. Stop other programs on this machine, or measure longer: --seconds 30"
             )
-        return f"chosen: {_worded(choice.trial)}: {worth}"
+        return f"chosen: {_describe(choice.trial)}: {speed}"
 
 
 def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:
     """Try, measure and choose; `say` gets a line for each trial. Takes some seconds for each, and always ends.
 
-    Raises what the script itself fails with when it is run plainly; another setting that fails is just not chosen.
+    Raises if the script fails with its default settings; another setting that fails is only not chosen.
     """
     environ, started_at = environment(), time.monotonic()
     resolved = resolve(flags=asked.flags, arguments=asked.arguments, environ=environ, config_file=asked.config_file)
     if place(resolved, environ).num_hosts > 1:
-        raise UsageError("Tuning measures one host, and this run has several.", fix=["mh tune on one of them"])
+        raise UsageError("Tuning measures one host, but this run has several.", fix=["mh tune on one of them"])
     with ended_by_signals():
         first = _Trial(asked, {}, environ).run()
         if first.started is None or first.measured is None:
@@ -119,7 +119,7 @@ def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:
                 first if not results else _Trial(asked, tuning_search.flags_of(trial, ground.default), environ).run()
             )
             results.append(Result(trial=trial, measured=outcome.measured, failed=outcome.reason))
-            say(f"{len(results)}. {_worded(trial)}: {_speed(results[-1])}")
+            say(f"{len(results)}. {_describe(trial)}: {_speed(results[-1])}")
             trial = tuning_search.next_trial(ground, results)
     choice = tuning_search.choose(ground, results)
     settings: dict[str, dict[str, Any]] = {}
@@ -161,13 +161,15 @@ def _ground(asked: Tuning, resolved: Resolved, started: RunStarted, environ: Map
 
 
 def _overruled(started: RunStarted, settings: dict[str, dict[str, Any]]) -> list[str]:
-    """A script's own arguments win over a config file, so a choice written there would be in vain."""
+    """A note if constructor arguments of the script override settings of the choice in a config file."""
     names = [name for section in settings for name in settings[section]]
-    own = [name for name in names if started.origins.get(KEYS[name].dotted) == "constructor"]
-    return [f"The script itself gives {', '.join(own)}: flags win over that, a config file does not."] if own else []
+    in_script = [name for name in names if started.origins.get(KEYS[name].dotted) == "constructor"]
+    return (
+        [f"The script sets {', '.join(in_script)}: flags override that, a config file does not."] if in_script else []
+    )
 
 
-def _worded(trial: Trial) -> str:
+def _describe(trial: Trial) -> str:
     split = f"{trial.workers} worker{'s' * (trial.workers > 1)} x {trial.threads} thread{'s' * (trial.threads > 1)}"
     slices = [f"V={trial.slices}"] if trial.slices is not None else []
     return ", ".join([split, *slices, trial.memory_format, trial.allocator, trial.precision])
@@ -178,7 +180,7 @@ def _speed(result: Result) -> str:
 
 
 class _Trial:
-    """One run of the script with these flags, from its start to the last of its processes."""
+    """One run of the script with these flags, from its start to the end of its last process."""
 
     def __init__(self, asked: Tuning, flags: dict[str, Any], environ: Mapping[str, str]) -> None:
         self.started: RunStarted | None = None
@@ -198,7 +200,7 @@ class _Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=self._environ,
-                start_new_session=True,  # Ctrl-C is for us; we end the trial
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the trial
             )
             try:
                 assert process.stdin is not None
@@ -209,10 +211,10 @@ class _Trial:
                 _end(process)
         return self
 
-    def _order(self, folder: str) -> Order:
-        # The flags of the launch, then what the trial changes, then what makes it a trial: the last one wins.
+    def _order(self, folder: str) -> TrialRequest:
+        # The launch's flags, then the trial's changes, then the settings of every trial: the last one wins.
         given = {KEYS[name].dotted: value for name, value in self._asked.flags.items()}
-        return Order(
+        return TrialRequest(
             command=self._asked.command,
             run_dir=os.path.join(folder, "run"),
             parent=os.getpid(),
@@ -222,7 +224,7 @@ class _Trial:
         )
 
     def _watch(self, process: subprocess.Popen[bytes], started_at: float) -> None:
-        """Read what the trial tells until it was measured, is over, or has taken too long."""
+        """Read the trial's reports until it is measured, has ended, or takes too long."""
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         rest = b""
@@ -264,7 +266,7 @@ class _Trial:
 
     @property
     def reason(self) -> str:
-        """Why there is no measurement, in a few words; empty where there is one."""
+        """Why there is no measurement, in a few words; empty if there is one."""
         if self.measured is not None:
             return ""
         if self._failed is not None:
@@ -275,7 +277,7 @@ class _Trial:
         return f"no step within {self._asked.wait_s:g} s" if not self._gauge.steps else "its steps take too long"
 
     def error(self) -> ManyhandsError:
-        """For a script that cannot be measured at all."""
+        """The error for a script that cannot be measured at all."""
         if self._failed is not None:
             kind = getattr(errors, self._failed.error, TrainingFailed)
             return (
@@ -283,39 +285,39 @@ class _Trial:
                 if self._failed.error
                 else TrainingFailed(f"The script fails, so there is nothing to tune.\n{self._failed.details}")
             )
-        said = "".join(f"\n  {clean(line)}" for line in self._stderr)
+        output = "".join(f"\n  {clean(line)}" for line in self._stderr)
         script = shlex.join([self._asked.command.target, *self._asked.command.args])
         fix = [f"mh run {script}, to see what it does", f"--wait {2 * self._asked.wait_s:g}"]
         return TrainingFailed(
-            f"The script cannot be measured: {self.reason}." + (f" Its last words:{said}" if said else ""),
+            f"The script cannot be measured: {self.reason}." + (f" Its last output:{output}" if output else ""),
             fix=fix[:1] if self._ended else fix,
         )
 
 
 def _parse(line: bytes) -> Failed | Wrote | None:
     with contextlib.suppress(msgspec.DecodeError):
-        return _told.decode(line)
+        return _reports.decode(line)
     return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the trial's workers through its launcher, and wait until all are gone: the next trial needs their cores."""
+    """Kill the trial's workers through its launcher, and wait until all have ended: the next trial needs the cores."""
     with process:
         assert process.stdout is not None
-        process.stdout.close()  # or a launcher that has much to tell would wait for us to read it
+        process.stdout.close()  # or a launcher with much output would block until it is read
         give_up_at = time.monotonic() + GONE_AFTER_S
         while process.poll() is None and time.monotonic() < give_up_at:
-            # The second Ctrl-C ends a run at once, without a checkpoint; but two in a row may arrive as one.
+            # The second Ctrl-C ends a run at once, without a checkpoint; but two in quick succession may arrive as one.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(AGAIN_AFTER_S)
         if process.poll() is None:
-            process.kill()  # its guard ends what it leaves
+            process.kill()  # its guard ends the processes that it leaves
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM unwinds the stack as Ctrl-C does, so that no process or directory of a trial stays."""
+    """Inside, SIGTERM unwinds the stack as Ctrl-C does, so that no process or directory of a trial is left."""
 
     def on_signal(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -336,9 +338,9 @@ def tune_this_script(arguments: Mapping[str, Any]) -> dict[str, Any]:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    command = own_command(environment(), "tune=True was asked for")
+    command = own_command(environment(), "tune=True was given")
     given = {name: value for name, value in arguments.items() if value is not None}
-    say("tune=True: trying settings for a few seconds each; `mh tune --write FILE` remembers the choice")
+    say("tune=True: trying settings for a few seconds each; `mh tune --write FILE` saves the choice")
     tuned = tune(Tuning(command=command, arguments=given), say)
     say(tuned.text())
     say(f"tuned in {duration(tuned.seconds)}")

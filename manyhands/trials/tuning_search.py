@@ -1,8 +1,8 @@
-"""Which settings to try on this machine, what a trial's steps say, and which of them to keep. Plain values only.
+"""Decides which settings to try on this machine, how fast a trial was, and which setting to choose. Pure.
 
-Settings that change the maths are left alone unless the user allows it: bf16, another V for a model with dropout or
-BatchNorm, another batch. What only rounds differently (threads, memory format) may change, except in an exact run.
-Trials themselves are run by `trials`. Start reading at `next_trial` and `choose`.
+Settings that change the maths are not changed unless the user allows it: bf16, another V for a model with dropout or
+BatchNorm, another batch. Settings that only change rounding (threads, memory format) may change, except in an exact
+run. Trials are run by `trial_runner`. Start reading at `next_trial` and `choose`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from manyhands.observe.event_text import count
 from manyhands.spec.load import KEYS, flag_name
 
 __all__ = [
-    "Choice",
     "Gauge",
     "Ground",
     "Measured",
     "Result",
     "Trial",
+    "TuningChoice",
     "choose",
     "flags_of",
     "next_trial",
@@ -34,12 +34,12 @@ __all__ = [
     "worker_counts",
 ]
 
-# Less than this is not worth a setting, even where it can be told from noise.
+# A smaller gain is not worth a setting, even if it is larger than the noise.
 MARGIN = 0.03
-# Where two runs of one setting differ by more than this, factors between settings say nothing, unless one wins by so
-# many times as much.
+# If two runs of one setting differ by more than TOO_NOISY, ratios between settings mean nothing, unless one wins by
+# CLEARLY times the noise.
 TOO_NOISY, CLEARLY = 0.25, 4.0
-# Counts of workers are at least this factor apart, or a large machine would be measured for an hour.
+# Worker counts to try differ by at least this factor, or measuring a large machine would take an hour.
 SPACING = 1.5
 WARM_UP_STEPS = 3
 MIN_STEPS = 3
@@ -55,16 +55,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     allocator: str = "keep"
     precision: str = "fp32"
     slices: int | None = None
-    """V, where it has to be held against what would follow from the number of workers."""
+    """V, where it must not follow from the number of workers."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_s: float
     noise: float
-    """How far `rows_per_s` may be off, as a share of it, by how much the trial's own steps differ."""
+    """Relative error of `rows_per_s`, estimated from the variation between the trial's steps."""
     steps: int
     rows: int
-    """Of a whole batch."""
+    """Examples per global batch."""
     slices: int = 0
     """V, as the trial ran."""
 
@@ -76,11 +76,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ground(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to try on: the machine, what a plain run uses, and what may not change."""
+    """Basis of the search: the machine, the default settings, and what must not change."""
 
     default: Trial
     slices: int
-    """V of the plain run."""
+    """V of the default run."""
     cores: int
     most_workers: int
     allow_maths: bool = False
@@ -88,13 +88,13 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     slices_given: bool = False
     depends_on_slices: str = ""
     averages: bool = False
-    """Workers train weights of their own: how many they are is part of the result."""
+    """Workers train separate weights between averaging rounds: the result depends on their number."""
     pinned: frozenset[str] = frozenset()
-    """Settings that were given as flags: they stay as given."""
+    """Settings given as flags: they are not varied."""
 
     @property
     def holds_slices(self) -> bool:
-        """Whether V stays what it is: somebody chose it, or results depend on it."""
+        """Whether V must not change: the user set it, or results depend on it."""
         return self.slices_given or (not self.allow_maths and bool(self.exact or self.depends_on_slices))
 
     @property
@@ -106,18 +106,18 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
         return self.exact and not self.allow_maths
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class TuningChoice(msgspec.Struct, frozen=True, kw_only=True):
     trial: Trial
     ratio: float
     """Its rows per second over the default's."""
     noise: float
-    """By how much two measurements of the same thing may differ here; what does not win by more is not chosen."""
+    """Relative difference between two measurements of one setting; a setting has to win by more to be chosen."""
     too_noisy: bool = False
-    """They differ so much that no factor means anything: nothing is chosen."""
+    """The noise is so large that ratios mean nothing: nothing is chosen."""
 
 
 def worker_counts(cores: int, most: int) -> list[int]:
-    """1 and `cores`, and what divides them evenly between; bounded by `most`, and not too many."""
+    """The divisors of `cores`, from 1 to `cores`, at most `most`, and spaced so that they are not too many."""
     even = [workers for workers in range(1, cores + 1) if cores % workers == 0]
     if len(even) == 2 and cores > 3:  # a prime: leave one core to the rest of the machine
         even = [workers for workers in range(1, cores) if (cores - 1) % workers == 0] + [cores]
@@ -134,12 +134,12 @@ def _splits(ground: Ground) -> list[Trial]:
     trials = [default]
     for workers in [default.workers] if ground.holds_workers else worker_counts(ground.cores, most):
         fixed = "threads" in ground.pinned or ground.exact
-        held = ground.holds_slices and not ground.slices_given and workers != default.workers
+        keep_slices = ground.holds_slices and not ground.slices_given and workers != default.workers
         trial = msgspec.structs.replace(
             default,
             workers=workers,
             threads=default.threads if fixed else max(1, ground.cores // workers),
-            slices=ground.slices if held else None,
+            slices=ground.slices if keep_slices else None,
         )
         if trial not in trials:
             trials.append(trial)
@@ -147,10 +147,10 @@ def _splits(ground: Ground) -> list[Trial]:
 
 
 def _variations(ground: Ground, best: Trial) -> list[dict[str, Any]]:
-    """Further changes, each to be kept only if it wins."""
+    """Further changes to try; each is kept only if it wins."""
     found: list[dict[str, Any]] = []
     if best.threads > 1 and not ground.exact and "threads" not in ground.pinned:
-        found.append({"threads": best.threads // 2})  # two threads of one core often do no more than one
+        found.append({"threads": best.threads // 2})  # two threads on one core are often no faster than one
     if not ground.bits_matter and "memory_format" not in ground.pinned:
         found.append({"memory_format": "contiguous" if best.memory_format != "contiguous" else "channels_last"})
     if "allocator" not in ground.pinned:
@@ -161,10 +161,10 @@ def _variations(ground: Ground, best: Trial) -> list[dict[str, Any]]:
 
 
 def next_trial(ground: Ground, results: Sequence[Result]) -> Trial | None:
-    """What to try after these results; None when that was all.
+    """What to try after these results; None when nothing is left.
 
-    First the splits of the cores, then changes of the best one, then, if anything won, the default once more: how
-    far its two measurements lie apart is the noise that the winner has to beat.
+    First the splits of the cores, then changes of the best one, then, if anything won, the default once more: the
+    difference between its two measurements is the noise that the winner has to exceed.
     """
     tried = [result.trial for result in results]
     missing = [trial for trial in _splits(ground) if trial not in tried]
@@ -176,22 +176,22 @@ def next_trial(ground: Ground, results: Sequence[Result]) -> Trial | None:
     return candidate or (ground.default if best.trial != ground.default else None)
 
 
-def choose(ground: Ground, results: Sequence[Result]) -> Choice:
+def choose(ground: Ground, results: Sequence[Result]) -> TuningChoice:
     """The fastest setting, if it beats the default by more than the noise; among equals the simplest."""
     best, _ = _climb(ground, results)
     noise, ratio = _noise(ground, results), _ratio(ground, results, best)
     loudest = max(noise, _usual_noise(results))
     if loudest > TOO_NOISY and ratio - 1 < CLEARLY * loudest:
-        return Choice(trial=ground.default, ratio=1.0, noise=loudest, too_noisy=True)
+        return TuningChoice(trial=ground.default, ratio=1.0, noise=loudest, too_noisy=True)
     if best.trial == ground.default or ratio <= 1 + max(MARGIN, noise):  # against both of its runs
-        return Choice(trial=ground.default, ratio=1.0, noise=noise)
-    return Choice(trial=best.trial, ratio=ratio, noise=noise)
+        return TuningChoice(trial=ground.default, ratio=1.0, noise=noise)
+    return TuningChoice(trial=best.trial, ratio=ratio, noise=noise)
 
 
 def _climb(ground: Ground, results: Sequence[Result]) -> tuple[Result, Trial | None]:
-    """From the best split on, one change after the other, each kept if it won; and the first that is not tried yet.
+    """Starting from the best split, apply one change after the other, keeping winners; also the first untried change.
 
-    Once the default has run twice, its noise counts, too, and what looked like a win before may be none any more.
+    Once the default has run twice, its noise counts as well, and an earlier win may no longer be one.
     """
     best = _best_split(ground, results)
     for change in _variations(ground, best.trial):
@@ -229,7 +229,7 @@ def _rate(result: Result) -> float:
 
 
 def _allowed(ground: Ground, results: Sequence[Result], result: Result) -> bool:
-    """Whether it ran, and on the batches that the default ran on."""
+    """Whether it ran, and with the default's batch size."""
     default = _result(results, ground.default).measured
     if result.measured is None or default is None:
         return False
@@ -253,7 +253,7 @@ def _noise(ground: Ground, results: Sequence[Result]) -> float:
 
 
 def _usual_noise(results: Sequence[Result]) -> float:
-    """Of a trial within itself."""
+    """Median noise within one trial."""
     noises = [result.measured.noise for result in results if result.measured is not None]
     return statistics.median(noises) if noises else 0.0
 
@@ -264,7 +264,7 @@ def _ratio(ground: Ground, results: Sequence[Result], result: Result) -> float:
 
 
 class Gauge:
-    """Takes a trial's steps; says when there are enough, and how fast they were."""
+    """Collects a trial's steps; says when there are enough, and how fast they were."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -274,7 +274,7 @@ class Gauge:
 
     @property
     def steps(self) -> int:
-        """All, the first ones included."""
+        """All steps, including warm-up."""
         return round(self._warm_steps) + len(self._took)
 
     def add(self, rows: int, took_s: float) -> None:
@@ -292,7 +292,7 @@ class Gauge:
         return len(self._took) >= MIN_STEPS or self._measured_s >= 3 * self._seconds
 
     def measured(self, slices: int = 0) -> Measured | None:
-        """Over blocks of steps in a row: a single step hides what only every other one has to wait for."""
+        """Measured over blocks of consecutive steps: single steps would hide waits that occur only in some."""
         if not self._took:
             return None
         rates = [sum(rows for rows, _ in block) / sum(took for _, took in block) for block in self._blocks()]
@@ -308,7 +308,7 @@ class Gauge:
 
 
 def settings_of(trial: Trial, default: Trial) -> dict[str, Any]:
-    """By name, all that a config file has to say to run like this; precision and V only if they were changed."""
+    """Settings for a config file that reproduce this trial, by name; precision and V only if they were changed."""
     settings = {name: getattr(trial, name) for name in ("workers", "threads", "memory_format", "allocator")}
     if trial.precision != default.precision:
         settings["precision"] = trial.precision
@@ -318,7 +318,7 @@ def settings_of(trial: Trial, default: Trial) -> dict[str, Any]:
 
 
 def flags_of(trial: Trial, default: Trial) -> dict[str, Any]:
-    """By dotted key, the flags that turn a plain run into this one; none for the plain run itself."""
+    """Flags that turn the default run into this trial, by dotted key; none for the default itself."""
     if trial == default:
         return {}
     asked = settings_of(trial, default)
@@ -327,7 +327,7 @@ def flags_of(trial: Trial, default: Trial) -> dict[str, Any]:
 
 
 def words_of(flags: dict[str, Any]) -> list[str]:
-    """Flags as typed: ["-n", "2", "--threads", "1"]."""
+    """Flags as command-line words: ["-n", "2", "--threads", "1"]."""
     words = []
     for dotted, value in flags.items():
         name = dotted.rpartition(".")[2]
@@ -342,13 +342,13 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 _HEADER = ("workers", "threads", "V", "memory", "allocator", "precision", "rows/s", "noise", "x default", "")
 
 
-def table(ground: Ground, results: Sequence[Result], choice: Choice) -> str:
+def table(ground: Ground, results: Sequence[Result], choice: TuningChoice) -> str:
     rows = [_HEADER, *(_row(ground, results, result, choice) for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
 
 
-def _row(ground: Ground, results: Sequence[Result], result: Result, choice: Choice) -> tuple[str, ...]:
+def _row(ground: Ground, results: Sequence[Result], result: Result, choice: TuningChoice) -> tuple[str, ...]:
     trial, measured = result.trial, result.measured
     settings = (trial.memory_format, trial.allocator, trial.precision)
     remarks = ["default"] if trial == ground.default else []
@@ -364,13 +364,13 @@ def _row(ground: Ground, results: Sequence[Result], result: Result, choice: Choi
     return (*start, *speed, ", ".join(remarks))
 
 
-def notes(ground: Ground, results: Sequence[Result], choice: Choice) -> list[str]:
-    """What was not tried, why, and what to type to have it tried; and what the choice changes."""
+def notes(ground: Ground, results: Sequence[Result], choice: TuningChoice) -> list[str]:
+    """Notes: what was not tried, why, and what to type to try it; and what the choice changes."""
     found = []
     if ground.holds_workers:
         found.append(
-            "Other numbers of workers were not tried: each trains weights of its own, so the result depends on them. "
-            "--allow-maths tries them."
+            "Other numbers of workers were not tried: each worker trains separate weights, so the result depends on "
+            "their number. --allow-maths tries them."
         )
     bounded = ground.holds_slices and ground.slices < min(ground.most_workers, ground.cores)
     if bounded and ground.slices_given:

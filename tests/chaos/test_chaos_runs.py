@@ -91,7 +91,7 @@ def test_a_run_whose_servers_and_workers_are_struck_ends_where_the_undisturbed_o
 def test_a_script_that_fails_by_itself_is_named_before_any_fault(tmp_path: Path) -> None:
     done = chaos(tmp_path, "train.py", "many")
     assert done.returncode == 1
-    assert "cannot be put to the test" in done.stderr and "ValueError" in done.stderr
+    assert "cannot be tested" in done.stderr and "ValueError" in done.stderr
 
 
 def test_equal_means_the_same_bits() -> None:

@@ -63,13 +63,13 @@ def test_what_cannot_be_played_is_refused_with_what_can(tmp_path, monkeypatch) -
             cli.main(["chaos", *words, "train.py"], standalone_mode=False)
         return str(raised.value)
 
-    assert "no meteor; there are kill, stop, hang, slow, coordinator, disk, agent, " in refused(
+    assert "no fault meteor; faults are kill, stop, hang, slow, coordinator, disk, agent, " in refused(
         "--faults", "kill,meteor"
     )
-    assert "The only agent of a run is its launcher" in refused("--faults", "agent")
+    assert "The first agent of a run is its launcher" in refused("--faults", "agent")
     assert "--agents is 0" in refused("--agents", "0")
-    assert "kill-server strikes a server, and this run has none" in refused("--faults", "kill-server")
-    assert "all of a run has one agent" in refused("--agents", "2", "--servers", "2")
-    assert "--faults names none" in refused("--faults", ",")
+    assert "kill-server needs a server, but this run has none" in refused("--faults", "kill-server")
+    assert "need a run with one agent" in refused("--agents", "2", "--servers", "2")
+    assert "--faults names no fault" in refused("--faults", ",")
     assert "--mtbf is 0, but must be above 0" in refused("--mtbf", "0")
     assert "--minutes is nan" in refused("--minutes", "nan")

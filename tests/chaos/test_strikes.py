@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.chaos.extra_agents import Agents
-from manyhands.chaos.fault_injection import Striker, Timeline, _forbid_files
+from manyhands.chaos.extra_agents import ExtraAgents
+from manyhands.chaos.fault_injection import FaultTimeline, Striker, _forbid_files
 from manyhands.chaos.fault_schedule import Fault
 from manyhands.control.messages.status_messages import ServerStatus, Status
 from manyhands.launcher.worker_process.hang_on_signal import HANG_SIGNAL
@@ -31,8 +31,8 @@ for line in sys.stdin:
 """
 HANGS = """
 import threading, time
-from manyhands.launcher.worker_process.hang_on_signal import hang_when_told
-hang_when_told()
+from manyhands.launcher.worker_process.hang_on_signal import install_hang_handler
+install_hang_handler()
 def tick():
     while True:
         print("tick", flush=True)
@@ -51,15 +51,15 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def nobody(folder: Path) -> Agents:
-    return Agents(0, (), folder / "join", folder / "said")
+def nobody(folder: Path) -> ExtraAgents:
+    return ExtraAgents(0, (), folder / "join", folder / "said")
 
 
 def is_stopped(process: subprocess.Popen[str]) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
-def until(timeline: Timeline, process: subprocess.Popen[str], *, stopped: bool) -> None:
+def until(timeline: FaultTimeline, process: subprocess.Popen[str], *, stopped: bool) -> None:
     deadline = time.monotonic() + 60
     while is_stopped(process) != stopped:
         assert time.monotonic() < deadline
@@ -71,7 +71,7 @@ def until(timeline: Timeline, process: subprocess.Popen[str], *, stopped: bool) 
 def test_a_slow_worker_is_stopped_and_let_go_by_turns_until_it_is_struck_for_good(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    timeline = Timeline()
+    timeline = FaultTimeline()
     striker = Striker(tmp_path, timeline, nobody(tmp_path), print)
     striker._pause(child.pid, time.monotonic() + 60)
     for stopped in (True, False, True):
@@ -90,7 +90,7 @@ def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[s
         child.stdin.flush()
         return child.stdout.readline().strip()
 
-    striker = Striker(tmp_path, Timeline(), nobody(tmp_path), print)
+    striker = Striker(tmp_path, FaultTimeline(), nobody(tmp_path), print)
     assert tries() == "written"
     striker._limits[child.pid] = _forbid_files(child.pid)
     assert tries() == "File too large"
@@ -122,9 +122,9 @@ def servers(*pids: int, starting: int) -> Status:
 def test_a_server_that_serves_is_struck_once_and_the_next_one_stands_in_for_one_that_does_not(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    striker = Striker(tmp_path, Timeline(), nobody(tmp_path), lambda struck: None)
+    striker = Striker(tmp_path, FaultTimeline(), nobody(tmp_path), lambda struck: None)
     status = servers(child.pid, starting=os.getpid())
     assert striker._at(Fault(1, 0.0, "stop-server", 1), status)
     assert [(one.who, one.pid, one.step) for one in striker.strikes] == [("server 0", child.pid, 4)]
-    until(Timeline(), child, stopped=True)
+    until(FaultTimeline(), child, stopped=True)
     assert not striker._at(Fault(2, 0.0, "kill-server", 0), status), "nobody is left to strike"

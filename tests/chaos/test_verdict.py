@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from manyhands.chaos.chaos_report import Report, Weights, judge
+from manyhands.chaos.chaos_report import ChaosReport, Weights, judge
 from manyhands.chaos.fault_injection import Strike
 from manyhands.chaos.fault_schedule import Fault
 from manyhands.cli.start.chaos import _findings
@@ -59,7 +59,7 @@ def steps(first: int, last: int, name: str = "1.1") -> list[Event]:
 UNDISTURBED = [generation("1.1", 100.0), *steps(1, 9)]
 
 
-def report(events: list[Event], *strikes: Strike, exit_code: int = 0, weights: Weights | None = None) -> Report:
+def report(events: list[Event], *strikes: Strike, exit_code: int = 0, weights: Weights | None = None) -> ChaosReport:
     return judge(
         strikes, events, UNDISTURBED, exit_code=exit_code, scheduled=len(strikes), minutes=1.0, weights=weights
     )
@@ -124,7 +124,7 @@ def test_servers_that_apply_gradients_as_they_come_need_not_end_with_equal_weigh
 
 
 def test_a_coordinator_is_back_when_steps_go_on_after_its_loss_was_seen() -> None:
-    seen = Warned(time_s=103.6, text="the coordinator (pid 5) was killed; starting it again, training goes on")
+    seen = Warned(time_s=103.6, text="the coordinator (pid 5) was killed; restarting it, training continues")
     found = report([*UNDISTURBED, seen], strike("coordinator"))
     assert (found.outcomes[0].detected_s, found.outcomes[0].recovered_s) == (pytest.approx(0.1), pytest.approx(0.5))
     assert report(UNDISTURBED, strike("coordinator")).outcomes[0].is_bad
@@ -139,12 +139,12 @@ def test_a_full_disk_is_over_when_a_checkpoint_is_committed_after_it() -> None:
     later = CheckpointFailed(time_s=106.0, step=6, reason="no space")  # when this fault was over
     for events in (UNDISTURBED, [*UNDISTURBED, later]):
         (one,) = report(events, strike("disk")).outcomes
-        assert (one.note, one.detected_s) == ("no checkpoint was due meanwhile", None)
+        assert (one.note, one.detected_s) == ("no checkpoint was due in the meantime", None)
 
 
 def test_a_slow_worker_is_to_be_borne_and_its_steps_are_counted() -> None:
     assert report(UNDISTURBED, strike("slow")).outcomes[0].note == "2 steps in its 2 s"
-    assert report([*UNDISTURBED, lost(104.0)], strike("slow")).outcomes[0].note == "the worker was lost meanwhile"
+    assert report([*UNDISTURBED, lost(104.0)], strike("slow")).outcomes[0].note == "the worker was lost in the meantime"
 
 
 def test_a_run_that_ends_well_has_come_through_what_struck_it_last() -> None:
@@ -154,14 +154,14 @@ def test_a_run_that_ends_well_has_come_through_what_struck_it_last() -> None:
 
 
 def test_a_fault_that_found_nobody_says_so_and_is_no_failure() -> None:
-    skipped = strike(skipped="there was no worker to spare for 30 s")
+    skipped = strike(skipped="there was no second healthy worker for 30 s")
     after = [lost(103.7), generation("1.2", 103.8), *steps(5, 9, "1.2")]
     found = report([generation("1.1", 100.0), *steps(1, 4), *after], strike(), skipped)
     assert found.outcomes[1].skipped and found.passed
 
 
 def test_a_run_that_nothing_struck_has_shown_nothing() -> None:
-    assert not report(UNDISTURBED, strike(skipped="there was no worker to spare for 30 s")).passed
+    assert not report(UNDISTURBED, strike(skipped="there was no second healthy worker for 30 s")).passed
     assert not judge([], UNDISTURBED, UNDISTURBED, exit_code=0, scheduled=3, minutes=1.0).passed
     assert report(UNDISTURBED).passed  # nothing was to strike it
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from manyhands.checkpoint import CheckpointWriter, SaveResult, Snapshot, load, newest_valid
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 
 
 def snapshot(step: int, **changes: object) -> Snapshot:
@@ -29,13 +29,13 @@ def snapshot(step: int, **changes: object) -> Snapshot:
     return Snapshot(**(fields | changes))  # type: ignore[arg-type]
 
 
-def writer(root: Path, files: Files | None = None, **changes: object) -> CheckpointWriter:
+def writer(root: Path, files: FileSystem | None = None, **changes: object) -> CheckpointWriter:
     fields = {"run": "tiny", "keep_last": 3, "keep_best": None, "generation": (1, 1), "max_shard_bytes": 100}
     return CheckpointWriter(root, files=files, **(fields | changes))  # type: ignore[arg-type]
 
 
 def save(
-    root: Path, step: int, files: Files | None = None, results: dict[str, float] | None = None, **changes: object
+    root: Path, step: int, files: FileSystem | None = None, results: dict[str, float] | None = None, **changes: object
 ) -> SaveResult:
     hand = writer(root, files, **changes)
     hand.save(snapshot(step, results=results or {}), wait=True)
@@ -69,7 +69,7 @@ def leftovers(root: Path) -> list[str]:
     return [name for name in os.listdir(root) if ".tmp-" in name]
 
 
-class FailAt(Files):
+class FailAt(FileSystem):
     """Raises at the n-th change (from 1); `calls` counts them."""
 
     def __init__(self, n: int, errno: int) -> None:

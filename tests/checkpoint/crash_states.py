@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 
 TEARS = ("lost", "torn at 512", "torn at 4096", "zeros", "whole")
 
@@ -22,7 +22,7 @@ class Change(NamedTuple):
     extra: Any = None
 
 
-class Recorder(Files):
+class Recorder(FileSystem):
     """Does everything, and writes down what was done."""
 
     def __init__(self) -> None:

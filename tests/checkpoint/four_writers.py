@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from manyhands.checkpoint.commit import Facts, ShardRecord, begin, commit, write_shard
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.commit import CheckpointFacts, ShardRecord, begin, commit, write_shard
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.format import encode_state
 
 
@@ -22,7 +22,7 @@ def write_one(directory: Path, rank: int, report: int) -> None:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    with begin(root, 7, Files()) as draft:
+    with begin(root, 7, FileSystem()) as draft:
         pipes = []
         for rank in (1, 2, 3, 4):
             read, write = os.pipe()
@@ -31,7 +31,7 @@ if __name__ == "__main__":
             os.close(write)
             pipes.append(read)
         shards = [msgspec.json.decode(os.read(pipe, 65536), type=ShardRecord) for pipe in pipes]
-        facts = Facts(run="four", generation=(1, 1), step=7, epoch=0, world_size=4, slices=4)
-        commit(draft, facts, encode_state({"written by": 4}), shards, Files())
+        facts = CheckpointFacts(run="four", generation=(1, 1), step=7, epoch=0, world_size=4, slices=4)
+        commit(draft, facts, encode_state({"written by": 4}), shards, FileSystem())
     for _ in pipes:
         assert os.wait()[1] == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_cases import must_save
 from click.testing import CliRunner
 
 from manyhands.cli.runs.ckpt import ckpt
 from manyhands.errors import UsageError
+from tests.checkpoint.checkpoint_cases import must_save
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

@@ -13,11 +13,11 @@ import time
 import msgspec
 import pytest
 import torch
-from checkpoint_cases import must_save, whole_step
 
 from manyhands.checkpoint import load, newest_valid, read_tensors
 from manyhands.checkpoint.format import FORMAT, MANIFEST, STATE, FileEntry, TensorEntry, fingerprint, seal, unseal
 from manyhands.errors import CheckpointCorrupt, CheckpointError, CheckpointTooNew
+from tests.checkpoint.checkpoint_cases import must_save, whole_step
 
 SHARD = "shard-00001-of-00002.safetensors"
 OTHER_SHARD = "shard-00002-of-00002.safetensors"

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import FailAt, leftovers, must_save, save, whole_step, writer
-from crash_states import Recorder, build, key, states
-from killed_writers import LAST_POINT
 
 from manyhands.checkpoint import Snapshot
 from manyhands.checkpoint.commit import begin
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
+from tests.checkpoint.checkpoint_cases import FailAt, leftovers, must_save, save, whole_step, writer
+from tests.checkpoint.crash_states import Recorder, build, key, states
+from tests.checkpoint.killed_writers import LAST_POINT
 
 HERE = Path(__file__).parent
 
@@ -176,7 +176,7 @@ def test_the_power_loss_check_notices_a_writer_that_does_not_sync(tmp_path, care
 
 def test_a_live_writers_draft_is_not_swept_and_a_dead_ones_is(tmp_path):
     must_save(tmp_path, 1)
-    with begin(tmp_path, 2, Files()) as draft:
+    with begin(tmp_path, 2, FileSystem()) as draft:
         dead = tmp_path / "step-00000003.tmp-0123456789abcdef0123456789abcdef"
         dead.mkdir()
         (dead / "state.json").write_text("{}")

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import leftovers, must_save, save, snapshot, whole_step, writer
 
 from manyhands.checkpoint import newest_valid, take_snapshot_tensors
 from manyhands.checkpoint.commit import set_aside
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.retention import expendable, parse_best
 from manyhands.errors import SpecError
+from tests.checkpoint.checkpoint_cases import leftovers, must_save, save, snapshot, whole_step, writer
 
 
 def steps(root):
     return sorted(int(name[5:13]) for name in os.listdir(root) if name.startswith("step-"))
 
 
-class Gate(Files):
+class Gate(FileSystem):
     """Holds the first shard until told to go on."""
 
     def __init__(self):
@@ -100,7 +100,7 @@ def test_a_model_that_is_not_finite_is_not_saved_and_the_tensor_is_named(tmp_pat
     tensors = {"model/fine": torch.ones(3), "model/head/bias": values.to(dtype)}
     hand.save(snapshot(2, tensors=tensors), wait=True)
     (result,) = hand.poll()
-    assert "'model/head/bias' holds NaN or infinity" in result.error.what
+    assert "'model/head/bias' contains NaN or infinity" in result.error.what
     assert leftovers(tmp_path) == []
     assert whole_step(tmp_path) == 1
 
@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_directory_is_never_removed(tmp_path):
     assert steps(tmp_path) == [0, 1, 3]
 
 
-class ReadsBackWrong(Files):
+class ReadsBackWrong(FileSystem):
     """A disk that changes a byte of the state once nobody looks."""
 
     def forget_cache(self, path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_trusted_one_stays_however_many_come_after_it(tmp_path):
 def test_what_is_set_aside_is_no_checkpoint_any_more_but_is_still_there(tmp_path):
     for step in (5, 10, 15):
         must_save(tmp_path, step)
-    set_aside(tmp_path, 7, Files())
+    set_aside(tmp_path, 7, FileSystem())
     assert whole_step(tmp_path) == 5
     assert (tmp_path / "LATEST").read_text().startswith("step-00000005 ")
     assert sorted(path.name for path in tmp_path.glob("*.set-aside")) == [
@@ -222,7 +222,7 @@ def test_what_is_set_aside_is_no_checkpoint_any_more_but_is_still_there(tmp_path
         "step-00000015.set-aside",
     ]
     must_save(tmp_path, 10)
-    set_aside(tmp_path, 7, Files())
+    set_aside(tmp_path, 7, FileSystem())
     assert (tmp_path / "step-00000010.set-aside.2").is_dir()
     assert whole_step(tmp_path) == 5
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import leftovers, must_save, snapshot, whole_step, writer
 
 from manyhands.checkpoint import load
-from manyhands.checkpoint.tensor_stream import Delivery, announced
+from manyhands.checkpoint.tensor_stream import TensorStream, announced
+from tests.checkpoint.checkpoint_cases import leftovers, must_save, snapshot, whole_step, writer
 
 
 def made(step: int) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def made(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def begin(tmp_path: Path, step: int, tensors: dict[str, torch.Tensor]) -> tuple[object, Delivery]:
+def begin(tmp_path: Path, step: int, tensors: dict[str, torch.Tensor]) -> tuple[object, TensorStream]:
     """A save of these, all of which are still to come."""
     hand = writer(tmp_path)
     likes = {name: announced(one.shape, one.dtype) for name, one in tensors.items()}
@@ -48,7 +48,7 @@ def test_what_comes_is_what_is_written(tmp_path: Path) -> None:
 
 
 def test_no_more_than_two_are_there_at_a_time() -> None:
-    delivery, alive, most = Delivery([str(number) for number in range(20)]), weakref.WeakSet(), 0
+    delivery, alive, most = TensorStream([str(number) for number in range(20)]), weakref.WeakSet(), 0
 
     def write() -> None:
         for name in delivery.names:
@@ -77,7 +77,7 @@ def test_a_worker_that_is_lost_on_the_way_leaves_nothing(tmp_path: Path) -> None
     delivery.wait()
     hand.wait()
     [result] = hand.poll()
-    assert f"before {delivery.names[1]!r} came" in result.error.what
+    assert f"before sending {delivery.names[1]!r};" in result.error.what
     assert leftovers(tmp_path) == [] and whole_step(tmp_path) == 1
 
 
@@ -92,5 +92,5 @@ def test_what_is_not_finite_ends_the_save_and_not_the_giving(tmp_path: Path, bad
     delivery.wait()
     hand.wait()
     [result] = hand.poll()
-    assert "'model/layer/weight' holds NaN or infinity" in result.error.what
+    assert "'model/layer/weight' contains NaN or infinity" in result.error.what
     assert leftovers(tmp_path) == [] and whole_step(tmp_path) == 1

@@ -16,7 +16,7 @@ from manyhands.spec.flag_conflicts import check_flags
 from manyhands.spec.load import resolve
 from manyhands.spec.placement import Placement
 from manyhands.strategies.choices import Mirrored, ParameterServer, Sharded
-from manyhands.strategies.model_parallel import Pipeline, Tensor
+from manyhands.strategies.model_parallel import PipelineParallel, TensorParallel
 from manyhands.training.worker.strategy_lookup import as_strategy
 
 FLAGS = flags_of(run)
@@ -43,7 +43,7 @@ def test_without_a_command_the_whole_line_is_suggested_with_one(words: list[str]
 
 def test_a_flag_of_ours_behind_a_script_that_does_not_mention_it_gets_a_note_and_is_passed_on() -> None:
     (note,) = notes_on_arguments(["train.py"], ["-n", "2", "x", "--elastic=1:2"], "import torch", FLAGS)
-    assert note.startswith("note: -n 2 --elastic=1:2 stands behind train.py, so the script gets it")
+    assert note.startswith("note: -n 2 --elastic=1:2 is after train.py, so the script gets it")
     assert note.endswith("mh run -n 2 --elastic=1:2 train.py x")
     (note,) = notes_on_arguments(["-m", "pkg.train"], ["--workers", "2"], "", FLAGS)
     assert note.endswith("mh run --workers 2 -m pkg.train")
@@ -65,7 +65,14 @@ def test_what_a_script_may_own_gets_no_note(arguments: list[str], source: str) -
 
 
 def test_other_names_of_the_same_strategy_are_taken_everywhere() -> None:
-    kinds = {"ddp": Mirrored, "DP": Mirrored, "fsdp": Sharded, "zero3": Sharded, "tp": Tensor, "pp": Pipeline}
+    kinds = {
+        "ddp": Mirrored,
+        "DP": Mirrored,
+        "fsdp": Sharded,
+        "zero3": Sharded,
+        "tp": TensorParallel,
+        "pp": PipelineParallel,
+    }
     assert all(type(as_strategy(name)) is kind for name, kind in (kinds | {"ps": ParameterServer}).items())
     assert [as_strategy(name).level for name in ("zero1", "zero2", "fsdp")] == ["optimizer", "gradients", "parameters"]
     assert resolve(arguments={"strategy": "DDP"}, environ={}).spec.train.strategy == "mirrored"
@@ -85,9 +92,9 @@ def test_other_names_of_the_same_strategy_are_taken_everywhere() -> None:
     ("flags", "words"),
     [
         ({"strategy": "single", "workers": 2}, "this run has 2"),
-        ({"strategy": "mirrored", "servers": 1}, "no use for them"),
+        ({"strategy": "mirrored", "servers": 1}, "does not use any"),
         ({"strategy": "central_storage", "workers": 2, "plane": "gloo"}, "they share none"),
-        ({"elastic": "1:2", "reducer": "int8"}, "lost when the worker is"),
+        ({"elastic": "1:2", "reducer": "int8"}, "lost with the worker"),
     ],
 )
 def test_flags_that_cannot_go_together_are_refused_before_anything_starts(flags: dict[str, object], words: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.start.demo import Trouble, _told
+from manyhands.cli.start.demo import FaultyDisplay, _text
 from manyhands.events import Event, StepDone, WorkerStarted
 
 
@@ -28,7 +28,7 @@ def test_the_demo_loses_a_worker_stops_resumes_and_learns_digits(tmp_path: Path)
     killed = report["killed"]
     assert "SIGKILL" in killed["reason"] and killed["went_on_after_s"] >= 0
     assert 103 < killed["next_step"] <= report["stopped_and_resumed_at"]
-    assert f"step {killed['next_step']} was committed without it" in _told(report)
+    assert f"step {killed['next_step']} was committed without that worker" in _text(report)
 
 
 class Shown:
@@ -51,11 +51,11 @@ def test_the_demo_kills_one_worker_and_stops_the_run_once_each(monkeypatch: pyte
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     shown = Shown()
-    trouble = Trouble(shown, quiet=True)
+    display = FaultyDisplay(shown, quiet=True)
     for slot, pid in ((0, 40), (1, 41)):
-        trouble.event(WorkerStarted(slot=slot, incarnation=slot, host="a", pid=pid))
+        display.event(WorkerStarted(slot=slot, incarnation=slot, host="a", pid=pid))
     for number in range(1, 101):
-        trouble.event(StepDone(step=number, epoch=0, loss=1.0, rows=1, samples_per_s=1.0, phases={}, total_steps=100))
+        display.event(StepDone(step=number, epoch=0, loss=1.0, rows=1, samples_per_s=1.0, phases={}, total_steps=100))
     assert sent == [(41, signal.SIGKILL), (os.getpid(), signal.SIGTERM)]
-    assert shown.said == ["2. kill -9 41: one of the two is gone. The other goes on, and another takes its place."]
-    assert trouble.has_stopped
+    assert shown.said == ["2. kill -9 41: one worker is dead. The other continues, and a replacement starts."]
+    assert display.has_stopped

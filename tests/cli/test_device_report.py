@@ -11,14 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import manyhands as mh
-from manyhands.cli.machine.device_report import Compared, DeviceReport, Machine, examine_devices, layouts, text_of
+from manyhands.cli.machine.device_report import Compared, DeviceReport, MachineFacts, examine_devices, layouts, text_of
 from manyhands.cli.machine.doctor import doctor
 from manyhands.errors import EnvironmentProblem, UsageError
-from manyhands.training.worker.strategy_lookup import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 
 CARDS = ["a card, 24 GB"]
-HERE = Machine(
+HERE = MachineFacts(
     manyhands="0.1.0", python="3.11.7", torch="2.13.0", cuda="13.0", nccl="2.28", system="Linux", devices=CARDS
 )
 
@@ -29,8 +28,8 @@ def report(*compared: Compared, speed: tuple[Compared, ...] = (), not_run: tuple
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_strategy_there_is_has_a_layout_that_can_be_made(workers: int) -> None:
-    tried = {getattr(mh, one.strategy)(**one.settings).name for one in layouts(workers, "cpu")}
-    assert tried == set(STRATEGIES) - {"single", "diloco"}  # what is compared with, and local_sgd by another name
+    tried = {STRATEGIES[one.strategy].settings(**one.settings).name for one in layouts(workers, "cpu")}
+    assert tried == set(STRATEGIES) - {"single"}  # what is compared with
 
 
 def test_on_two_cards_the_one_that_needs_shared_memory_is_left_out() -> None:
@@ -65,7 +64,7 @@ def test_the_report_shows_what_agrees_what_deviates_and_why_something_failed() -
     assert "| mesh data | 2 | FAILED | - | FAILED | - |" in text
     assert "- mesh data: NCCL error: unhandled system error" in text
     assert "not run, for lack of time: local_sgd" in text
-    assert "1 of 3 end where one process ends" in text
+    assert "1 of 3 end with the weights of one process" in text
     assert "a card, 24 GB" in text and "NCCL 2.28" in text
     averaged = Compared(layout="local_sgd", workers=2, weights=0.5, is_alike=False)
     assert not found.is_fine and report(same, averaged).is_fine

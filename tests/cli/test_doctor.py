@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from manyhands.cli.machine.doctor import doctor
 from manyhands.launcher import machine_check
-from manyhands.launcher.machine_check import Finding, all_reduce, cores, disk, examine, judge_load, load, packages
+from manyhands.launcher.machine_check import CheckResult, all_reduce, cores, disk, examine, judge_load, load, packages
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_this_machine_can_train_and_every_check_says_so(tmp_path):
 
 
 def test_a_failed_check_ends_with_3_and_says_what_to_do(monkeypatch):
-    found = [Finding("disk", "ok", "roomy"), Finding("loopback", "fail", "down", fix=["ip link set lo up"])]
+    found = [CheckResult("disk", "ok", "roomy"), CheckResult("loopback", "fail", "down", fix=["ip link set lo up"])]
     monkeypatch.setattr("manyhands.cli.machine.doctor.examine", lambda run_dir, environ: iter(found))
     done = CliRunner().invoke(doctor, [])
     assert done.exit_code == 3
@@ -59,7 +59,7 @@ def test_a_failed_check_ends_with_3_and_says_what_to_do(monkeypatch):
 
 
 def test_a_warning_does_not_fail(monkeypatch):
-    found = [Finding("memory", "warn", "little", fix=["end other programs"])]
+    found = [CheckResult("memory", "warn", "little", fix=["end other programs"])]
     monkeypatch.setattr("manyhands.cli.machine.doctor.examine", lambda run_dir, environ: iter(found))
     assert CliRunner().invoke(doctor, []).exit_code == 0
 

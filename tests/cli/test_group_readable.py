@@ -22,7 +22,7 @@ from manyhands.observe.recorder import Recorder
 from manyhands.observe.tensorboard import _EventFile
 from manyhands.private_files import is_for_group, make_directory, open_private, write_private
 from manyhands.spec.load import resolve
-from manyhands.training.loop.recorded_calls import Calls
+from manyhands.training.loop.recorded_calls import RecordedCalls
 from manyhands.training.step.evaluation import to_file
 
 TEAM, OTHERS, SOMEBODY = 54321, 54322, 54323
@@ -40,7 +40,7 @@ def a_run(place: Path, *, group_readable: bool, endpoint: str | None = None) -> 
     directory = RunDirectory.adopt(place, False, group_readable=group_readable, endpoint=endpoint)
     with Recorder(directory.events / "chief.jsonl") as recorder:
         recorder.emit(Warned(text="seen"))
-    calls = Calls(place / "trainings" / "2" / "calls", writes=lambda: True, warn=lambda text: None)
+    calls = RecordedCalls(place / "trainings" / "2" / "calls", writes=lambda: True, warn=lambda text: None)
     calls.begin("fit")
     calls.finish([])
     to_file(place / "calls" / "0001-predict.safetensors", torch.zeros(2))

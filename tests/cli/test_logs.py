@@ -145,7 +145,7 @@ def test_following_before_anything_was_printed_waits_for_it(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rank", "7"], ["Rank 7 printed nothing in attempt 2", "--rank 0"]),
+        (["--rank", "7"], ["Rank 7 has no output in attempt 2", "--rank 0"]),
         (["--attempt", "5"], ["no attempt 5", "--attempt 1", "--attempt 2"]),
     ],
 )

@@ -15,7 +15,7 @@ from manyhands.control.processes.worker_output import WorkerLog
 from manyhands.events import Warned
 from manyhands.observe.recorder import Recorder
 from manyhands.private_files import open_private, write_private
-from manyhands.training.loop.recorded_calls import Calls
+from manyhands.training.loop.recorded_calls import RecordedCalls
 
 
 def test_files_are_private_whatever_the_umask_and_what_was_there_before(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_files_are_private_whatever_the_umask_and_what_was_there_before(tmp_path
         (tmp_path / "events" / "chief.jsonl").write_text("")
         with Recorder(tmp_path / "events" / "chief.jsonl") as recorder:
             recorder.emit(Warned(text="seen"))
-        calls = Calls(tmp_path / "calls", writes=lambda: True, warn=lambda text: None)
+        calls = RecordedCalls(tmp_path / "calls", writes=lambda: True, warn=lambda text: None)
         calls.begin("fit")
         calls.finish([])
         log = WorkerLog("rank-0")

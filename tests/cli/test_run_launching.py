@@ -36,7 +36,7 @@ def test_functions_that_workers_cannot_find_are_refused_with_the_reason():
         (lambda: None, "A lambda has no name"),
         (nested, "inside another function"),
         (functools.partial(at_the_top), "not a function with a name"),
-        (functools.wraps(at_the_top)(lambda: None), "something else by now"),
+        (functools.wraps(at_the_top)(lambda: None), "is another object now"),
     ]:
         with pytest.raises(UsageError, match=why):
             call_target(function)
@@ -48,7 +48,7 @@ def test_a_function_of_a_prompt_is_refused_and_one_of_a_script_is_found_by_path(
     found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=100)
     assert found.stdout.strip() == f"{tmp_path.resolve()}/script.py:f"
     prompt = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert "a notebook cell's or a prompt's" in prompt.stderr
+    assert "is defined in a notebook cell or at a prompt" in prompt.stderr
 
 
 @pytest.mark.parametrize("value", [object(), {1: "x"}, {"a": [b"bytes"]}, {2, 3}])
@@ -121,7 +121,7 @@ def test_a_waiting_task_ends_when_the_coordinator_has_gone_for_good():
 def test_a_waiting_task_gives_up_on_a_run_that_never_starts():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(EnvironmentProblem, match="No coordinator came up"):
+        with pytest.raises(EnvironmentProblem, match="No coordinator started"):
             wait_for_end(unused.getsockname(), start_timeout_s=0.1)
 
 

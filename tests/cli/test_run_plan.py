@@ -83,7 +83,7 @@ def test_a_clusters_ps_tasks_are_hosts_with_a_server_each_and_its_chief_only_coo
     assert [of("worker", index) for index in (0, 1)] == [(1, 3, None, False), (2, 3, None, False)]
     assert [of("ps", index) for index in (0, 1)] == [(3, 0, 0, False), (4, 0, 1, False)]
     wrong = refused("--servers", "3", "train.py", TF_CONFIG=tf_config("ps"))
-    assert "3 parameter servers are asked for, but the cluster has 2 ps tasks" in wrong.what
+    assert "3 parameter servers are requested, but the cluster has 2 ps tasks" in wrong.what
     assert plan("train.py", TF_CONFIG=tf_config("ps"))["trains"] is False, "under other strategies it waits"
     cluster.pop("worker")
     nobody = refused("--servers", "2", "train.py", TF_CONFIG=tf_config("chief"))
@@ -178,9 +178,9 @@ def test_a_script_that_does_not_exist_is_refused_with_the_nearest_name(refused):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nnodes", "1:4"], "here workers are counted"),
+        (["--nnodes", "1:4"], "range of workers"),
         (["-n", "2", "--nproc-per-node", "3"], "2 workers, and --nproc-per-node 3"),
-        (["--hosts-wanted", "2"], "no address to reach this one at"),
+        (["--hosts-wanted", "2"], "no address at which to reach this one"),
         (["--listen", "0.0.0.0"], "every interface"),
         (["--slices", "0"], "slices is 0"),
     ],
@@ -204,7 +204,7 @@ def test_addresses_beyond_loopback_need_a_key(refused, plan, tmp_path):
     [
         (None, 0o600, "Cannot read"),
         ("a" * 64, 0o640, "can be read by others"),
-        ("a" * 63, 0o600, "does not hold a key"),
+        ("a" * 63, 0o600, "does not contain a key"),
     ],
 )
 def test_a_missing_open_or_wrong_key_file_ends_with_3(refused, tmp_path, content, mode, says):

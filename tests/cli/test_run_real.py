@@ -219,7 +219,7 @@ def test_a_ps_task_ends_with_the_only_worker(start, tmp_path):
         return start("-c", code, "run", "-n", "1", "--ui=none", "train.py", TF_CONFIG=json.dumps(config))
 
     quick = """
-from manyhands.training import launch
+from manyhands.launcher import launch
 launch.wait_for_end.__kwdefaults__["gone_after_s"] = 1.0
 answers = launch._answers
 launch._answers = lambda address: answers(address) and not open("seen", "w").close()

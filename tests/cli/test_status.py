@@ -144,13 +144,13 @@ def test_variables_are_refused_where_no_server_keeps_any(tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands.parameter_server.loop.variable_file.query", lambda path: live([]))
     for words, why in (
         (["--variables"], "has no parameter servers here"),
-        (["--variables", "--live"], "at one moment"),
+        (["--variables", "--live"], "cannot refresh with --live"),
     ):
         with pytest.raises(UsageError, match=why):
             status.main([str(run), *words], standalone_mode=False)
     kept = ServerStatus(server=0, pid=1, status="live", phase="", age_s=0.0)
     monkeypatch.setattr("manyhands.parameter_server.loop.variable_file.query", lambda path: live([], servers=[kept]))
-    with pytest.raises(UsageError, match="keep nothing yet"):
+    with pytest.raises(UsageError, match="have no variables yet"):
         status.main([str(run), "--variables"], standalone_mode=False)
 
 

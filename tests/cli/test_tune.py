@@ -20,9 +20,9 @@ SCRIPT = """
 import pathlib, sys, time
 from manyhands.control.session.session import RunFacts, Session
 from manyhands.events import RunStarted, StepDone
-from manyhands.spec.load import in_trial, seat
+from manyhands.spec.load import in_trial, own_identity
 
-place = seat()
+place = own_identity()
 session = Session(place)
 session.join(RunFacts(script="train.py", run_dir="given by the script"))
 assert in_trial()
@@ -66,8 +66,8 @@ def folder(tmp_path):
 # A launcher that would have to be killed takes longer than the tests wait.
 TUNE = """
 from manyhands.cli.main import main
-from manyhands.training import trials
-trials.GONE_AFTER_S = 300.0
+from manyhands.trials import trial_runner
+trial_runner.GONE_AFTER_S = 300.0
 main()
 """
 
@@ -106,7 +106,7 @@ def test_the_fastest_split_is_chosen_and_written_and_the_rest_of_the_config_stay
     assert lines[4] == lines[1], "the default once more"
     assert "chosen: 2 workers x 1 thread, contiguous, keep, fp32: 1.50 times the rows per second" in out
     assert "bf16 was not tried" in out
-    assert "The script itself gives threads: flags win over that, a config file does not." in out
+    assert "The script sets threads: flags override that, a config file does not." in out
     assert "use it: mh run --config run.toml --threads 1 --memory-format contiguous train.py --lr 0.1" in out
     assert (folder / "run.toml").read_text().startswith("# mine\n[launch]\nworkers = 2  # once\n")
     spec = resolve(environ={}, config_file=str(folder / "run.toml")).spec
@@ -154,7 +154,7 @@ def test_a_script_that_never_steps_is_given_up(folder):
 def test_a_script_that_ends_without_a_step_is_reported_with_its_last_words(folder):
     code, _, err = tune(folder, *QUICK, "train.py", "quit")
     assert code == 1
-    assert "the training ended without a step of mh.Trainer or mh.join. Its last words:\n  nothing to train\n" in err
+    assert "the training ended without a step of mh.Trainer or mh.join. Its last output:\n  nothing to train\n" in err
 
 
 def test_a_signal_ends_the_trial_and_leaves_nothing(folder):
@@ -180,7 +180,7 @@ def test_a_signal_ends_the_trial_and_leaves_nothing(folder):
         (["--seconds", "nan", "train.py"], "--seconds is nan, but must be above 0"),
         (["--wait", "-1", "train.py"], "--wait is -1, but must be above 0"),
         (["trian.py"], "There is no script trian.py."),
-        (["--write", "nowhere/run.toml", "train.py"], "is not a directory to write to."),
+        (["--write", "nowhere/run.toml", "train.py"], "is not a writable directory."),
         (["--write", "broken.toml", "train.py"], "Not valid TOML"),
         (["--config", "none.toml", "train.py"], "Cannot read the config file none.toml"),
     ],
@@ -214,7 +214,7 @@ def test_a_setting_finds_its_place_in_a_config_file(before, after):
 def test_a_config_that_cannot_be_changed_by_lines_is_left_alone(text, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    with pytest.raises(SpecError, match="cannot be put into this file") as caught:
+    with pytest.raises(SpecError, match="cannot be added to this file") as caught:
         write_settings(str(path), {"launch": {"workers": 2}})
     assert caught.value.fix == ("[launch] workers = 2",)
     assert path.read_text() == text

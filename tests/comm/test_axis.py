@@ -13,9 +13,9 @@ from manyhands.testing import RankPool
 
 
 def call_in_different_names(store: str) -> str:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    rank = _seated.get()[0].seat.rank
+    rank = _current_session.get()[0].identity.rank
     device = torch.device("cpu")
     axis = connect(FileStore(store, 3), rank, 3, address="127.0.0.1", device=device, timeout_s=60)
     assert axis.all_gather_bytes("the same", b"x" * rank) == [b"", b"x", b"xx"]
@@ -28,4 +28,6 @@ def call_in_different_names(store: str) -> str:
 
 def test_ranks_that_do_different_things_are_told_what_each_does(ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks(3, call_in_different_names, str(tmp_path / "store")):
-        assert told.startswith("The workers do different things at the same time: rank 0 'mean', rank 1 'reduce'"), told
+        assert told.startswith("Ranks called different collectives at the same time: rank 0 'mean', rank 1 'reduce'"), (
+            told
+        )

@@ -22,10 +22,10 @@ def contribution(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(dtype: torch.dtype) -> list[Tensor]:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
-    rank, size = session.seat.rank, session.seat.world_size
+    session = _current_session.get()[0]
+    rank, size = session.identity.rank, session.identity.world_size
     memory = session.shared_memory
     axis = connect_plane(lambda n: memory("sums", n, size), rank, size, timeout_s=60, missing=lambda: "")
     found = [contribution(rank, count, dtype) for count in SIZES]
@@ -37,16 +37,16 @@ def sums(dtype: torch.dtype) -> list[Tensor]:
 
 
 def different_things() -> str:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
-    rank, size = session.seat.rank, session.seat.world_size
+    session = _current_session.get()[0]
+    rank, size = session.identity.rank, session.identity.world_size
     memory = session.shared_memory
     axis = connect_plane(lambda n: memory("unlike", n, size), rank, size, timeout_s=20, missing=lambda: "")
-    axis.plane.meet("the same")
+    axis.plane.barrier("the same")
     try:
         if rank == 1:
-            axis.plane.meet("gradients of step 5")
+            axis.plane.barrier("gradients of step 5")
         else:
             axis.sum_start(torch.ones(4), "a sum of " + 100 * "x").wait()
     except TrainingFailed as failed:

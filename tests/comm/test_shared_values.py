@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.comm.host_memory import Segment
-from manyhands.comm.shared_memory_messages import ENTRIES, SharedValues
+from manyhands.comm.shared_memory_messages import ENTRIES, SharedMemoryPointToPoint
 from manyhands.errors import PeerLost
 from manyhands.native import library, why_not
 from manyhands.testing import RankPool
@@ -19,25 +19,25 @@ RING = 2**16
 SIZES = (0, 1, RING - 200, RING, 5 * RING + 3, 3, RING // 2, RING // 2, RING // 2)
 
 
-def opened(segments: list[Segment] | None = None, **settings: Any) -> tuple[SharedValues, Any]:
+def opened(segments: list[Segment] | None = None, **settings: Any) -> tuple[SharedMemoryPointToPoint, Any]:
     """This rank's end, in rings so small that messages outgrow them."""
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
+    session = _current_session.get()[0]
     known = [] if segments is None else segments
 
     def memory(name: str, num_bytes: int) -> Segment:
         known.append(session.shared_memory(name, num_bytes, 2))
         return known[-1]
 
-    ranks = settings.pop("ranks", range(session.seat.world_size))
-    return SharedValues(session.seat.rank, ranks, memory, first_bytes=RING, **settings), session
+    ranks = settings.pop("ranks", range(session.identity.world_size))
+    return SharedMemoryPointToPoint(session.identity.rank, ranks, memory, first_bytes=RING, **settings), session
 
 
 def see_off(session: Any) -> None:
     """Whoever made the memory takes it away; not before all have opened it."""
-    session.set(f"done {session.seat.rank}", b"1")
-    session.wait([f"done {rank}" for rank in range(session.seat.world_size)], 20)
+    session.set(f"done {session.identity.rank}", b"1")
+    session.wait([f"done {rank}" for rank in range(session.identity.world_size)], 20)
 
 
 def value(rank: int, size: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import FileStore
 
 from manyhands.comm.axis import Axis, connect
-from manyhands.comm.point_to_point import FIRST_BYTES, Values
+from manyhands.comm.point_to_point import FIRST_BYTES, PointToPoint
 from manyhands.errors import UsageError
 from manyhands.testing import RankPool
 
@@ -25,12 +25,12 @@ def value(rank: int, size: int) -> Any:
 
 def exchange(store: str) -> list[Any]:
     """Both send all, before either receives any; received in another order than sent, some of it expected before."""
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session, _ = _seated.get()
-    rank = session.seat.rank
+    session, _ = _current_session.get()
+    rank = session.identity.rank
     device = torch.device("cpu")
-    values = Values(connect(FileStore(store, 2), rank, 2, address="127.0.0.1", device=device, timeout_s=60))
+    values = PointToPoint(connect(FileStore(store, 2), rank, 2, address="127.0.0.1", device=device, timeout_s=60))
     for tag, size in enumerate(SIZES):
         values.send(value(rank, size), 1 - rank, tag, f"value {tag}")
     values.expect(1 - rank, 3, "value 3")
@@ -49,4 +49,4 @@ def test_values_arrive_as_they_were_sent_whatever_their_size(ranks: RankPool, tm
 
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(UsageError, match=r"F0 of step 1\['mask'\] is a object"):
-        Values(Axis(0, 1)).send({"mask": object()}, 0, 0, "F0 of step 1")
+        PointToPoint(Axis(0, 1)).send({"mask": object()}, 0, 0, "F0 of step 1")

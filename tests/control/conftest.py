@@ -27,9 +27,9 @@ PRELUDE = """
 import os, sys, time, signal
 from pathlib import Path
 from manyhands.control.session.session import RunFacts, Session
-from manyhands.spec.load import seat
+from manyhands.spec.load import own_identity
 HERE = Path(__file__).parent
-SEAT = seat()
+SEAT = own_identity()
 RANK = SEAT.rank
 def mark(name):
     temporary = HERE / f".{name}.{os.getpid()}"
@@ -190,6 +190,6 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.fixture
 def elastic(launcher: Launcher) -> Callable[..., Any]:
     """Starts elastic runs: `elastic(body, workers=2)`; see `elastic_run.Elastic`."""
-    from elastic_run import PLAIN, Elastic  # which imports from here
+    from tests.control.elastic_run import PLAIN, Elastic  # which imports from here
 
     return lambda body=PLAIN, **request: Elastic(launcher, body, **request)

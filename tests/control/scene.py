@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import begin, react
-from manyhands.control.membership.state import Heard, Ticked
-from manyhands.control.messages.agent_messages import HostReport, MemberReport, Plan
+from manyhands.control.membership.state import ReportReceived, Ticked
+from manyhands.control.messages.agent_messages import HostPlan, HostReport, MemberReport
 from manyhands.control.messages.failure import WorkerEnd
 from tests.control.membership.test_membership import JOB, report, settings_for
 
@@ -37,7 +37,7 @@ class Scene:
         self.hear(report(agent, **{**fields, **self.extra.get(agent, {}), **more}))
 
     def hear(self, word: HostReport) -> None:
-        self.state, self.outputs = react(self.state, Heard(report=word), self.now)
+        self.state, self.outputs = react(self.state, ReportReceived(report=word), self.now)
 
     def tick(self, seconds: float, *silent: str) -> None:
         """Time goes by; every host that is not silent reports."""
@@ -47,7 +47,7 @@ class Scene:
                 self.say(agent)
             self.state, self.outputs = react(self.state, Ticked(), self.now)
 
-    def plan(self, agent: str = "a") -> Plan:
+    def plan(self, agent: str = "a") -> HostPlan:
         plan = orders_for(self.state, agent, self.now).plan
         assert plan is not None
         return plan

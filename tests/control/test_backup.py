@@ -15,14 +15,14 @@ import zmq
 from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.control.security.keys import weights_client_curve
 from manyhands.control.servers.backup_process import BackupProcess
-from manyhands.control.servers.backup_server import Shelf
-from manyhands.parameter_server.log.log_format import Begin, Terms, Update
-from manyhands.parameter_server.log.log_storage import LOST_AFTER_S, Backups, FromBackup, Keep
-from manyhands.parameter_server.log.write_ahead_log import ServedLog
+from manyhands.control.servers.backup_server import BackupStorage
+from manyhands.parameter_server.log.log_format import Begin, Terms, UpdateRecord
+from manyhands.parameter_server.log.log_storage import LOST_AFTER_S, AppendBytes, Backups, FromBackup
+from manyhands.parameter_server.log.write_ahead_log import WriteAheadLog
 
 TERMS = Terms(servers=1, part="abc", batch_size=16, slices=4)
 KEY = b"k" * 32
-UPDATE = Update(contributions=[], groups=[])
+UPDATE = UpdateRecord(contributions=[], groups=[])
 
 
 class Host:
@@ -36,7 +36,7 @@ class Host:
         self.said: list[str] = []
         self.saved = 0
         backups = Backups(0, lambda: self.addresses, self._connect, self._clock)
-        self.log = ServedLog(root / "updates" / "server-0", lambda: self.saved, backups, self.said.append)
+        self.log = WriteAheadLog(root / "updates" / "server-0", lambda: self.saved, backups, self.said.append)
 
     def _clock(self) -> float:
         self._hurried += LOST_AFTER_S / 4 * self.in_a_hurry
@@ -54,7 +54,7 @@ class Host:
 
 
 def steps_in(root: Path, version: int = 0) -> list[int]:
-    log = ServedLog(root / "updates" / "server-0", lambda: 0)
+    log = WriteAheadLog(root / "updates" / "server-0", lambda: 0)
     return [one.step for one in log.reader.past(version, lambda step: step <= version)]
 
 
@@ -153,17 +153,19 @@ def test_who_has_no_key_writes_nothing(tmp_path: Path, context: zmq.Context[Any]
 def test_a_segment_that_begins_again_is_another_file(tmp_path: Path) -> None:
     path = tmp_path / "updates" / "server-0" / "00000001.log"
     path.parent.mkdir(parents=True)
-    shelf = Shelf(tmp_path)
+    shelf = BackupStorage(tmp_path)
     for content in (b"first", b"second"):
         path.unlink(missing_ok=True)
         path.touch()
-        assert shelf.keep(Keep(training=1, server=0, segment=1, at=0, data=content)).num_bytes == len(content)
+        assert shelf.keep(AppendBytes(training=1, server=0, segment=1, at=0, data=content)).num_bytes == len(content)
         assert path.read_bytes() == content
-    assert shelf.keep(Keep(training=1, server=0, segment=1, at=0, data=b"second")).num_bytes == 6, "it was sent again"
-    assert shelf.keep(Keep(training=1, server=0, segment=1, at=9, data=b"?")).num_bytes == 6, (
+    assert shelf.keep(AppendBytes(training=1, server=0, segment=1, at=0, data=b"second")).num_bytes == 6, (
+        "it was sent again"
+    )
+    assert shelf.keep(AppendBytes(training=1, server=0, segment=1, at=9, data=b"?")).num_bytes == 6, (
         "something before it is missing"
     )
-    shelf.keep(Keep(training=1, server=0, segment=1, at=3, data=b"ond half"))
+    shelf.keep(AppendBytes(training=1, server=0, segment=1, at=3, data=b"ond half"))
     assert path.read_bytes() == b"second half", "some of it was there"
     shelf.close()
 
@@ -175,9 +177,9 @@ def test_each_training_of_a_script_has_its_own_log_at_a_backup(tmp_path: Path) -
     for path in paths.values():
         path.parent.mkdir(parents=True)
         path.touch()
-    shelf = Shelf(tmp_path)
+    shelf = BackupStorage(tmp_path)
     for training, at, data in ((1, 0, b"first"), (2, 0, b"second"), (1, 5, b" again"), (2, 6, b" again")):
-        end = shelf.keep(Keep(training=training, server=0, segment=1, at=at, data=data)).num_bytes
+        end = shelf.keep(AppendBytes(training=training, server=0, segment=1, at=at, data=data)).num_bytes
         assert end == at + len(data)
     shelf.close()
     assert {training: path.read_bytes() for training, path in paths.items()} == {1: b"first again", 2: b"second again"}

@@ -13,34 +13,33 @@ import zmq
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.transport import open_port
 from manyhands.control.agent.hang_watch import HangWatch
-from manyhands.control.agent.host_workers import Crew
-from manyhands.control.agent.spawn_context import Surroundings
-from manyhands.control.agent.worker_channel import Desk
-from manyhands.control.membership.hang_detection import Limits
-from manyhands.control.messages.agent_messages import Job, Place, Plan, PlannedWorker
+from manyhands.control.agent.host_workers import HostWorkers, SpawnContext
+from manyhands.control.agent.worker_channel import WorkerChannel
+from manyhands.control.membership.hang_detection import HangLimits
+from manyhands.control.messages.agent_messages import GroupMember, HostPlan, JobDescription, PlannedWorker
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.control.messages.worker_messages import (
     Announce,
     Heartbeat,
-    Hello,
     MemoryRequest,
     Offer,
-    Report,
     RunFacts,
     StopRequest,
     ToWorker,
+    WorkerHello,
+    WorkerReport,
 )
 from manyhands.control.processes.fence import Guard
-from manyhands.control.processes.worker_process import Worker
+from manyhands.control.processes.worker_process import WorkerProcess
 from manyhands.native import library
 from tests.control.conftest import alive, until
 
 PLANE_BYTES = 1 << 20
 
 
-def plan(counter: int, group: list[int], *, workers: list[int] | None = None, **more) -> Plan:
+def plan(counter: int, group: list[int], *, workers: list[int] | None = None, **more) -> HostPlan:
     """Incarnation n is in slot n % 10; `workers` are planned in all, those in the group among them."""
-    return Plan(
+    return HostPlan(
         generation=f"7.{counter}",
         attempt=1,
         world_size=len(group),
@@ -53,7 +52,7 @@ def plan(counter: int, group: list[int], *, workers: list[int] | None = None, **
             PlannedWorker(slot=number % 10, incarnation=number, joining=number not in group)
             for number in (group if workers is None else workers)
         ],
-        group=[Place(incarnation=number, slot=number % 10, host=0) for number in group],
+        group=[GroupMember(incarnation=number, slot=number % 10, host=0) for number in group],
         **more,
     )
 
@@ -63,12 +62,12 @@ class Hands:
         (folder / "sleep.py").write_text("import time\ntime.sleep(60)\n")
         (folder / "guarded").mkdir()
         self.guard = Guard(folder / "guarded")
-        self.started: list[Worker] = []
-        self.around = Surroundings(
+        self.started: list[WorkerProcess] = []
+        self.around = SpawnContext(
             agent="ipc://nobody",
             host="here",
             run="r",
-            job=Job(
+            job=JobDescription(
                 command=WorkerCommand("script", str(folder / "sleep.py")),
                 flags={},
                 grace_s=30.0,
@@ -82,10 +81,10 @@ class Hands:
             output=lambda worker, stream, data: None,
             started=self.started.append,
         )
-        self.crew: Crew | None = None
+        self.crew: HostWorkers | None = None
 
-    def begin(self, first: Plan) -> Crew:
-        self.crew = Crew(first, self.around)
+    def begin(self, first: HostPlan) -> HostWorkers:
+        self.crew = HostWorkers(first, self.around)
         return self.crew
 
     def see_deaths(self) -> None:
@@ -110,7 +109,7 @@ def hands(tmp_path: Path) -> Iterator[Hands]:
     made.close()
 
 
-def ask(crew: Crew, generation: str, incarnation: int = 1, name: str = "plane", ranks: int = 2) -> int:
+def ask(crew: HostWorkers, generation: str, incarnation: int = 1, name: str = "plane", ranks: int = 2) -> int:
     return crew.allot(
         MemoryRequest(
             generation=generation, incarnation=incarnation, ticket=1, name=name, num_bytes=PLANE_BYTES, ranks=ranks
@@ -118,7 +117,7 @@ def ask(crew: Crew, generation: str, incarnation: int = 1, name: str = "plane", 
     )
 
 
-def lost_rank(crew: Crew, offset: int) -> int:
+def lost_rank(crew: HostWorkers, offset: int) -> int:
     segment = Segment(crew.memory.fd, 4096, offset)
     try:
         return int(library.lost_rank(segment.address))
@@ -126,7 +125,7 @@ def lost_rank(crew: Crew, offset: int) -> int:
         segment.close()
 
 
-def held_bytes(crew: Crew) -> int:
+def held_bytes(crew: HostWorkers) -> int:
     return os.fstat(crew.memory.fd).st_blocks * 512
 
 
@@ -142,7 +141,7 @@ def test_fifty_generations_hold_no_more_memory_than_two(hands):
             worker.heard(f"7.{counter}")
         crew.tick(0.0)
         assert held_bytes(crew) == 2 * PLANE_BYTES
-    assert [worker.seat.incarnation for worker in hands.started] == [1, 2]
+    assert [worker.identity.incarnation for worker in hands.started] == [1, 2]
     assert ask(crew, "7.51", name="weights", ranks=0) == weights
 
 
@@ -174,15 +173,15 @@ def test_a_generation_that_began_with_a_loss_elsewhere_ends_the_planes_of_those_
 def test_whoever_is_not_planned_is_killed_and_its_slot_filled_only_when_it_is_gone(hands):
     crew = hands.begin(plan(1, [1, 2]))
     crew.follow(plan(2, [1], workers=[1, 12], lost=True))
-    assert [worker.seat.incarnation for worker in hands.started] == [1, 2], "slot 2 is still taken"
+    assert [worker.identity.incarnation for worker in hands.started] == [1, 2], "slot 2 is still taken"
     until(lambda: not alive(hands.started[1].pid), what="the end of the one that is not planned")
     hands.see_deaths()
-    assert [worker.seat.incarnation for worker in hands.started] == [1, 2, 12]
-    seat = hands.started[2].seat
-    assert (seat.slot, seat.joining, seat.generation, seat.most_workers) == (2, True, "", 4)
+    assert [worker.identity.incarnation for worker in hands.started] == [1, 2, 12]
+    identity = hands.started[2].identity
+    assert (identity.slot, identity.joining, identity.generation, identity.most_workers) == (2, True, "", 4)
     assert [(report.incarnation, report.ended) for report in crew.reports(0.0)] == [(1, False), (2, True), (12, False)]
     crew.follow(plan(2, [1], workers=[1, 12], lost=True))
-    assert [worker.seat.incarnation for worker in crew.workers] == [1, 12], "its end was told; nobody asks for it"
+    assert [worker.identity.incarnation for worker in crew.workers] == [1, 12], "its end was told; nobody asks for it"
 
 
 def test_a_dismissed_worker_ends_by_itself_and_has_left(hands):
@@ -217,7 +216,7 @@ def test_the_hang_watch_starts_anew_after_its_agent_stood_still_and_then_asks_be
     (worker,) = hands.started
     worker.moved(7, "training", 1)
     worker.peer, worker.heard_at, worker.stepped_at = b"somebody", 100.0, 100.0
-    watch, limits = HangWatch(), Limits(heartbeat_s=3.0, hang_s=10.0)
+    watch, limits = HangWatch(), HangLimits(heartbeat_s=3.0, hang_s=10.0)
     seen: dict[str, float] = {}
     for now in (100.0, 100.2, *(150.0 + 0.2 * turn for turn in range(25))):
         watch.look([worker], limits, now)
@@ -235,10 +234,12 @@ def test_the_hang_watch_starts_anew_after_its_agent_stood_still_and_then_asks_be
 class Line:
     """A desk, and the socket of one worker that says what a test wants it to."""
 
-    def __init__(self, folder: Path, crew: Crew) -> None:
+    def __init__(self, folder: Path, crew: HostWorkers) -> None:
         self.crew, self.context = crew, zmq.Context()
         endpoint = f"ipc://{folder}/desk"
-        self.desk = Desk(self.context, endpoint, "agent", send=lambda _: True, hello=lambda *_: None, event=print)
+        self.desk = WorkerChannel(
+            self.context, endpoint, "agent", send=lambda _: True, hello=lambda *_: None, event=print
+        )
         self.port = open_port(self.context, zmq.DEALER, endpoint, ToWorker)
 
     def say(self, message: object) -> bool:
@@ -267,7 +268,7 @@ class Line:
 @pytest.fixture
 def line(tmp_path: Path, hands: Hands) -> Iterator[Line]:
     made = Line(tmp_path, hands.begin(plan(1, [1, 2])))
-    assert not made.say(Hello(generation="7.1", incarnation=1, rank=0, pid=1, facts=RunFacts()))
+    assert not made.say(WorkerHello(generation="7.1", incarnation=1, rank=0, pid=1, facts=RunFacts()))
     made.announced(0.0)
     yield made
     made.close()
@@ -294,12 +295,12 @@ def test_a_worker_that_missed_a_loss_is_told_of_it_with_a_later_planned_change(l
 
 def test_who_speaks_for_an_older_generation_is_heard_and_who_was_replaced_is_not(line):
     line.crew.follow(plan(2, [1], workers=[1, 12], lost=True))
-    assert line.say(Report(generation="7.1", incarnation=1, step=5, phase="training", call=2)), "another call"
-    assert not line.say(Report(generation="7.1", incarnation=1, step=6, phase="training", call=2))
+    assert line.say(WorkerReport(generation="7.1", incarnation=1, step=5, phase="training", call=2)), "another call"
+    assert not line.say(WorkerReport(generation="7.1", incarnation=1, step=6, phase="training", call=2))
     assert (line.crew.workers[0].step, line.crew.workers[0].generation) == (6, "7.1")
     assert line.desk.stale == 0
-    line.say(Report(generation="7.2", incarnation=2, step=6, phase="training"))
-    line.say(Report(generation="7.1", incarnation=77, step=6, phase="training"))
+    line.say(WorkerReport(generation="7.2", incarnation=2, step=6, phase="training"))
+    line.say(WorkerReport(generation="7.1", incarnation=77, step=6, phase="training"))
     assert line.desk.stale == 2
 
 
@@ -322,7 +323,7 @@ def test_after_a_stop_servers_end_when_no_worker_is_left_and_do_not_wait_for_one
     living = {1: 1, 2: 2, 9: 9}
     crew = hands.begin(plan(1, [1], servers=1, living=living))
     server, worker = hands.started
-    assert (server.seat.is_server, worker.seat.incarnation) == (True, 1)
+    assert (server.identity.is_server, worker.identity.incarnation) == (True, 1)
     crew.ask_to_stop("preempt", 15, 30.0, lambda worker: None)
     crew.follow(plan(1, [1, 2], servers=1, living=living))
     until(lambda: hands.see_deaths() or worker.cleared, what="the worker's end")

@@ -16,14 +16,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from manyhands.dispatch.call_queue import MOST_LOSSES, HandOut, Queue
-from manyhands.dispatch.variable_ledger import MOST_BEHIND, WINDOW, Change, Commit, Ledger, Versions
+from manyhands.dispatch.call_queue import MOST_LOSSES, CallQueue, HandOut
+from manyhands.dispatch.variable_ledger import MOST_BEHIND, WINDOW, Change, VariableCommit, VariableLedger, Versions
 
 pick = st.integers(0, 10**6)
 
 
-def queue_with(calls: int, *workers: str) -> Queue[str]:
-    queue: Queue[str] = Queue()
+def queue_with(calls: int, *workers: str) -> CallQueue[str]:
+    queue: CallQueue[str] = CallQueue()
     for _ in range(calls):
         queue.schedule()
     for worker in workers:
@@ -80,7 +80,7 @@ def test_a_call_that_takes_every_worker_with_it_fails() -> None:
 
 
 def test_a_full_queue_has_no_room() -> None:
-    queue: Queue[str] = Queue(most_waiting=2)
+    queue: CallQueue[str] = CallQueue(most_waiting=2)
     queue.schedule(), queue.schedule()
     assert not queue.room
     queue.came("a")
@@ -93,7 +93,7 @@ class QueueUnderLosses(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: Queue[int] = Queue(most_waiting=6, most_losses=3)
+        self.queue: CallQueue[int] = CallQueue(most_waiting=6, most_losses=3)
         self.ended: dict[int, str] = {}
         self.scheduled = self.workers = 0
         self.living: list[int] = []
@@ -187,8 +187,8 @@ def change(name: str, op: str = "add", shape: tuple[int, ...] = (), num_bytes: i
     return Change(name=name, op=op, shape=shape, dtype="int64", num_bytes=num_bytes)  # type: ignore[arg-type]
 
 
-def ledger_of(servers: int, **sizes: int) -> Ledger:
-    ledger = Ledger()
+def ledger_of(servers: int, **sizes: int) -> VariableLedger:
+    ledger = VariableLedger()
     for server in range(servers):
         ledger.add_server(server)
     for name, size in sizes.items():
@@ -196,7 +196,7 @@ def ledger_of(servers: int, **sizes: int) -> Ledger:
     return ledger
 
 
-def create(ledger: Ledger, *changes: Change) -> int:
+def create(ledger: VariableLedger, *changes: Change) -> int:
     return ledger.commit(changes, [0] * len(changes), ledger.place(changes))
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_was_added_gets_the_next_variables() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ([change("absent")], "adds to variable 'absent', which is not there"),
+        ([change("absent")], "adds to variable 'absent', which does not exist"),
         ([change("w"), change("w", "assign")], "changes a variable twice"),
         ([change("w", shape=(2,))], r"is int64\[\], but it would add int64\[2\]"),
     ],
@@ -229,8 +229,8 @@ def test_changes_that_cannot_be_made_are_refused(changes: list[Change], why: str
 
 
 def test_without_servers_changes_are_refused_and_calls_without_any_are_not() -> None:
-    assert "no server" in (Ledger().refusal([change("w", "assign")]) or "")
-    assert Ledger().commit([], []) == 0
+    assert "no server" in (VariableLedger().refusal([change("w", "assign")]) or "")
+    assert VariableLedger().commit([], []) == 0
 
 
 def test_no_more_is_sent_than_the_window_and_calls_wait_when_servers_are_far_behind() -> None:
@@ -251,10 +251,10 @@ class SimulatedServer:
 
     def __init__(self, kept: dict[str, tuple[int, int]], applied: int = 0) -> None:
         self.kept, self.applied = kept, applied
-        self.inbox: list[tuple[Commit, int]] = []
+        self.inbox: list[tuple[VariableCommit, int]] = []
         self.versions = {name: Versions(found) for name, found in kept.items()}
 
-    def take(self, commit: Commit, oldest: int, changes: int | None = None) -> None:
+    def take(self, commit: VariableCommit, oldest: int, changes: int | None = None) -> None:
         """With `changes`, it dies after so many of them."""
         for one, payload in list(zip(commit.changes, commit.payloads, strict=True))[:changes]:
             versions = self.versions.setdefault(one.name, Versions())
@@ -360,7 +360,7 @@ BROKEN = {
         StoreUnderLosses, Versions, "forget", lambda self, _: self.__init__(self.newest),
     ),
     "an attempt that was given up counts": (
-        QueueUnderLosses, Queue, "is_at",
+        QueueUnderLosses, CallQueue, "is_at",
         lambda self, worker, call, _: worker in self._running and self._running[worker].call == call,
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from manyhands.control.agent.user_requests import why_not_scale
 from manyhands.control.coordinator.key_value_store import Stores
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import react, restored
-from manyhands.control.membership.state import Heard, Membership, Refuse
+from manyhands.control.membership.state import Membership, Refuse, ReportReceived
 from manyhands.control.messages.agent_messages import MemberReport
 from manyhands.control.messages.launch_request import LaunchRequest, WorkerCommand
 from manyhands.control.messages.worker_messages import StoreRequest
@@ -194,7 +194,7 @@ def test_whoever_comes_waits_for_the_others_of_its_replica():
 def test_a_number_that_leaves_a_replica_in_pieces_is_refused():
     request = LaunchRequest(command=WorkerCommand(kind="script", target="train.py"), elastic=(2, 8))
     refusal = why_not_scale(request, 5, None, 4, run="run", run_dir="runs/1")
-    assert refusal is not None and "A replica of the model is 4 workers" in refusal.what
+    assert refusal is not None and "A replica of the model takes 4 workers" in refusal.what
     assert refusal.fix == ["mh scale runs/1 4"]
     assert why_not_scale(request, 8, None, 4, run="run", run_dir="runs/1") is None
 
@@ -299,7 +299,7 @@ def test_more_hosts_than_wanted_may_join_up_to_the_upper_bound():
     for name in "bc":
         scene.slots[name] = 1
         scene.say(name)
-    _, (refusal,) = react(scene.state, Heard(report=report("d")), 0.0)
+    _, (refusal,) = react(scene.state, ReportReceived(report=report("d")), 0.0)
     assert isinstance(refusal, Refuse)
 
 

@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-from elastic_run import Elastic, by_slot
 
 from manyhands.control.session.run_client import query
 from tests.control.conftest import alive, until
+from tests.control.elastic_run import Elastic, by_slot
 
 pytestmark = pytest.mark.faults
 

@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
-from elastic_run import HOSTS, by_slot, kill
 
 from tests.control.conftest import alive
+from tests.control.elastic_run import HOSTS, by_slot, kill
 
 pytestmark = pytest.mark.faults
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import begin, react
-from manyhands.control.membership.state import Heard, Persist, Refuse, Tell
+from manyhands.control.membership.state import Persist, Refuse, ReportReceived, SendOrders
 from manyhands.control.messages.failure import WorkerEnd
 from tests.control.membership.test_membership import report, settings_for
 from tests.control.scene import CALL, Scene, die_in_slot_0, started
@@ -31,7 +31,7 @@ def test_there_are_never_more_workers_than_the_upper_bound_and_not_fewer_than_th
 
 def test_a_static_run_is_told_nothing_of_elastic_things():
     state = begin(settings_for(1), term=7, now=0.0)
-    state, _ = react(state, Heard(report=report()), 0.0)
+    state, _ = react(state, ReportReceived(report=report()), 0.0)
     plan = orders_for(state, "a", 0.0).plan
     assert (plan.workers, plan.group, plan.dismissed, plan.lost) == ([], [], [], False)
 
@@ -55,7 +55,7 @@ def test_a_generation_after_a_loss_is_on_disk_before_anyone_hears_of_it():
     first, *rest = scene.outputs
     assert isinstance(first, Persist)
     assert first.state.roster.generation == scene.generation == "7.2"
-    assert rest == [Tell(agent="a"), Tell(agent="b")]
+    assert rest == [SendOrders(agent="a"), SendOrders(agent="b")]
 
 
 def test_a_failed_member_is_gone_only_when_its_process_is():
@@ -127,7 +127,7 @@ def test_a_silent_host_with_the_last_members_that_stays_away_ends_the_run_with_4
     scene = only_a_silent_host_is_left()
     scene.tick(60.0, "b")
     assert (scene.state.phase, scene.state.outcome.exit_code) == ("ended", 4)
-    assert "host-b did not come back" in scene.state.outcome.reason
+    assert "host-b did not return" in scene.state.outcome.reason
 
 
 def test_silence_of_members_that_never_spoke_is_not_a_finished_run():

@@ -6,12 +6,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from elastic_run import by_slot, kill
 
 from manyhands.cli.runs.scale import scale
 from manyhands.control.session.run_client import query, request_scale, request_stop
 from manyhands.errors import UsageError
 from tests.control.conftest import alive, until
+from tests.control.elastic_run import by_slot, kill
 
 pytestmark = pytest.mark.faults
 
@@ -115,17 +115,18 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
     }
     grown = by_slot(run.members([0, 1, 2, 3]))
     assert {slot: grown[slot] for slot in (0, 1)} == pids
-    stood = query(directory)
-    assert [(member.rank, member.slot, member.status) for member in stood.members] == [
-        (rank, rank, "live") for rank in range(4)
-    ]
+    stood = until(
+        lambda: next((now for now in [query(directory)] if all(one.status == "live" for one in now.members)), None),
+        what="four live workers",
+    )
+    assert [(member.rank, member.slot) for member in stood.members] == [(rank, rank) for rank in range(4)]
     assert (stood.workers_wanted, stood.run_call) == (4, 1)
     for number, nearest in ((0, 1), (5, 4)):
         with pytest.raises(UsageError, match=f"{number} workers are outside of this run's bounds, 1 to 4") as refused:
             request_scale(directory, number)
         assert refused.value.fix == (f"mh scale {directory} {nearest}",)
     said = CliRunner().invoke(scale, [str(directory), "1"], catch_exceptions=False)
-    assert said.output == f"{directory} was asked to go on with 1 worker; here it has 4.\n"
+    assert said.output == f"{directory}: requested 1 worker; on this host it has 4.\n"
     (left,) = run.members([0])
     assert left["pid"] == pids[0]
     assert not left["lost"]

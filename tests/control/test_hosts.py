@@ -18,7 +18,7 @@ import zmq
 
 from manyhands.comm.transport import open_port
 from manyhands.control.messages.agent_messages import FromAgent, HostReport
-from manyhands.control.messages.status_messages import Ask
+from manyhands.control.messages.status_messages import StatusRequest
 from manyhands.control.messages.worker_messages import FromWorker
 from manyhands.control.security.keys import client_curve, new_key, read_join_file
 from manyhands.control.security.rejected_peers import NO_KEY, WRONG_KEY
@@ -97,8 +97,8 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     context: zmq.Context = zmq.Context()
 
     def knock(curve) -> None:
-        port = open_port(context, zmq.DEALER, address, Ask, curve=curve)
-        port.send(Ask(what="status"))
+        port = open_port(context, zmq.DEALER, address, StatusRequest, curve=curve)
+        port.send(StatusRequest(what="status"))
         assert port.socket.poll(300) == 0
         port.close()
 
@@ -112,8 +112,8 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     half = msgspec.structs.replace(
         client_curve(new_key()), server_key=client_curve(bytes.fromhex(right["key"])).server_key
     )
-    port = open_port(context, zmq.DEALER, address, Ask, curve=half)
-    port.send(Ask(what="status"))
+    port = open_port(context, zmq.DEALER, address, StatusRequest, curve=half)
+    port.send(StatusRequest(what="status"))
     assert port.socket.poll(300) == 0
     port.close()
     context.term()
@@ -184,7 +184,7 @@ def corpus(count: int) -> list[bytes]:
     report = HostReport(run="r", agent="a", host="h", slots=1, term=0, versions={}, data_address="x", local=True)
     seeds = [
         msgspec.msgpack.encode(report),
-        msgspec.msgpack.encode(Ask(what="stop")),
+        msgspec.msgpack.encode(StatusRequest(what="stop")),
         b"\xdd\xff\xff\xff\xff",
         b"\x91" * 5000,
     ]
@@ -207,7 +207,7 @@ def flood(launcher, address: str, frames: list[bytes]) -> None:
         with socket.create_connection((host, int(port)), timeout=60) as raw, contextlib.suppress(OSError):
             raw.sendall(b"".join(frames[start : start + 100]))
     context: zmq.Context = zmq.Context()
-    for name, types in (("coordinator", FromAgent), ("agent", FromWorker), ("control", Ask)):
+    for name, types in (("coordinator", FromAgent), ("agent", FromWorker), ("control", StatusRequest)):
         for directory in launcher.sockets_left():
             if not Path(directory, name).exists():
                 continue

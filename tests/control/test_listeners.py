@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from listeners import family_of, listeners_of
 
 from manyhands.control.agent.preflight import imports_manyhands
 from manyhands.control.messages.launch_request import WorkerCommand
 from tests.control.conftest import until
+from tests.listeners import family_of, listeners_of
 
 
 def heard(run) -> set[str]:
@@ -168,7 +168,7 @@ def test_what_listens_unasked_is_closed_when_a_worker_joins_after_all(launcher):
         while not Path("go").exists():
             time.sleep(0.01)
         session_module = importlib.import_module("manyhands.control.session.session")
-        session = session_module.Session(importlib.import_module("manyhands.spec.load").seat())
+        session = session_module.Session(importlib.import_module("manyhands.spec.load").own_identity())
         session.join(session_module.RunFacts())
         Path("joined").touch()
         while not Path("end").exists():
@@ -189,7 +189,7 @@ def test_what_listens_unasked_is_closed_when_a_worker_joins_after_all(launcher):
     [
         ("import torch, manyhands as mh", True),
         ("def f():\n    from manyhands import Trainer", True),
-        ("from manyhands.training import hands", True),
+        ("from manyhands.training import own_loop", True),
         ("import torch  # not manyhands", False),
         ("print('import manyhands')\nimport manyhandsome", False),
     ],

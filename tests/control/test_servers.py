@@ -24,7 +24,7 @@ from manyhands.control.membership.orders import orders_for
 from manyhands.control.messages.agent_messages import FailedServer
 from manyhands.control.messages.failure import WorkerEnd
 from manyhands.control.messages.launch_request import LaunchRequest, WorkerCommand
-from manyhands.control.servers.server_processes import Life, is_hopeless
+from manyhands.control.servers.server_processes import ServerLife, is_hopeless
 from manyhands.control.session.run_client import query, request_scale, request_stop
 from manyhands.errors import UsageError
 from tests.control.conftest import Launched, Launcher, alive, until
@@ -271,7 +271,7 @@ def test_servers_are_added_at_once_and_leave_when_they_have_handed_over(served):
     run.wait("listens", 1)
     folder = str(run.run.run_dir())
     said = CliRunner().invoke(scale, [folder, "--servers", "3"], catch_exceptions=False).output
-    assert said == f"{folder} was asked to go on with 3 servers; here it has 1.\n"
+    assert said == f"{folder}: requested 3 servers; on this host it has 1.\n"
     assert [entry["seat"] for entry in run.wait("serves", 3)[1:]] == [3, 3]
     assert run.wait("wanted", 1)[0]["number"] == 3
     kill(run.run.coordinator().pid)
@@ -297,7 +297,7 @@ def test_status_and_logs_show_servers(served):
     until(lambda: all(one.phase == "serving" for one in query(run.run.run_dir()).servers), what="their first words")
     folder = str(run.run.run_dir())
     lines = CliRunner().invoke(status, [folder]).output
-    assert re.search(r"^server 0    live, serving, heard \d+s ago, pid \d+$", lines, re.M), lines
+    assert re.search(r"^server 0    live, serving, last report \d+s ago, pid \d+$", lines, re.M), lines
     document = json.loads(CliRunner().invoke(status, [folder, "--json"]).output)
     assert [(one["role"], one["server"], one["status"]) for one in document["servers"]] == [
         ("server", 0, "live"),
@@ -318,7 +318,7 @@ def test_status_and_logs_show_servers(served):
 
 def test_three_deaths_in_a_row_soon_after_the_start_are_hopeless():
     killed = WorkerEnd(rank=0, role="server", host="h", pid=1, kind="signal", signal=9)
-    short, long, useful = Life(9.9, 9), Life(11.0, 0), Life(1.0, 10)
+    short, long, useful = ServerLife(9.9, 9), ServerLife(11.0, 0), ServerLife(1.0, 10)
     assert not is_hopeless(killed, [short, short])
     assert is_hopeless(killed, [short, short, short])
     assert is_hopeless(killed, [long, short, short, short])
@@ -388,7 +388,7 @@ def test_a_script_that_asks_for_servers_is_started_again_with_them(launcher: Lau
     (launcher.folder / "end").touch()
     assert run.run.wait() == 0, run.run.err
     assert {note["servers"][0] for note in run.notes("works")} == {1}
-    assert "the script asks for 1 parameter server: starting again" in run.run.said()
+    assert "the script asks for 1 parameter server: restarting it" in run.run.said()
     assert len(run.run.events("ServerStarted")) == 1
     assert len(list((launcher.folder / "runs").iterdir())) == 1, "one run, one directory"
     assert not any(alive(note["pid"]) for note in run.notes("asks"))

@@ -15,7 +15,7 @@ from manyhands.comm.transport import open_port
 from manyhands.control.messages.worker_messages import Announce, FromWorker, Heartbeat, Offer, StoreReply, StoreRequest
 from manyhands.control.session.session import Session
 from manyhands.errors import PeerLost, PeerTimeout
-from manyhands.spec.worker_identity import Group, Seat
+from manyhands.spec.worker_identity import Group, WorkerIdentity
 from tests.control.conftest import until
 
 
@@ -29,7 +29,7 @@ class FakeAgent:
         self.context: zmq.Context[Any] = zmq.Context()
         endpoint = f"ipc://{folder}/agent"
         self.port = open_port(self.context, zmq.ROUTER, endpoint, FromWorker, bind=True)
-        seat = Seat(
+        identity = WorkerIdentity(
             agent=endpoint,
             rank=0,
             world_size=2,
@@ -40,7 +40,7 @@ class FakeAgent:
             most_workers=4,
             joining=joining,
         )
-        self.session = Session(seat)
+        self.session = Session(identity)
         self.peer = b""
         self.hear()
 
@@ -170,7 +170,7 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
     assert not ended, "a planned change: members finish their step"
     agent.announce(group(3), last_loss="7.3")
     waiting.join(60)
-    assert "A member of generation 7.1 is gone; 7.3 goes on without it." in str(ended[0])
+    assert "A member of generation 7.1 is gone; 7.3 continues without it." in str(ended[0])
     with pytest.raises(PeerLost):
         agent.session.set("key", b"")
     agent.session.enter(newest(agent.session, "7.3"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.control.agent.shutdown import AGAIN
+from manyhands.control.agent.user_requests import AGAIN
 from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
@@ -79,7 +79,7 @@ def test_ctrl_c_after_another_signal_ends_everything_at_once(launcher):
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
     assert not alive(pid)
-    last = "SIGINT again: everything here ends at once; the same command goes on from the last checkpoint"
+    last = "SIGINT again: everything here ends at once; the same command resumes from the last checkpoint"
     assert run.said()[-1] == last
 
 

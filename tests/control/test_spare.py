@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from test_servers import Served
 
 from manyhands.cli.runs.status import status
 from manyhands.control.processes.cpu_priority import LOWER, hold_back, let_go
 from manyhands.control.servers.spare_server import READY, wait_s
 from manyhands.control.session.run_client import query, request_scale
 from tests.control.conftest import until
+from tests.control.test_servers import Served
 
 # The first spare does not get to the point where it waits before it is let.
 SPARING = """
@@ -33,13 +33,13 @@ def serve_or_wait():
         if not session.await_appointment():
             note("goes")
             return
-    seat = session.seat
-    held = session.shared_memory(f"weights of {seat.server}", 4096).buffer
+    identity = session.identity
+    held = session.shared_memory(f"weights of {identity.server}", 4096).buffer
     held[0] += 1
     session.report(1, "serving")
     session.report(100, "serving")  # whoever has got somewhere may die again and again
-    print("serves as", seat.server, flush=True)
-    note("serves", number=seat.server, times=held[0], incarnation=seat.incarnation, living=session.living)
+    print("serves as", identity.server, flush=True)
+    note("serves", number=identity.server, times=held[0], incarnation=identity.incarnation, living=session.living)
     session.await_stop()
 serve_or_wait() if SEAT.is_server else work()
 """
@@ -88,7 +88,7 @@ def test_spares_take_over_as_far_as_they_have_come_and_others_follow_whoever_die
     served = [one["pid"] for one in (first, second, third, last)]
     assert [event["pid"] for event in ended.events("ServerStarted")] == served
     assert [event["pid"] for event in ended.events("ServerLost")] == served[:-1]
-    said = f"the spare server (pid {unused}) ended, and another one comes later: signal 9 (SIGKILL)"
+    said = f"the spare server (pid {unused}) ended, and another one is started later: signal 9 (SIGKILL)"
     assert said in [event["text"] for event in ended.events("Warned")]
     log = (folder / "logs" / "attempt-1" / "server-0.out").read_text()
     again = [f"--- server 0 again: pid {pid} ---" for pid in served[1:]]
@@ -101,7 +101,7 @@ def test_a_spare_that_nobody_needed_ends_with_the_run_and_takes_part_in_growing(
     run.wait("serves", 1)
     (run.folder / "go").touch()
     spare = ready(folder := run.run.run_dir())
-    assert re.search(rf"^spare       ready, heard \d+s ago, pid {spare}$", told(status, folder), re.M)
+    assert re.search(rf"^spare       ready, last report \d+s ago, pid {spare}$", told(status, folder), re.M)
     request_scale(folder, servers=2)
     assert run.wait("serves", 2)[1]["pid"] == spare
     unused = ready(folder)

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from manyhands.data.batches import Batches, Step
-from manyhands.data.sample_order import Position, slices_of
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.sample_order import Position, SliceDivision, slices_of
 from manyhands.data.sources.as_source import InputContext, as_source
 
 
@@ -27,11 +28,12 @@ def batches_of(
     exchange = more.get("exchange")
     settings = {name: more.pop(name) for name in ("collate", "num_workers", "batched", "order") if name in more}
     source = as_source(data, context=context(rank, world_size, slices), exchange=exchange, **settings)
-    seed = more.pop("seed", 0)
-    more.setdefault("position", Position(seed, 0, 0))
+    more.setdefault("position", Position(more.pop("seed", 0), 0, 0))
     if "steps" not in more:
         more.setdefault("epochs", 1)
-    return Batches(source, batch_size=batch_size, slices=slices, rank=rank, world_size=world_size, seed=seed, **more)
+    scheduled = {name: more.pop(name) for name in BatchSchedule._fields if name in more}
+    schedule = BatchSchedule(batch_size, slices, **scheduled)
+    return Batches(source, schedule, rank, SliceDivision(world_size), **more)
 
 
 def pieces_by_slice(data: Any, **settings: Any) -> dict[tuple[int, int], Any]:

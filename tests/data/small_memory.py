@@ -8,9 +8,10 @@ import torch
 from torch.utils.data import Dataset
 
 from manyhands.data.batches import Batches
-from manyhands.data.fetchers import Job
-from manyhands.data.lease_prefetch import Ahead
-from manyhands.data.sample_order import Position
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.fetchers import SliceRequest
+from manyhands.data.lease_prefetch import LeasePrefetch
+from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 from manyhands.errors import DataFetchFailed
 from manyhands.launcher.machine_check import shared_memory
@@ -31,16 +32,14 @@ def collate(rows: list[torch.Tensor]) -> torch.Tensor:
 
 def fetch() -> None:
     source = as_source(Large(), collate=collate, num_workers=1)
-    for step in Batches(
-        source, batch_size=80, slices=1, rank=0, world_size=1, seed=0, position=Position(0, 0, 0), epochs=1
-    ):
+    for step in Batches(source, BatchSchedule(80, 1, Position(0, 0, 0), epochs=1), 0, SliceDivision(1)):
         list(step.mine())
 
 
 def fetch_ahead() -> None:
-    ahead = Ahead(as_source(Large(), collate=collate, num_workers=1))
+    ahead = LeasePrefetch(as_source(Large(), collate=collate, num_workers=1))
     try:
-        ahead.want([Job(1, 0, np.arange(80), 0)])
+        ahead.want([SliceRequest(1, 0, np.arange(80), 0)])
         ahead.take(1, 0)
     finally:
         ahead.close()

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from manyhands.data.batches import Batches
-from manyhands.data.fetchers import Job
-from manyhands.data.lease_prefetch import Ahead, how_far
-from manyhands.data.sample_order import Position
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.fetchers import SliceRequest
+from manyhands.data.lease_prefetch import LeasePrefetch, how_far
+from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 from manyhands.errors import DataFetchFailed
 
 
-def job(step: int, *rows: int) -> Job:
-    return Job(step, 0, np.array(rows), 0)
+def job(step: int, *rows: int) -> SliceRequest:
+    return SliceRequest(step, 0, np.array(rows), 0)
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -40,20 +41,20 @@ def files(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def ahead(files: str) -> Iterator[Ahead]:
-    one = Ahead(as_source(files))
+def ahead(files: str) -> Iterator[LeasePrefetch]:
+    one = LeasePrefetch(as_source(files))
     yield one
     one.close()
 
 
-def test_what_is_wanted_is_given_in_any_order_and_once(ahead: Ahead) -> None:
+def test_what_is_wanted_is_given_in_any_order_and_once(ahead: LeasePrefetch) -> None:
     ahead.want([job(1, 4, 5), job(2, 7), job(3, 0)])
     assert ahead.take(3, 0).tolist() == [0]
     assert ahead.take(1, 0).tolist() == [4, 5]
     assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, False]
 
 
-def test_what_goes_to_somebody_else_is_dropped(ahead: Ahead) -> None:
+def test_what_goes_to_somebody_else_is_dropped(ahead: LeasePrefetch) -> None:
     ahead.want([job(1, 4), job(2, 7)])
     ahead.want([job(2, 7), job(3, 0)])
     assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, True]
@@ -70,9 +71,8 @@ def test_only_sources_that_somebody_can_read_ahead_ask_for_leases_ahead(files: s
 
 @pytest.mark.slow
 def test_loader_processes_give_what_the_caller_would_get() -> None:
-    settings: dict[str, Any] = {"batch_size": 6, "slices": 2, "rank": 0, "world_size": 1, "seed": 3, "shuffle": False}
-    settings |= {"position": Position(3, 0, 0), "epochs": 2}
-    here, away = (Batches(as_source(Rows(), num_workers=count), **settings) for count in (0, 1))
+    schedule = BatchSchedule(6, 2, Position(3, 0, 0), epochs=2, shuffle=False)
+    here, away = (Batches(as_source(Rows(), num_workers=count), schedule, 0, SliceDivision(1)) for count in (0, 1))
     away.expect([(1, 0), (2, 0), (3, 0)], whole=True)
     for step, v in ((3, 1), (1, 0), (2, 0)):
         (rows, noise, by), (same_rows, same_noise, by_me) = (one.at(step).slice(v).batch for one in (away, here))

@@ -12,7 +12,16 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from data_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.data.evaluation import eval_pieces
+from manyhands.data.randomness import randomness, seed_all
+from manyhands.data.sample_order import Position, SliceDivision
+from manyhands.data.sources.as_source import as_source
+from manyhands.data.sources.row_source import RowSource
+from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
+from tests.data.data_cases import (
     Augmented,
     Broken,
     Endings,
@@ -22,15 +31,6 @@ from data_cases import (
     shuffled_numbers,
     take_all,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from manyhands.data.evaluation import eval_pieces
-from manyhands.data.randomness import randomness, seed_all
-from manyhands.data.sample_order import Division, Position
-from manyhands.data.sources.as_source import as_source
-from manyhands.data.sources.row_source import RowSource
-from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
 
 def test_each_example_is_used_once_per_epoch_across_a_resume_on_2_then_3_then_1_workers():
@@ -227,7 +227,7 @@ def test_an_error_in_a_loader_process_carries_its_traceback():
 @pytest.mark.slow
 def test_a_loader_process_that_dies_is_reported():
     batches = batches_of(Endings(), num_workers=1)
-    with pytest.raises(DataFetchFailed, match="loader process is gone"):
+    with pytest.raises(DataFetchFailed, match="loader process died"):
         take_all(batches)
     batches.close()
 
@@ -345,7 +345,7 @@ def rows_by_slice(data, parts_by_step, **settings):
     for steps in zip(*workers, strict=True):
         for step, worker in zip(steps, workers, strict=True):
             found |= {(step.number, piece.index): piece.batch for piece in step.mine()}
-            worker.divide(Division(2, parts_by_step.get(step.number + 1, worker.division.parts)))
+            worker.divide(SliceDivision(2, parts_by_step.get(step.number + 1, worker.division.parts)))
         children.add(frozenset(child.pid for child in multiprocessing.active_children()) - others)
     return found, children
 

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from data_cases import batches_of
+
+from manyhands.data.sources import file_formats
+from tests.data.data_cases import batches_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 PROGRAMS = [each for each in re.findall(r"```python\n(.*?)```", TEXT, re.S) if "mh.Trainer" not in each]
@@ -21,3 +23,8 @@ def test_the_programs_on_the_page_run(number, tmp_path, monkeypatch):
     exec(compile(PROGRAMS[number], "data.md", "exec"), names)
     steps = [step for step in batches_of(names["data"], batch_size=8, slices=2, epochs=2) if list(step.mine())]
     assert {step.epoch for step in steps} == {0, 1}
+
+
+def test_the_page_has_every_ending_of_a_file_that_can_be_read():
+    table = re.findall(r"^\| (`\.[^|]*)\|", TEXT, re.M)
+    assert {ending for cell in table for ending in re.findall(r"`(\.\w+)`", cell)} == set(file_formats._OPENERS)

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from data_cases import ThreadExchange, batches_of, context, take_all, together
 from safetensors.torch import save_file
 
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.row_exchange import decode, encode
-from manyhands.data.sample_order import Division
+from manyhands.data.sample_order import SliceDivision
 from manyhands.data.sources import file_source
 from manyhands.data.sources.as_source import as_source, split
 from manyhands.errors import DataError, DataFetchFailed
+from tests.data.data_cases import ThreadExchange, batches_of, context, take_all, together
 
 
 def in_order(pattern, **settings):
@@ -77,7 +77,7 @@ def test_a_collate_function_gets_the_rows_of_a_file_one_by_one(tmp_path):
 
 
 def test_more_files_than_may_be_open_are_opened_in_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_source, "_MOST_OPEN", 2)
+    monkeypatch.setattr(file_source, "_MAX_OPEN", 2)
     for number in range(5):
         np.save(tmp_path / f"{number}.npy", np.array([number, number]))
     source = as_source(tmp_path / "*.npy")
@@ -158,7 +158,7 @@ def test_rows_of_files_that_no_host_holds_whole_reach_whoever_computes_them(tmp_
         for step in batches:
             pieces = [piece.batch if kind == "npy" else piece.batch["n"] for piece in step.mine()]
             taken += [(step.epoch, rows.tolist()) for rows in pieces]
-            batches.divide(Division(3, (3, 1, 1) if step.number == 2 else (1, 1, 3)))
+            batches.divide(SliceDivision(3, (3, 1, 1) if step.number == 2 else (1, 1, 3)))
         return taken
 
     seen = [pair for pairs in together(3, work) for pair in pairs]

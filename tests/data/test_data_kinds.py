@@ -7,16 +7,6 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from data_cases import (
-    Counting,
-    Ledger,
-    ThreadExchange,
-    batches_of,
-    context,
-    pieces_by_slice,
-    shuffled_numbers,
-    together,
-)
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -32,6 +22,16 @@ from manyhands.data.evaluation import eval_pieces
 from manyhands.data.sample_order import Position
 from manyhands.data.sources.as_source import as_source, split
 from manyhands.errors import DataError, DataFetchFailed
+from tests.data.data_cases import (
+    Counting,
+    Ledger,
+    ThreadExchange,
+    batches_of,
+    context,
+    pieces_by_slice,
+    shuffled_numbers,
+    together,
+)
 
 X, Y = torch.randn(10, 3), torch.arange(10)
 
@@ -191,7 +191,7 @@ def test_a_stream_that_raises_or_is_empty_or_shorter_than_before_says_so():
 
     with pytest.raises(DataFetchFailed, match=r"row 1 of the stream, for step 1 of epoch 1, failed\. ValueError"):
         rows_of(torn)
-    with pytest.raises(DataError, match="gave a tuple"):
+    with pytest.raises(DataError, match="returned a tuple"):
         rows_of(lambda: (X, Y))
     with pytest.raises(DataError, match="no rows in epoch 1"):
         rows_of(lambda: iter(()))
@@ -266,7 +266,7 @@ def test_a_dataloader_lends_its_dataset_collate_and_processes():
 
 def test_a_dataloader_with_an_order_of_its_own_is_refused():
     for own in (SubsetRandomSampler([1, 2]), SequentialSampler(range(5)), RandomSampler(range(10), num_samples=15)):
-        with pytest.raises(DataError, match=f"sampler of its own \\({type(own).__name__}\\)"):
+        with pytest.raises(DataError, match=f"its own sampler \\({type(own).__name__}\\)"):
             as_source(DataLoader(TensorDataset(Y), sampler=own))
     distributed = DistributedSampler(TensorDataset(Y), num_replicas=2, rank=0)
     with pytest.raises(DataError, match="DistributedSampler") as caught:

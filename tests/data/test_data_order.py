@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.evaluation import eval_slices
-from manyhands.data.sample_order import Division, num_slices, order, slice_bounds, slice_key, slices_of
+from manyhands.data.sample_order import SliceDivision, num_slices, order, slice_bounds, slice_key, slices_of
 
 sizes = st.integers(1, 700)
 seeds = st.integers(-(2**70), 2**70)
@@ -108,7 +108,7 @@ def test_evaluation_takes_every_row_once_and_cuts_alike_for_any_number_of_worker
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
 def test_a_division_gives_each_rank_its_number_of_slices_in_order(parts):
-    shares = Division(len(parts), tuple(parts)).shares(sum(parts))
+    shares = SliceDivision(len(parts), tuple(parts)).shares(sum(parts))
     assert [len(share) for share in shares] == parts
     assert [v for share in shares for v in share] == list(range(sum(parts)))
 
@@ -116,6 +116,6 @@ def test_a_division_gives_each_rank_its_number_of_slices_in_order(parts):
 @given(st.integers(1, 8), st.integers(1, 40))
 def test_a_division_without_parts_or_of_a_short_batch_is_even(world_size, count):
     even = tuple(slices_of(rank, world_size, count) for rank in range(world_size))
-    assert Division(world_size).shares(count) == even
-    assert Division(world_size, (count + 1,) + (0,) * (world_size - 1)).shares(count) == even
-    assert tuple(Division(world_size).share(rank, count) for rank in range(world_size)) == even
+    assert SliceDivision(world_size).shares(count) == even
+    assert SliceDivision(world_size, (count + 1,) + (0,) * (world_size - 1)).shares(count) == even
+    assert tuple(SliceDivision(world_size).share(rank, count) for rank in range(world_size)) == even

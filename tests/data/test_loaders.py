@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_cases import batches_of, take_all
 from torch.utils.data import Dataset
 
-from manyhands.data.fetchers import Job
-from manyhands.data.lease_prefetch import Ahead
+from manyhands.data.fetchers import SliceRequest
+from manyhands.data.lease_prefetch import LeasePrefetch
 from manyhands.data.sources.as_source import as_source
 from manyhands.errors import DataFetchFailed
+from tests.data.data_cases import batches_of, take_all
 
 SMALL = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
 
@@ -61,12 +61,12 @@ def test_loader_processes_that_give_nothing_are_not_waited_for_beyond_their_dead
     source = as_source(Stuck(), num_workers=1)
     source.loader_timeout_s = 2.0
     batches = batches_of(source)
-    with pytest.raises(DataFetchFailed, match="live, but gave nothing for 2 s") as caught:
+    with pytest.raises(DataFetchFailed, match="alive, but sent nothing for 2 s") as caught:
         take_all(batches)
     batches.close()
     assert "[train] loader_timeout_s = 4" in caught.value.fix[1]
-    ahead = Ahead(source)
-    ahead.want([Job(1, 0, np.arange(2), 0)])
-    with pytest.raises(DataFetchFailed, match="gave nothing for 2 s"):
+    ahead = LeasePrefetch(source)
+    ahead.want([SliceRequest(1, 0, np.arange(2), 0)])
+    with pytest.raises(DataFetchFailed, match="sent nothing for 2 s"):
         ahead.take(1, 0)
     ahead.close()

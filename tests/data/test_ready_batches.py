@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from data_cases import Ledger, batches_of, pieces_by_slice
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.ready_batches import cut_rows, num_rows_of
 from manyhands.data.sources.as_source import as_source, describe
 from manyhands.errors import DataError
+from tests.data.data_cases import Ledger, batches_of, pieces_by_slice
 
 SIZES = (6, 6, 1, 9, 3)
 X = torch.arange(25.0).reshape(25, 1) * torch.ones(1, 3)
@@ -178,7 +178,7 @@ def test_a_loader_with_batches_of_its_own_is_refused_or_read_as_it_is():
     data = TensorDataset(X, torch.arange(25))
     own = OwnIter(data, batch_size=10)
     sampled = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 10, drop_last=False))
-    for loader, reason in ((own, "OwnIter with __iter__ of its own"), (sampled, "a batch_sampler")):
+    for loader, reason in ((own, "OwnIter with its own __iter__"), (sampled, "a batch_sampler")):
         with pytest.raises(DataError, match=reason) as caught:
             as_source(loader)
         assert caught.value.fix[0].startswith("batched=True")
@@ -207,7 +207,7 @@ def test_every_setting_of_a_loader_that_is_not_used_is_named():
         "multiprocessing_context": {"num_workers": 1, "multiprocessing_context": "fork"},
     }
     for name, given in settings.items():
-        with pytest.warns(UserWarning, match=f"Of the DataLoader, {name}"):
+        with pytest.warns(UserWarning, match=f"From the DataLoader, {name}"):
             as_source(DataLoader(list(data), batch_size=4, **given))
     assert as_source(DataLoader(list(data), batch_size=4, num_workers=1, timeout=5)).loader_timeout_s == 5
     with pytest.warns(UserWarning, match="num_workers=1 is not used"):
@@ -220,7 +220,7 @@ def test_every_setting_of_a_loader_that_is_not_used_is_named():
         ((X, X), {}, "batches of batch_size rows"),
         ("*.npy", {}, "batches of batch_size rows"),
         (unequal, {"collate": len}, "a batch already"),
-        (lambda context: {0: unequal}, {}, "each slice data of its own"),
+        (lambda context: {0: unequal}, {}, "separate data for each slice"),
     ],
 )
 def test_batched_is_refused_where_it_cannot_be(data, more, reason):

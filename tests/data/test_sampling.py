@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from data_cases import Ledger, ThreadExchange, batches_of, pieces_by_slice, together
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from manyhands.data.sources.as_source import as_source, split
 from manyhands.errors import DataError
 from manyhands.order import ByLength, Weighted
+from tests.data.data_cases import Ledger, ThreadExchange, batches_of, pieces_by_slice, together
 
 WEIGHTS = np.array([0.5, 3.0, 0.0, 1.0, 5.5])
 LENGTHS = np.random.default_rng(0).integers(1, 200, 1003)
@@ -126,7 +126,7 @@ def test_a_split_keeps_the_weights_of_the_rows_it_trains_on():
         (lambda: ByLength(LENGTHS, window=0), "window is 0"),
         (lambda: ByLength([[1, 2]]), r"shape \(1, 2\)"),
         (lambda: as_source(torch.arange(4), order=Weighted(WEIGHTS)), "5 weights, but the data has 4 rows"),
-        (lambda: as_source(lambda: iter(range(4)), order=Weighted(WEIGHTS)), "can only be read from its beginning"),
+        (lambda: as_source(lambda: iter(range(4)), order=Weighted(WEIGHTS)), "can only be read from its start"),
         (lambda: as_source(torch.arange(5), order=Weighted), "order is <class"),
     ],
 )

@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from meetings import Meeting
 
 import manyhands as mh
+from tests.dispatch.meetings import Meeting
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[mh.Cluster]:
+def warm() -> Iterator[mh.dispatch.Cluster]:
     """Two workers and a server, which listens on loopback as well."""
-    with mh.Cluster(workers=2, servers=1, steps="dispatch_steps", seed=7, listen="127.0.0.1", most_waiting=500) as one:
+    with mh.dispatch.Cluster(
+        workers=2, servers=1, steps="dispatch_steps", seed=7, listen="127.0.0.1", most_waiting=500
+    ) as one:
         yield one
 
 
 @pytest.fixture
-def coordinator(warm: mh.Cluster) -> mh.Coordinator:
-    return mh.Coordinator(warm)
+def coordinator(warm: mh.dispatch.Cluster) -> mh.dispatch.Dispatcher:
+    return mh.dispatch.Dispatcher(warm)
 
 
 @pytest.fixture

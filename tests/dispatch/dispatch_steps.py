@@ -16,12 +16,12 @@ import torch
 import manyhands as mh
 
 
-@mh.step
+@mh.dispatch.remote
 def give_back(ctx: Any, *args: Any, **kwargs: Any) -> Any:
     return {"args": list(args), "kwargs": kwargs}
 
 
-@mh.step
+@mh.dispatch.remote
 def count(ctx: Any, cell: int, cells: int) -> int:
     """Every call adds 1 to its own cell, and to a variable that all have in common."""
     one = torch.zeros(cells, dtype=torch.int64)
@@ -31,7 +31,7 @@ def count(ctx: Any, cell: int, cells: int) -> int:
     return cell
 
 
-@mh.step
+@mh.dispatch.remote
 def count_and_die_once(ctx: Any, cell: int, cells: int, mark: str) -> int:
     """The first worker that comes here dies of it, after it has asked for its changes."""
     count(ctx, cell, cells)
@@ -40,7 +40,7 @@ def count_and_die_once(ctx: Any, cell: int, cells: int, mark: str) -> int:
     return cell
 
 
-@mh.step
+@mh.dispatch.remote
 def see_twice(ctx: Any, other: str) -> tuple[int, int, int]:
     """Reads one variable, waits until somebody has changed both, and reads the other one."""
     first = int(ctx.variables["first"])
@@ -50,13 +50,13 @@ def see_twice(ctx: Any, other: str) -> tuple[int, int, int]:
     return first, int(ctx.variables["second"]), int(ctx.variables["first"])
 
 
-@mh.step
+@mh.dispatch.remote
 def fail(ctx: Any, why: str) -> None:
     ctx.assign("never", torch.ones(1))
     raise ValueError(why)
 
 
-@mh.step
+@mh.dispatch.remote
 def wait_at(ctx: Any, place: str) -> int:
     """Until somebody lets it go on."""
     with socket.socket(socket.AF_UNIX) as meeting:
@@ -65,22 +65,22 @@ def wait_at(ctx: Any, place: str) -> int:
     return ctx.call
 
 
-@mh.step
+@mh.dispatch.remote
 def draw(ctx: Any) -> tuple[float, float]:
     return random.random(), float(torch.rand(()))
 
 
-@mh.step
+@mh.dispatch.remote
 def who(ctx: Any) -> tuple[int, int]:
     return ctx.worker, os.getpid()
 
 
-@mh.step
+@mh.dispatch.remote
 def change(ctx: Any, op: str, name: str, value: Any) -> None:
     getattr(ctx, op)(name, value)
 
 
-@mh.step
+@mh.dispatch.remote
 def change_oddly(ctx: Any, how: str) -> None:
     match how:
         case "type":
@@ -96,7 +96,7 @@ def change_oddly(ctx: Any, how: str) -> None:
                 ctx.assign(f"odd {number}", torch.ones(1))
 
 
-@mh.step
+@mh.dispatch.remote
 def twice(ctx: Any) -> list[int]:
     before = ctx.variables["both"].clone()
     ctx.add("both", torch.tensor(1))
@@ -104,18 +104,18 @@ def twice(ctx: Any) -> list[int]:
     return [int(before), int(ctx.variables["both"])]
 
 
-@mh.step
+@mh.dispatch.remote
 def return_a_set(ctx: Any) -> Any:
     return {1, 2}
 
 
-@mh.step
+@mh.dispatch.remote
 def numbers(ctx: Any) -> Iterator[tuple[int, int]]:
     """Each worker's own: numbers from 0, with the process that made them."""
     return ((os.getpid(), number) for number in itertools.count())
 
 
-@mh.step
+@mh.dispatch.remote
 def take_next(ctx: Any, iterator: Iterator[tuple[int, int]]) -> tuple[int, int]:
     return next(iterator)
 

@@ -13,8 +13,6 @@ import msgspec
 import pytest
 import torch
 import zmq
-from meetings import Meeting
-from proxies import Line
 from torch import Tensor
 
 import manyhands as mh
@@ -23,6 +21,8 @@ from manyhands.control.security.keys import client_curve, write_join_file
 from manyhands.data.randomness import randomness
 from manyhands.data.sample_order import slice_key
 from manyhands.errors import CallCancelled, PeerLost, SpecError, StepFailed, UsageError
+from tests.dispatch.meetings import Meeting
+from tests.dispatch.proxies import Line
 
 
 def same(left: Any, right: Any) -> bool:
@@ -35,7 +35,7 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def test_values_come_back_as_they_went(coordinator: mh.Coordinator) -> None:
+def test_values_come_back_as_they_went(coordinator: mh.dispatch.Dispatcher) -> None:
     args = (None, True, -(2**63), 2.5, "å", b"\0", [1, (2, [])], torch.rand(2, 3, dtype=torch.bfloat16))
     kwargs = {
         "empty": torch.empty(0, 4),
@@ -44,14 +44,14 @@ def test_values_come_back_as_they_went(coordinator: mh.Coordinator) -> None:
     assert same(coordinator.schedule("give_back", args, kwargs).fetch(), {"args": list(args), "kwargs": kwargs})
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_scheduled(coordinator: mh.Coordinator) -> None:
+def test_what_cannot_be_sent_is_refused_before_anything_is_scheduled(coordinator: mh.dispatch.Dispatcher) -> None:
     value = coordinator.schedule("who")
     for step, argument, why in (
         ("give_back", {1, 2}, r"arguments of 'give_back'\[0\]\[0\] is a set"),
         ("give_back", {"a": [object()]}, r"\['a'\]\[0\] is a object"),
         ("give_back", 2**70, "more than 64 bits"),
         ("give_back", torch.eye(2).to_sparse(), "cannot be sent"),
-        ("give_back", [torch.zeros(1)] * 10_000, "has 10001 tensors in it; a message carries 9998"),
+        ("give_back", [torch.zeros(1)] * 10_000, "contains 10001 tensors; a message carries at most 9998"),
         ("give_back", value, "is a RemoteValue"),
         ("give_bakc", 1, "(?s)No step is called 'give_bakc'.*try: \"give_back\""),
     ):
@@ -60,7 +60,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_scheduled(coordinator
     coordinator.join()
 
 
-def test_a_call_that_returns_what_cannot_be_sent_fails_and_says_so(coordinator: mh.Coordinator) -> None:
+def test_a_call_that_returns_what_cannot_be_sent_fails_and_says_so(coordinator: mh.dispatch.Dispatcher) -> None:
     value = coordinator.schedule("return_a_set")
     with pytest.raises(StepFailed, match="what return_a_set returned is a set"):
         value.fetch()
@@ -69,11 +69,11 @@ def test_a_call_that_returns_what_cannot_be_sent_fails_and_says_so(coordinator: 
 
 
 def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
 ) -> None:
     held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
     meeting.await_one(), meeting.await_one()
-    values: list[mh.RemoteValue] = []
+    values: list[mh.dispatch.RemoteValue] = []
     blocked = threading.Event()
 
     def schedule_all() -> None:
@@ -95,7 +95,7 @@ def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
 
 
 def test_a_failure_is_raised_once_cancels_the_rest_and_leaves_nothing_running(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, tmp_path: Path
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
 ) -> None:
     under_way = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
@@ -119,7 +119,7 @@ def test_a_failure_is_raised_once_cancels_the_rest_and_leaves_nothing_running(
     assert "never" not in [info.name for info in warm.variables()]
 
 
-def test_schedule_raises_the_failure_too(coordinator: mh.Coordinator) -> None:
+def test_schedule_raises_the_failure_too(coordinator: mh.dispatch.Dispatcher) -> None:
     with pytest.raises(StepFailed):
         coordinator.schedule("fail", ("",)).get()
     with pytest.raises(StepFailed):
@@ -128,7 +128,7 @@ def test_schedule_raises_the_failure_too(coordinator: mh.Coordinator) -> None:
     coordinator.join()
 
 
-def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.Coordinator, meeting: Meeting) -> None:
+def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.dispatch.Dispatcher, meeting: Meeting) -> None:
     value = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
     meeting.let_go()
@@ -145,7 +145,7 @@ def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.Coordinat
 
 
 def test_a_call_sees_variables_as_they_were_when_it_began(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
 ) -> None:
     for name in ("first", "second"):
         warm.assign(name, torch.tensor(1))
@@ -159,7 +159,9 @@ def test_a_call_sees_variables_as_they_were_when_it_began(
     assert value.fetch() == (1, 1, 1)
 
 
-def test_changes_count_together_and_when_the_call_is_done(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:
+def test_changes_count_together_and_when_the_call_is_done(
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher
+) -> None:
     warm.assign("both", torch.tensor(10))
     assert coordinator.schedule("twice").fetch() == [10, 10]
     assert int(warm.read("both")) == 13
@@ -170,13 +172,13 @@ def test_changes_count_together_and_when_the_call_is_done(warm: mh.Cluster, coor
 @pytest.mark.parametrize(
     ("op", "name", "value", "why"),
     [
-        ("add", "absent", torch.ones(1), "adds to variable 'absent', which is not there"),
+        ("add", "absent", torch.ones(1), "adds to variable 'absent', which does not exist"),
         ("assign", "fixed", torch.ones(3), r"'fixed' is float32\[2\], but it would assign float32\[3\]"),
         ("add", "fixed", torch.ones(2, dtype=torch.float64), r"add float64\[2\]"),
     ],
 )
 def test_changes_that_cannot_be_made_fail_their_call(
-    warm: mh.Cluster, coordinator: mh.Coordinator, op: str, name: str, value: Tensor, why: str
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, op: str, name: str, value: Tensor, why: str
 ) -> None:
     warm.assign("fixed", torch.ones(2))
     coordinator.schedule("change", (op, name, value))
@@ -194,11 +196,11 @@ def test_changes_that_cannot_be_made_fail_their_call(
         ("layout", "'odd' is a tensor of torch.float32, torch.sparse_coo"),
         ("name", "5 is a int; variables have names"),
         ("long name", r"takes 1\.0 MB beside its tensors"),
-        ("many", "has 10002 tensors in it"),
+        ("many", "contains 10002 tensors"),
     ],
 )
 def test_changes_that_cannot_be_sent_fail_their_call_and_harm_nobody(
-    warm: mh.Cluster, coordinator: mh.Coordinator, how: str, why: str
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, how: str, why: str
 ) -> None:
     pids = warm.worker_pids, warm.server_pids
     coordinator.schedule("change_oddly", (how,))
@@ -208,12 +210,12 @@ def test_changes_that_cannot_be_sent_fail_their_call_and_harm_nobody(
     assert (warm.worker_pids, warm.server_pids) == pids
 
 
-def test_what_cannot_be_is_refused_from_outside_too(warm: mh.Cluster) -> None:
+def test_what_cannot_be_is_refused_from_outside_too(warm: mh.dispatch.Cluster) -> None:
     for name, value, why in (
         ("odd", torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
         ("odd", torch.eye(2).to_sparse(), "sparse_coo"),
         (5, torch.ones(2), "variables have names"),
-        ("n" * 2**20, torch.ones(2), "no message lists them"),
+        ("n" * 2**20, torch.ones(2), "does not fit into one message"),
     ):
         with pytest.raises(UsageError, match=why):
             warm.assign(name, value)  # type: ignore[arg-type]
@@ -228,12 +230,14 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_results_take_the_place_of_remote_values_in_named_tuples(coordinator: mh.Coordinator) -> None:
+def test_results_take_the_place_of_remote_values_in_named_tuples(coordinator: mh.dispatch.Dispatcher) -> None:
     found = coordinator.fetch(Pair(coordinator.schedule("give_back", (1,)), [2]))
     assert found == Pair({"args": [1], "kwargs": {}}, [2])
 
 
-def test_a_thousand_bytes_and_none_are_kept_alike(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:
+def test_a_thousand_bytes_and_none_are_kept_alike(
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher
+) -> None:
     for name, value in (("none", torch.empty(0, 3)), ("many", torch.rand(1000, dtype=torch.float64))):
         coordinator.schedule("change", ("assign", name, value)).fetch()
         assert same(warm.read(name), value)
@@ -242,7 +246,7 @@ def test_a_thousand_bytes_and_none_are_kept_alike(warm: mh.Cluster, coordinator:
 # ---- workers ---------------------------------------------------------------------------------------------------
 
 
-def test_each_worker_goes_on_with_its_own_iterator(coordinator: mh.Coordinator) -> None:
+def test_each_worker_goes_on_with_its_own_iterator(coordinator: mh.dispatch.Dispatcher) -> None:
     dataset = coordinator.create_per_worker_dataset("numbers")
     first, second = iter(dataset), iter(dataset)
     taken = coordinator.fetch([coordinator.schedule("take_next", (first,)) for _ in range(30)])
@@ -250,18 +254,18 @@ def test_each_worker_goes_on_with_its_own_iterator(coordinator: mh.Coordinator) 
         mine = [number for who, number in taken if who == pid]
         assert sorted(mine) == list(range(len(mine)))
     coordinator.schedule("take_next", kwargs={"iterator": second}).fetch()
-    with pytest.raises(UsageError, match="inside a step only"):
+    with pytest.raises(UsageError, match="only be advanced inside a step"):
         next(first)
 
 
 def test_a_worker_wired_by_hand_takes_calls_and_leaves(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, tmp_path: Path
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
 ) -> None:
     warm.assign("mine", torch.tensor(3))
     held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
     meeting.await_one(), meeting.await_one()
     warm.write_join_file(tmp_path / "cluster.join")
-    worker = mh.Worker(tmp_path / "cluster.join").start()
+    worker = mh.dispatch.RemoteWorker(tmp_path / "cluster.join").start()
     try:
         assert worker.session is not None and worker.session.number == 2
         assert worker.config.address.startswith("tcp://127.0.0.1:")
@@ -278,16 +282,16 @@ def test_a_worker_wired_by_hand_takes_calls_and_leaves(
 
 
 def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
 ) -> None:
     held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
     meeting.await_one(), meeting.await_one()
     context: Any = zmq.Context()
     silent = context.socket(zmq.DEALER)
     silent.connect(warm.hub.address)
-    silent.send(msgspec.msgpack.encode({"m": "Hello", "number": -1, "pid": 1, "host": "nowhere"}))
+    silent.send(msgspec.msgpack.encode({"m": "WorkerReady", "number": -1, "pid": 1, "host": "nowhere"}))
     value = coordinator.schedule("give_back", (1,))
-    while b"Run" not in silent.recv_multipart()[0]:
+    while b"RunCall" not in silent.recv_multipart()[0]:
         continue
     meeting.let_go()
     coordinator.fetch(held)
@@ -302,11 +306,11 @@ def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
 
 @pytest.mark.parametrize("how", ["cut", "forgotten"])
 def test_a_worker_that_is_no_longer_in_its_cluster_hears_of_it_and_its_call_is_done(
-    how: str, warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting, tmp_path: Path
+    how: str, warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
 ) -> None:
     line = Line(warm.hub.tcp_address.removeprefix("tcp://"))
     write_join_file(tmp_path / "cluster.join", JoinTicket(line.address, "", warm.hub.settings.key.hex()))
-    worker = mh.Worker(tmp_path / "cluster.join").start()
+    worker = mh.dispatch.RemoteWorker(tmp_path / "cluster.join").start()
     values = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(3)]
     meeting.await_one(), meeting.await_one(), meeting.await_one()
     if how == "cut":
@@ -319,13 +323,17 @@ def test_a_worker_that_is_no_longer_in_its_cluster_hears_of_it_and_its_call_is_d
     meeting.await_one()  # its call, once more, elsewhere
     meeting.let_go()
     assert len(set(coordinator.fetch(values))) == 3
-    with pytest.raises(PeerLost, match={"cut": "was cut", "forgotten": "gone on without it"}[how]):
+    with pytest.raises(
+        PeerLost, match={"cut": "connection to the cluster was lost", "forgotten": "continues without it"}[how]
+    ):
         worker.join()
     assert worker.session is None
     line.close()
 
 
-def test_whoever_has_no_key_or_another_one_stays_outside(warm: mh.Cluster, coordinator: mh.Coordinator) -> None:
+def test_whoever_has_no_key_or_another_one_stays_outside(
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher
+) -> None:
     context: Any = zmq.Context()
     curve = client_curve(b"\1" * 32)
     stranger = context.socket(zmq.DEALER)
@@ -344,7 +352,7 @@ def test_whoever_has_no_key_or_another_one_stays_outside(warm: mh.Cluster, coord
 
 
 def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
-    warm: mh.Cluster, coordinator: mh.Coordinator, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
 ) -> None:
     held = coordinator.schedule("wait_at", (meeting.place,))
     meeting.await_one()
@@ -357,8 +365,8 @@ def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
         *noise,
         [encode(forged), encode("forged")],
         [encode({**forged, "extra": 1})],
-        [encode({"m": "Applied", "commit": 10**9})],
-        [encode({"m": "Value", "ticket": 1, "found": "there"})],
+        [encode({"m": "CommitApplied", "commit": 10**9})],
+        [encode({"m": "ReadReply", "ticket": 1, "found": "there"})],
         [encode({"m": "ServerHello", "server": 9, "pid": 1, "addresses": {}})],
         [b"\x91" * 100_000],
     ]
@@ -382,14 +390,14 @@ def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts() -> None:
     for settings, why in (
-        ({"workers": 0}, "nobody to run steps"),
+        ({"workers": 0}, "cannot run steps"),
         ({"workers": -1}, "workers is -1"),
         ({"workers": 1, "servers": True}, "servers is True"),
         ({"workers": 1, "silent_s": 0}, "silent_s is 0"),
     ):
         with pytest.raises(SpecError, match=why):
-            mh.Cluster(**settings)  # type: ignore[arg-type]
+            mh.dispatch.Cluster(**settings)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not started"):
-        mh.Coordinator(mh.Cluster(workers=1))
+        mh.dispatch.Dispatcher(mh.dispatch.Cluster(workers=1))
     with pytest.raises(UsageError, match="cannot be a step"):
-        mh.step(lambda ctx: None)
+        mh.dispatch.remote(lambda ctx: None)

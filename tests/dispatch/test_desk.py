@@ -11,8 +11,17 @@ import torch
 from manyhands.comm.host_memory import HostMemory
 from manyhands.comm.tensor_messages import pack, raw_bytes
 from manyhands.dispatch.call_queue import MOST_LOSSES
-from manyhands.dispatch.call_router import Desk, Peer
-from manyhands.dispatch.messages import Apply, CallDone, CannotFinish, Kept, Map, Run, ServerHello, ServerWelcome
+from manyhands.dispatch.call_router import CallRouter, Peer
+from manyhands.dispatch.messages import (
+    Apply,
+    CallDone,
+    CannotFinish,
+    Map,
+    RunCall,
+    ServerHello,
+    ServerWelcome,
+    VariableLocation,
+)
 from manyhands.dispatch.variable_ledger import Change
 from manyhands.dispatch.variable_server import KeptVariable, region_bytes
 from manyhands.errors import CallCancelled, StepFailed
@@ -33,8 +42,8 @@ def sent() -> list[tuple[Peer, Any, Any]]:
 
 
 @pytest.fixture
-def desk(memory: HostMemory, sent: list[Any]) -> Desk:
-    made = Desk(memory, lambda *message: sent.append(message))
+def desk(memory: HostMemory, sent: list[Any]) -> CallRouter:
+    made = CallRouter(memory, lambda *message: sent.append(message))
     made.ledger.add_server(0)
     made.server_came(SERVER, ServerHello(server=0, pid=1, addresses={"ipc": "ipc://a", "tcp": "tcp://b"}))
     return made
@@ -49,7 +58,9 @@ def add(value: int, **other: Any) -> Change:
     return Change(**fields)
 
 
-def done(desk: Desk, peer: Peer, *changes: Change, payloads: list[bytes], call: int = 1, attempt: int = 1) -> None:
+def done(
+    desk: CallRouter, peer: Peer, *changes: Change, payloads: list[bytes], call: int = 1, attempt: int = 1
+) -> None:
     value = pack(None, "nothing")
     message = CallDone(call=call, attempt=attempt, value_frames=len(value), changes=list(changes))
     desk.take(peer, message, [*map(bytes, value), *payloads])
@@ -58,31 +69,31 @@ def done(desk: Desk, peer: Peer, *changes: Change, payloads: list[bytes], call: 
 EIGHT = bytes(raw_bytes(torch.tensor(5)))
 
 
-def test_a_worker_is_told_where_variables_are_in_its_own_network(desk: Desk, sent: list[Any]) -> None:
+def test_a_worker_is_told_where_variables_are_in_its_own_network(desk: CallRouter, sent: list[Any]) -> None:
     desk.commit([add(1)], [EIGHT], "here")
     desk.schedule("step", [])
     desk.queue.came(worker(1))
     desk.pump()
     kinds = [type(message) for _, message, _ in sent]
-    assert kinds == [ServerWelcome, Apply, Map, Run]
+    assert kinds == [ServerWelcome, Apply, Map, RunCall]
     assert sent[2][1] == Map(servers={0: "tcp://b"}, places={"w": 0})
     assert (sent[3][1].snapshot, sent[3][1].marks) == (1, {0: 1})
 
 
-def test_a_call_that_each_worker_dies_in_fails_and_cancels_the_rest(desk: Desk) -> None:
+def test_a_call_that_each_worker_dies_in_fails_and_cancels_the_rest(desk: CallRouter) -> None:
     first, second = desk.schedule("step", []), desk.schedule("other", [])
     for number in range(MOST_LOSSES):
         assert not first.ended
         desk.queue.came(worker(number))
         desk.pump()
         desk.lost(worker(number), f"worker {number}")
-    assert isinstance(first.error, StepFailed) and f"{MOST_LOSSES} workers, and each died in it" in first.error.what
+    assert isinstance(first.error, StepFailed) and f"{MOST_LOSSES} workers, and each died during it" in first.error.what
     assert isinstance(second.error, CallCancelled)
     assert desk.take_failure() is first.error
     assert desk.take_failure() is None
 
 
-def test_a_worker_that_leaves_gives_its_call_back_without_blame(desk: Desk) -> None:
+def test_a_worker_that_leaves_gives_its_call_back_without_blame(desk: CallRouter) -> None:
     outcome = desk.schedule("step", [])
     for number in range(2 * MOST_LOSSES):
         desk.queue.came(worker(number))
@@ -92,7 +103,7 @@ def test_a_worker_that_leaves_gives_its_call_back_without_blame(desk: Desk) -> N
     assert desk.queue.num_waiting == 1
 
 
-def test_what_a_lost_worker_says_late_changes_nothing(desk: Desk) -> None:
+def test_what_a_lost_worker_says_late_changes_nothing(desk: CallRouter) -> None:
     desk.schedule("step", [])
     desk.queue.came(worker(1)), desk.queue.came(worker(2))
     desk.pump()
@@ -117,7 +128,7 @@ def test_what_a_lost_worker_says_late_changes_nothing(desk: Desk) -> None:
         (add(1, num_bytes=2**60), [EIGHT]),
     ],
 )
-def test_changes_whose_bytes_do_not_fit_are_refused(desk: Desk, change: Change, payloads: list[bytes]) -> None:
+def test_changes_whose_bytes_do_not_fit_are_refused(desk: CallRouter, change: Change, payloads: list[bytes]) -> None:
     outcome = desk.schedule("step", [])
     desk.queue.came(worker(1))
     desk.pump()
@@ -125,18 +136,20 @@ def test_changes_whose_bytes_do_not_fit_are_refused(desk: Desk, change: Change, 
     assert (desk.refused, desk.ledger.commits, outcome.ended) == (1, 0, False)
 
 
-def test_a_call_whose_snapshot_is_gone_begins_again_with_a_newer_one(desk: Desk, sent: list[Any]) -> None:
+def test_a_call_whose_snapshot_is_gone_begins_again_with_a_newer_one(desk: CallRouter, sent: list[Any]) -> None:
     desk.schedule("step", [])
     desk.queue.came(worker(1))
     desk.pump()
     desk.commit([add(1)], [EIGHT], "here")
     desk.take(worker(1), CannotFinish(call=1, attempt=1), [])
     desk.pump()
-    runs = [message for _, message, _ in sent if isinstance(message, Run)]
+    runs = [message for _, message, _ in sent if isinstance(message, RunCall)]
     assert [(run.attempt, run.snapshot) for run in runs] == [(1, 0), (2, 1)]
 
 
-def test_a_server_that_is_started_again_is_told_what_it_had_and_what_it_lacks(desk: Desk, sent: list[Any]) -> None:
+def test_a_server_that_is_started_again_is_told_what_it_had_and_what_it_lacks(
+    desk: CallRouter, sent: list[Any]
+) -> None:
     desk.commit([add(1)], [EIGHT], "here")
     desk.pump()
     desk.server_lost(0)
@@ -152,7 +165,7 @@ def test_a_server_that_is_started_again_is_told_what_it_had_and_what_it_lacks(de
 
 
 def test_a_kept_variable_is_the_old_or_the_new_one_whenever_its_writer_ends(memory: HostMemory) -> None:
-    kept = Kept("w", (3,), "float32", memory.allot("w", region_bytes(12)))
+    kept = VariableLocation("w", (3,), "float32", memory.allot("w", region_bytes(12)))
     writer = KeptVariable(memory.fd, kept)
     assert writer.newest() is None
     for commit in (1, 2, 5):

@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from meetings import Meeting
 
 import manyhands as mh
 from manyhands.errors import CallCancelled, UsageError
+from tests.dispatch.meetings import Meeting
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 CALLS = 200
 
 
-class Watched(mh.Cluster):
+class Watched(mh.dispatch.Cluster):
     """Remembers what it was told, and lets a test wait for it."""
 
     def __init__(self, workers: int, servers: int) -> None:
@@ -56,7 +56,7 @@ class Watched(mh.Cluster):
 
 def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: Path) -> None:
     with Watched(workers=2, servers=2) as cluster:
-        coordinator = mh.Coordinator(cluster)
+        coordinator = mh.dispatch.Dispatcher(cluster)
         cluster.assign("cells", torch.zeros(CALLS, dtype=torch.int64))
         cluster.assign("total", torch.tensor(0))
         assert {info.name: info.server for info in cluster.variables()} == {"cells": 0, "total": 1}
@@ -100,9 +100,9 @@ def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: 
 def test_kill_9_of_the_process_that_has_the_cluster_leaves_no_process_and_no_socket(meeting: Meeting) -> None:
     program = """
 import signal, manyhands as mh
-with mh.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluster:
+with mh.dispatch.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluster:
     pids = [*cluster.worker_pids.values(), *cluster.server_pids.values()]
-    mh.Coordinator(cluster).schedule("wait_at", (PLACE,))
+    mh.dispatch.Dispatcher(cluster).schedule("wait_at", (PLACE,))
     print(cluster.hub.address, *pids, flush=True)
     signal.pause()
 """
@@ -126,13 +126,13 @@ def test_steps_that_cannot_be_imported_end_the_start_with_the_reason(tmp_path: P
     steps.write_text(
         "import manyhands as mh\n"
         "from manyhands.dispatch.child_processes import in_child\n"
-        "if in_child(): mh.Cluster(workers=1).start()\n"
+        "if in_child(): mh.dispatch.Cluster(workers=1).start()\n"
     )
     with pytest.raises(UsageError, match=r"(?s)Worker 0 of the cluster could not start.*inside a worker of a cluster"):
-        mh.Cluster(workers=1, servers=0, steps=str(steps)).start()
+        mh.dispatch.Cluster(workers=1, servers=0, steps=str(steps)).start()
 
 
-class Careless(mh.Cluster):
+class Careless(mh.dispatch.Cluster):
     """A subclass with a mistake in one of its methods."""
 
     def on_server_lost(self, number: int, why: str) -> None:
@@ -141,14 +141,14 @@ class Careless(mh.Cluster):
 
 def test_servers_can_be_added_and_a_mistake_in_a_subclass_ends_the_cluster_with_it() -> None:
     with Careless(workers=0, servers=0, steps="dispatch_steps", listen="127.0.0.1") as cluster:
-        with pytest.raises(UsageError, match="no server to keep"):
+        with pytest.raises(UsageError, match="no server to store"):
             cluster.assign("w", torch.ones(2))
         assert cluster.start_server() == [0]
         cluster.assign("w", torch.ones(2))
         assert torch.equal(cluster.read("w"), torch.ones(2))
-        value = mh.Coordinator(cluster).schedule("who")
+        value = mh.dispatch.Dispatcher(cluster).schedule("who")
         os.kill(cluster.server_pids[0], signal.SIGKILL)
         with pytest.raises(ZeroDivisionError, match="server 0"):
-            mh.Coordinator(cluster).join()
-        with pytest.raises(CallCancelled, match="broke down"):
+            mh.dispatch.Dispatcher(cluster).join()
+        with pytest.raises(CallCancelled, match="The cluster failed"):
             value.fetch()

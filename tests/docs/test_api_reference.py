@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from tools.reference import GROUPS, explained, parameters, public_calls, reference
+from tools.reference import ALIASES, GROUPS, explained, parameters, public_calls, public_name, reference
 
 CALLS = list(public_calls())
 
@@ -43,18 +43,44 @@ def test_a_parameter_without_an_entry_is_found() -> None:
 def test_the_reference_has_every_public_name_but_modules_and_the_root_of_errors() -> None:
     named = {name for group in GROUPS.values() for name in group}
     public = {name for name in mh.__all__ if not inspect.ismodule(getattr(mh, name))}
-    assert public - named == {"ManyhandsError"}
-    for module in (mh.optim, mh.order, mh.rows):
-        own = module.__name__.rpartition(".")[2]
-        assert {f"{own}.{name}" for name in module.__all__} <= named
+    assert public - named - set(ALIASES) == {"ManyhandsError"}
+    for module in (mh.optim, mh.order, mh.optim.rows, mh.nn, mh.dispatch):
+        own = module.__name__.partition(".")[2]
+        assert {f"{own}.{name}" for name in module.__all__ if name != "rows"} <= named
+
+
+def test_another_name_is_the_same_object_and_is_in_the_overview() -> None:
+    for name, same in ALIASES.items():
+        assert getattr(mh, name) is getattr(mh, same)
+        assert f"`mh.{name}`" in reference().partition("\n## ")[0]
+
+
+def test_the_public_names_fit_one_screen() -> None:
+    assert len(dir(mh)) <= 40
+    assert all(f"`mh.{name}`" in reference().partition("\n## ")[0] for name in dir(mh))
+
+
+@pytest.mark.parametrize(
+    "name", ["Tensor", "Pipeline", "rows", "Cluster", "Coordinator", "Worker", "step", "Embedding"]
+)
+def test_an_old_name_says_the_new_one(name: str) -> None:
+    with pytest.raises(mh.errors.UsageError, match=rf"mh\.{name} is called (mh\.[\w.]+) now") as caught:
+        getattr(mh, name)
+    assert public_name(caught.value.fix[0].removeprefix("mh.")) is not None
 
 
 def test_every_class_with_calls_of_its_own_has_them_in_the_reference() -> None:
     page = reference()
-    for call in ("Cluster.start_server", "Coordinator.schedule", "RemoteValue.fetch", "Worker.join", "Server.join"):
-        assert f"### mh.{call}\n" in page
+    for call in (
+        "Cluster.start_server",
+        "Dispatcher.schedule",
+        "RemoteValue.fetch",
+        "RemoteWorker.join",
+        "ClusterSpec.num_tasks",
+    ):
+        assert f".{call}\n" in page
     assert "- `.worker_pids`: " in page and "- `.model`: " in page
-    assert "### mh.rows.Adagrad\n" in page and "### mh.order.ByLength\n" in page
+    assert "### mh.optim.rows.Adagrad\n" in page and "### mh.order.ByLength\n" in page
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.parallel.averaging.combine_ranks import Combination
-from manyhands.spec.load import seat
+from manyhands.spec.load import own_identity
 
 ROWS, BATCH, SLICES, LR, SEED = 480, 48, 6, 0.2, 3
 STEP = 0
@@ -73,7 +73,7 @@ def killed_before(owner: Any, name: str, step: int) -> None:
 
 
 def main(asked: dict[str, Any]) -> None:
-    here = seat()
+    here = own_identity()
     for fault in asked.get("faults", []):
         if here is not None and here.slot == fault["slot"] and not here.joining:
             owner, name = (Combination, "advance") if fault["at"] == "averaging" else (nn.Tanh, "forward")

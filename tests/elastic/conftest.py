@@ -21,6 +21,7 @@ from tests.elastic.training import train
 
 ENDLESS = {"steps": 100_000, "until": "enough"}
 TRAINING = Path(__file__).with_name("training.py")
+ROOT = Path(__file__).parents[2]
 
 
 class Run:
@@ -37,9 +38,11 @@ class Run:
         command = [sys.executable, "-m", "manyhands.cli.main", "run", "--run-dir", str(self.directory), *options]
         told = os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # for scripts that import from tests
         self.process = subprocess.Popen(
-            [*prefix, *command, str(script), json.dumps(asked)], cwd=folder, stdout=told, stderr=output
-        )
+            [*prefix, *command, str(script), json.dumps(asked)],
+            cwd=folder, env=environment, stdout=told, stderr=output,
+        )  # fmt: skip
         os.close(told)
         os.close(output)
 

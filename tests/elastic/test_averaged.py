@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from manyhands.data.sample_order import Division, order
+from manyhands.data.sample_order import SliceDivision, order
 from manyhands.events import GenerationStarted, RoundRestarted, StepDone
 from manyhands.observe.run_audit import audit_run, generation_key, read_run_events
 from tests.elastic import averaged_training as training
@@ -71,7 +71,7 @@ def by_hand(workers: dict[int, int]) -> dict[str, Tensor]:
 
 def _round(agreed: dict[str, Tensor], steps: range, count: int, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     ends = []
-    for share in Division(count).shares(training.SLICES):
+    for share in SliceDivision(count).shares(training.SLICES):
         model = training.model()
         model.load_state_dict(agreed)
         optimizer = torch.optim.SGD(model.parameters(), lr=training.LR)

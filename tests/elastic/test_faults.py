@@ -248,7 +248,7 @@ def test_a_worker_without_a_slice_hears_the_means_of_the_others_out(elastic: Sta
     run = elastic({"steps": 25, "slices": 2, "faults": places}, "-n", "4", "--elastic", "1:4", script=OWN_LOOP)
     alone = elastic({"steps": 25, "slices": 2}, "-n", "1", script=OWN_LOOP)
     assert run.wait() == alone.wait()
-    assert "different things" not in run.output() and "an exchange between workers failed" not in run.output()
+    assert "different collectives" not in run.output() and "an exchange between workers failed" not in run.output()
 
 
 @pytest.mark.long
@@ -273,7 +273,7 @@ def test_a_worker_that_cannot_know_what_others_came_to_before_says_so_and_the_ot
         *("-n", "3", "--elastic", "1:3"),
         script=OWN_LOOP,
     )
-    run.until(lambda: "UsageError: This worker came to a running run" in run.output(), "word of the one that came")
+    run.until(lambda: "UsageError: This worker joined a running run" in run.output(), "word of the one that came")
     (run.folder / "go on").touch()
     alone = elastic({"steps": 20, "before": True}, "-n", "1", script=OWN_LOOP)
     assert run.wait() == alone.wait()

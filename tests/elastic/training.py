@@ -33,14 +33,14 @@ import manyhands as mh
 from manyhands.comm.axis import Axis
 from manyhands.errors import PeerLost
 from manyhands.parallel.gradients.network_sum import GradientSum
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
-from manyhands.parallel.replicas.model_parallel_replica import Spread
-from manyhands.parallel.weights.fused_shared_weights import SharedWeights
-from manyhands.spec.load import seat
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
+from manyhands.parallel.replicas.model_parallel_replica import ModelParallelReplica
+from manyhands.parallel.weights.fused_shared_weights import FusedSharedWeights
+from manyhands.spec.load import own_identity
 from manyhands.training.loop.run import Run
 from manyhands.training.setup import divide_model
 from manyhands.training.state.checkpointing import Saver
-from manyhands.training.state.training_state import Training
+from manyhands.training.state.training_state import TrainingState
 from manyhands.training.step import evaluation
 
 ASKED: dict[str, Any] = {}
@@ -101,7 +101,7 @@ HOW = {
 
 
 def arm() -> None:
-    here = seat()
+    here = own_identity()
     slot = here.slot if here is not None else 0
     for fault in ASKED.get("faults", []):
         newcomer = here is not None and here.joining
@@ -148,11 +148,11 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before": BEFORE_STEP.append,
     "forward": IN_FORWARD.append,
     "backward": IN_BACKWARD.append,
-    "before the sum": _before(SharedGradients, "finish"),
-    "after the sum": _after(SharedGradients, "finish"),
-    "before its part": _before(SharedWeights, "finish_for"),
-    "after its part": _after(SharedWeights, "finish_for"),
-    "before the flip": _before(SharedWeights, "_flip"),
+    "before the sum": _before(SharedMemorySum, "finish"),
+    "after the sum": _after(SharedMemorySum, "finish"),
+    "before its part": _before(FusedSharedWeights, "finish_for"),
+    "after its part": _after(FusedSharedWeights, "finish_for"),
+    "before the flip": _before(FusedSharedWeights, "_flip"),
     "before Gloo's sum": _before(GradientSum, "finish"),
     "after Gloo's sum": _after(GradientSum, "finish"),
     "set up": _after(Run, "_build"),
@@ -160,9 +160,9 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
     "while cutting": _before(divide_model, "_ties"),
-    "before the word between mates": _before(Spread, "agree"),
+    "before the word between mates": _before(ModelParallelReplica, "agree"),
     "before predictions are kept": _before(evaluation, "to_file"),
-    "while loading": _before(Training, "load_weights"),
+    "while loading": _before(TrainingState, "load_weights"),
 }
 
 
@@ -199,7 +199,8 @@ class Watch:
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         line = {"pid": os.getpid(), "step": step, "at": time.monotonic(), "loss": stats.loss, "chief": trainer.is_chief}
         os.write(self._file, json.dumps(line).encode() + b"\n")
-        if self._calls == 1 and ASKED.get("until") and os.path.exists(ASKED["until"]):
+        is_first = self._calls == 1 and trainer.is_chief  # the first call of a newcomer may be the second of the others
+        if is_first and ASKED.get("until") and os.path.exists(ASKED["until"]):
             trainer.request_stop()
 
 
@@ -235,7 +236,10 @@ class WithRows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rest, self.rows = model(), mh.EmbeddingBag(4, name="features", optimizer=mh.rows.Adam(), keep_steps=8)
+        self.rest, self.rows = (
+            model(),
+            mh.nn.EmbeddingBag(4, name="features", optimizer=mh.optim.rows.Adam(), keep_steps=8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.rest(x) + self.rows((x[:, :6] * 30).long())

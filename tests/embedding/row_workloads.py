@@ -28,8 +28,8 @@ def clicks(rows: int = ROWS) -> Batch:
 class Clicks(nn.Module):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.users = mh.Embedding(4, name="users", optimizer=mh.rows.Adam(lr=0.02), **settings)
-        self.items = mh.EmbeddingBag(5, name="items", combiner="mean", padding=-1, init="normal", **settings)
+        self.users = mh.nn.Embedding(4, name="users", optimizer=mh.optim.rows.Adam(lr=0.02), **settings)
+        self.items = mh.nn.EmbeddingBag(5, name="items", combiner="mean", padding=-1, init="normal", **settings)
         self.out = nn.Linear(9, 1)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from row_workloads import (
+from torch import nn
+
+import manyhands as mh
+from manyhands.embedding.row_layer import Sparse, TableGradient, encode, merge
+from manyhands.embedding.row_layer import decode as unpacked
+from manyhands.errors import CheckpointMismatch, DataError, SpecError, UsageError
+from manyhands.native import why_not
+from manyhands.testing import RankPool
+from tests.embedding.row_workloads import (
     Clicks,
     clicks,
     contents,
@@ -24,26 +32,18 @@ from row_workloads import (
     warnings_of_a_run,
     with_lbfgs,
 )
-from torch import nn
-
-import manyhands as mh
-from manyhands.embedding.row_layer import Contribution, Sparse, encode, merge
-from manyhands.embedding.row_layer import decode as unpacked
-from manyhands.errors import CheckpointMismatch, DataError, SpecError, UsageError
-from manyhands.native import why_not
-from manyhands.testing import RankPool
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
 
-def as_dense(layer: mh.Embedding, size: int) -> nn.Embedding:
+def as_dense(layer: mh.nn.Embedding, size: int) -> nn.Embedding:
     """torch's own layer with the same rows, for ids from 0."""
     with torch.no_grad():
         return nn.Embedding.from_pretrained(layer(torch.arange(size)), freeze=False)
 
 
 def test_a_plain_loop_trains_rows_as_torch_trains_a_dense_table() -> None:
-    layer = mh.Embedding(6, name="items", optimizer=mh.rows.Adagrad(lr=0.3), scale=1.0)
+    layer = mh.nn.Embedding(6, name="items", optimizer=mh.optim.rows.Adagrad(lr=0.3), scale=1.0)
     dense = as_dense(layer, 20)
     optimizer = torch.optim.Adagrad(dense.parameters(), lr=0.3)
     for step in range(15):
@@ -52,7 +52,7 @@ def test_a_plain_loop_trains_rows_as_torch_trains_a_dense_table() -> None:
             found = model(ids)
             assert found.shape == (4, 7, 6)
             (found.pow(3).sum() + model(ids[0]).sum()).backward()
-        mh.rows.step(layer)
+        mh.optim.rows.step(layer)
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -62,7 +62,9 @@ def test_a_plain_loop_trains_rows_as_torch_trains_a_dense_table() -> None:
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "max"])
 def test_bags_are_those_of_torch_with_padding_or_with_offsets(combiner) -> None:
-    layer = mh.EmbeddingBag(3, name="bags", combiner=combiner, padding=-1, optimizer=mh.rows.SGD(lr=1.0), scale=1.0)
+    layer = mh.nn.EmbeddingBag(
+        3, name="bags", combiner=combiner, padding=-1, optimizer=mh.optim.rows.SGD(lr=1.0), scale=1.0
+    )
     with torch.no_grad():
         rows = layer(torch.arange(9)[:, None])
     dense = nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode=combiner)
@@ -72,7 +74,7 @@ def test_bags_are_those_of_torch_with_padding_or_with_offsets(combiner) -> None:
     assert torch.equal(found, expected) and torch.equal(same, expected)
     (found * torch.arange(12.0).view(4, 3)).sum().backward()
     (expected * torch.arange(12.0).view(4, 3)).sum().backward()
-    mh.rows.step(layer)
+    mh.optim.rows.step(layer)
     with torch.no_grad():
         torch.testing.assert_close(layer(torch.arange(9)[:, None]), dense.weight - dense.weight.grad)
         assert not layer(torch.empty(2, 0, dtype=torch.int64)).any()
@@ -81,15 +83,15 @@ def test_bags_are_those_of_torch_with_padding_or_with_offsets(combiner) -> None:
 
 
 def test_only_what_backward_has_reached_changes_and_is_counted() -> None:
-    layer = mh.Embedding(2, name="items", admit_after=2, optimizer=mh.rows.SGD(lr=1.0))
+    layer = mh.nn.Embedding(2, name="items", admit_after=2, optimizer=mh.optim.rows.SGD(lr=1.0))
     ids = torch.tensor([5])
     first = layer(ids).detach()
     layer(torch.tensor([6])).sum()  # never differentiated
     layer(ids).sum().backward()
-    mh.rows.step(layer)
+    mh.optim.rows.step(layer)
     assert torch.equal(layer(ids), first), "seen once: the gradient was dropped"
     layer(ids).sum().backward()
-    mh.rows.step(layer)
+    mh.optim.rows.step(layer)
     assert torch.equal(layer(ids), first - 1)
     assert layer.state_dict()["_extra_state"]["ids"].tolist() == [5]
     assert not layer.state_dict()["_extra_state"]["candidates"].tolist()
@@ -99,21 +101,21 @@ def test_rows_go_through_a_state_dict_and_a_copy() -> None:
     model = Clicks()
     for _ in range(3):
         loss(model, clicks(60)).backward()
-        mh.rows.step(model)
+        mh.optim.rows.step(model)
     other, clone = Clicks(), copy.deepcopy(model)
     other.load_state_dict(model.state_dict())
     assert contents(other) == contents(clone) == contents(model) != contents(Clicks())
     loss(clone, clicks(60)).backward()
-    mh.rows.step(clone)
+    mh.optim.rows.step(clone)
     assert contents(clone) != contents(other) == contents(model)
 
 
 def test_contributions_travel_as_bytes_and_are_summed_in_the_order_given() -> None:
-    one = Contribution("a", torch.tensor([3, -4]), torch.tensor([[1e8, 1.0], [2.0, 2.0]]))
-    two = Contribution("b", torch.tensor([9]), torch.ones(1, 3))
-    three = Contribution("a", torch.tensor([7, 3]), torch.tensor([[5.0, 5.0], [-1e8, 1.0]]))
-    four = Contribution("a", torch.tensor([3]), torch.tensor([[1.0, 1.0]]))
-    empty = Contribution("b", torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
+    one = TableGradient("a", torch.tensor([3, -4]), torch.tensor([[1e8, 1.0], [2.0, 2.0]]))
+    two = TableGradient("b", torch.tensor([9]), torch.ones(1, 3))
+    three = TableGradient("a", torch.tensor([7, 3]), torch.tensor([[5.0, 5.0], [-1e8, 1.0]]))
+    four = TableGradient("a", torch.tensor([3]), torch.tensor([[1.0, 1.0]]))
+    empty = TableGradient("b", torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
     told = unpacked(encode({4: [one, two], 7: [three, empty], 9: []}))
     assert sorted(told) == [4, 7]
     a, b = merge([*told[4], *told[7], four])
@@ -185,21 +187,21 @@ def test_an_optimizer_that_evaluates_the_loss_several_times_is_refused(ranks: Ra
 @pytest.mark.parametrize("ids", [torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]])
 def test_ids_that_are_not_integers_are_refused(ids: Any) -> None:
     with pytest.raises(DataError, match="not integers"):
-        mh.Embedding(2, name="items")(ids)
+        mh.nn.Embedding(2, name="items")(ids)
     with pytest.raises(DataError, match="not integers"):
-        mh.EmbeddingBag(2, name="items")(ids)
+        mh.nn.EmbeddingBag(2, name="items")(ids)
 
 
 def test_what_cannot_work_is_refused_with_what_to_do() -> None:
     with pytest.raises(SpecError, match="combiner is 'min'"):
-        mh.EmbeddingBag(2, name="items", combiner="min")
+        mh.nn.EmbeddingBag(2, name="items", combiner="min")
     with pytest.raises(DataError, match="without offsets"):
-        mh.EmbeddingBag(2, name="items")(torch.tensor([1, 2]))
+        mh.nn.EmbeddingBag(2, name="items")(torch.tensor([1, 2]))
     with pytest.raises(DataError, match="offsets from -1 to 0"):
-        mh.EmbeddingBag(2, name="items", padding=0)(torch.tensor([1, 2]), torch.tensor([0, -1]))
+        mh.nn.EmbeddingBag(2, name="items", padding=0)(torch.tensor([1, 2]), torch.tensor([0, -1]))
     with pytest.raises(SpecError, match="Two layers have a table of the name 'items'"):
-        Sparse(nn.ModuleList([mh.Embedding(2, name="items"), mh.Embedding(3, name="items")]))
-    with pytest.raises(UsageError, match="no layer with rows"):
-        mh.rows.step(nn.Linear(1, 1))
+        Sparse(nn.ModuleList([mh.nn.Embedding(2, name="items"), mh.nn.Embedding(3, name="items")]))
+    with pytest.raises(UsageError, match=r"has no mh\.nn\.Embedding"):
+        mh.optim.rows.step(nn.Linear(1, 1))
     with pytest.raises(CheckpointMismatch, match="dimension 2"):
-        mh.Embedding(3, name="items").load_state_dict(mh.Embedding(2, name="items").state_dict())
+        mh.nn.Embedding(3, name="items").load_state_dict(mh.nn.Embedding(2, name="items").state_dict())

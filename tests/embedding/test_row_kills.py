@@ -34,7 +34,7 @@ def test_whoever_looks_rows_up_meanwhile_sees_those_of_one_moment() -> None:
 
 
 def ran(script: str, *args: str) -> dict[str, int]:
-    command = [sys.executable, "-m", f"tests.parallel.{script}", *args]
+    command = [sys.executable, "-m", f"tests.embedding.{script}", *args]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)

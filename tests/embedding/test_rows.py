@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ftrl_formulas import FORMULAS, weight_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_reference import DictTable, listing
 from torch import nn
 
 from manyhands.embedding.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, TableSpec
 from manyhands.embedding.row_table import (
     TURNS,
-    Room,
     RowTable,
+    TableCapacity,
     add_rows,
     first_places,
     in_parts,
@@ -30,6 +28,8 @@ from manyhands.embedding.row_table import (
 from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import why_not
 from manyhands.parameter_server.tables.server_tables import PARTS, part_of
+from tests.embedding.rows_reference import DictTable, listing
+from tests.ftrl_formulas import FORMULAS, weight_after
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -85,7 +85,7 @@ def test_memory_stays_within_its_bound_and_holds_what_was_touched_last() -> None
     table = RowTable(about, num_rows=8)
     for number in range(1, 400):
         apply(table, number, list(range(number * 7, number * 7 + 9)))
-    journal = Room(*most[:4], 4096).num_bytes - most.num_bytes
+    journal = TableCapacity(*most[:4], 4096).num_bytes - most.num_bytes
     assert table.num_bytes <= 50_000 + journal + 4096
     saved = table.snapshot()
     assert most.rows * 14 // 16 <= len(table) <= most.rows
@@ -199,7 +199,7 @@ def test_unique_ids_come_in_the_order_of_parts_and_of_their_first_appearance(ids
 
 
 def test_growing_is_arithmetic() -> None:
-    room, most = Room(DIM, 0, 100, 0, 50), Room(DIM, 0, 1000, 1000, 0)
+    room, most = TableCapacity(DIM, 0, 100, 0, 50), TableCapacity(DIM, 0, 1000, 1000, 0)
     assert larger(room, room._replace(rows=101), most) == room._replace(rows=200)
     assert larger(room, room._replace(rows=700), most) == room._replace(rows=700)
     assert larger(room, room._replace(touched=60), most) == room._replace(touched=120)
@@ -211,7 +211,7 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     table = RowTable(spec(max_bytes=2_000))
     apply(table, 4, [1, 2])
     before = listing(table)
-    with pytest.raises(DataError, match="numbers ascend"):
+    with pytest.raises(DataError, match="numbers must ascend"):
         apply(table, 4, [3])
     with pytest.raises(DataError, match="twice"):
         apply(table, 5, [2, 3, 4, 2])

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runs import MH
 
 from manyhands.events import CopiesDiverged, Resumed, WrongGradientFound
 from manyhands.native import why_not
 from manyhands.observe.recorder import read_events
 from manyhands.parallel.replicas.divergence import appoint
+from tests.end_to_end.test_runs import MH
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SCRIPT = Path(__file__).with_name("broken_training.py")
@@ -47,7 +47,7 @@ def test_two_copies_that_differ_end_the_run_and_the_same_command_resumes_where_t
     words = ("-n", "2", "--plane", "gloo", "--check-every", "4")
     code, _, err = run(tmp_path, *words, fault="weight")
     assert code == 1, err
-    assert "Diverged" in err and "not the same, and nobody can tell whose are right" in err
+    assert "Diverged" in err and "not the same, and it cannot be decided which are right" in err
     assert "restarting" not in err, "it would not help"
     assert events(tmp_path, CopiesDiverged)[0].step == 8
     code, weights, err = run(tmp_path, *words)
@@ -65,7 +65,7 @@ def test_of_three_copies_the_odd_one_is_healed_and_the_run_ends_as_if_nothing_ha
     assert code == 0, err
     (found,) = events(tmp_path, CopiesDiverged)
     assert (found.step, found.ranks, found.healed) == (7, [1], True)
-    assert re.search(r"the weights or states of rank 1 on \S+ \(pid \d+\) were not those of the others", err)
+    assert re.search(r"the weights or optimizer states of rank 1 on \S+ \(pid \d+\) differed from those", err)
     assert not events(tmp_path, Resumed)
     assert weights == undisturbed
 
@@ -79,7 +79,7 @@ def test_shared_weights_that_something_changed_restart_the_run_from_before(
 ) -> None:
     code, weights, err = run(tmp_path, "-n", "2", *elastic, fault="weight")
     assert code == 0, err
-    assert "0.weight, or a state that the optimizer keeps for it, changed" in err
+    assert "0.weight, or its optimizer state, changed" in err
     assert events(tmp_path, Resumed)[-1].step < 7
     assert weights == undisturbed
 

@@ -13,8 +13,10 @@ import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.events import ServerStarted, WorkerStarted
 from manyhands.observe.recorder import read_events
-from manyhands.spec.worker_identity import Seat, seat_environment
-from manyhands.training.enter_run import _resolved, enter
+from manyhands.spec import load
+from manyhands.spec.worker_identity import WorkerIdentity, identity_environment
+from manyhands.training.enter_run import enter
+from manyhands.training.worker.strategy_lookup import as_strategy, check_strategy
 
 SCRIPT = """
 import os, pathlib, time
@@ -70,17 +72,17 @@ def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_th
     assert log.read_text() == "runs as server\n"
 
 
-def seat(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
-    mine = Seat(
+def identity(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
+    mine = WorkerIdentity(
         agent="ipc://nobody", rank=0, world_size=4, local_rank=0, local_world_size=4, generation="1.1", incarnation=1,
         **more,
     )  # fmt: skip
-    for name, text in seat_environment(mine).items():
+    for name, text in identity_environment(mine).items():
         monkeypatch.setenv(name, text)
 
 
 def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypatch):
-    seat(monkeypatch)
+    identity(monkeypatch)
     with pytest.raises(SpecError, match="asks for 3 parameter servers") as caught:
         enter(mh.ParameterServer(servers=3), {})
     assert caught.value.fix == ("mh run --servers 3 -n 4 ...",)
@@ -90,23 +92,15 @@ def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypa
 
 
 def test_servers_that_the_script_has_no_use_for_are_refused(monkeypatch):
-    seat(monkeypatch, num_servers=2)
+    identity(monkeypatch, num_servers=2)
     with pytest.raises(SpecError, match="This run has 2 parameter servers, but strategy=") as caught:
         enter("mirrored", {})
     assert "mh run without --servers" in caught.value.fix
 
 
-def test_the_default_strategy_fits_the_number_of_hosts(monkeypatch):
-    for name in ("MANYHANDS_STRATEGY", "MANYHANDS_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    assert _resolved({}, {"strategy": None}, num_hosts=1).spec.train.strategy == "mirrored"
-    assert _resolved({}, {"strategy": None}, num_hosts=2).spec.train.strategy == "multi_worker"
-    assert _resolved({"train.strategy": "mirrored"}, {}, num_hosts=2).spec.train.strategy == "mirrored"
-
-
-@pytest.mark.parametrize("by_name", ["mirrored", mh.Mirrored()])
-def test_mirrored_by_name_keeps_to_one_host_and_says_what_to_type(monkeypatch, by_name):
-    seat(monkeypatch, num_hosts=2)
-    with pytest.raises(SpecError, match="keeps to one host, but this run has 2") as caught:
-        enter(by_name, {})
-    assert caught.value.fix[0] == 'strategy="multi_worker"'
+@pytest.mark.parametrize("by_name", [None, "mirrored", "multi_worker", "MultiWorker", mh.Mirrored(), mh.MultiWorker()])
+def test_replicas_are_one_strategy_on_one_host_and_on_many(monkeypatch, by_name):
+    identity(monkeypatch, num_hosts=2)
+    resolved = load.resolve(flags={}, arguments={})
+    check_strategy(chosen := as_strategy(by_name), load.own_identity(), resolved.spec)
+    assert chosen == mh.Mirrored()

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from listeners import family_of, listeners_of
-from test_runs import MH, Job
 
 from manyhands.events import StepDone
 from manyhands.native import why_not
+from tests.end_to_end.test_runs import MH, Job
+from tests.listeners import family_of, listeners_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")]
 
@@ -79,4 +79,4 @@ def test_without_room_for_shared_memory_a_run_says_so_and_uses_gloo(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ended at step 4" in done.stdout
-    assert "No 4.0 MB of memory to share between workers: File too large" in done.stderr
+    assert "Cannot allocate 4.0 MB of memory to share between workers: File too large" in done.stderr

@@ -1,4 +1,4 @@
-"""What `pip install manyhands` pulls in is a list that somebody agreed to."""
+"""`pip install manyhands` installs exactly the agreed list of packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Everything that the core needs, and what that needs in turn. A new name gets a line in docs/decisions/.
+# The core's dependencies, direct and indirect. A new name gets a line in docs/decisions/.
 CLOSURE = {
     "click", "filelock", "fsspec", "jinja2", "markdown-it-py", "markupsafe", "mdurl", "mpmath", "msgspec", "networkx",
     "numpy", "psutil", "pygments", "pyzmq", "rich", "safetensors", "setuptools", "sympy", "torch", "typing-extensions",
@@ -78,7 +78,7 @@ def dry_run(requirements: Path, entries: list[str]) -> subprocess.CompletedProce
 @pytest.mark.long
 def test_pip_takes_the_core_with_required_hashes_and_refuses_another_file(tmp_path: Path) -> None:
     core = {pin: entry for pin, entry in locked().items() if normal(pin.split("==")[0]) in CLOSURE}
-    whole = dry_run(tmp_path / "whole.txt", list(core.values()))  # fails where something is needed that is not in it
+    whole = dry_run(tmp_path / "whole.txt", list(core.values()))  # fails if a dependency is not in it
     assert whole.returncode == 0, whole.stderr
     [mdurl] = [entry for pin, entry in core.items() if pin.startswith("mdurl==")]
     forged = dry_run(tmp_path / "forged.txt", [re.sub(r"[0-9a-f]{64}", "0" * 64, mdurl)])

@@ -1,4 +1,4 @@
-"""The police of tests/conftest.py see what they are there to see, and a pool of ranks keeps tests apart."""
+"""The checks of tests/conftest.py find leftover processes, and a pool of ranks isolates tests from each other."""
 
 from __future__ import annotations
 

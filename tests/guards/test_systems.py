@@ -1,4 +1,4 @@
-"""On a system that is not Linux a user reads one sentence, not a traceback."""
+"""On a system other than Linux a user gets one sentence, not a traceback."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-# Modules of Python's own that Windows lacks: an import of one of them on the way to the sentence would fail there.
+# Standard modules that Windows lacks: importing one of them before that sentence is printed would fail there.
 LACKING = ["fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog"]
 
 
 def on(system: str, code: str) -> subprocess.CompletedProcess[str]:
-    """A process in which Python says that it runs on `system`, and lacks what it lacks there."""
-    # What others import they choose by the platform, so it comes before the platform is another.
+    """A process in which Python reports the platform `system`, and lacks the modules that are missing there."""
+    # Other packages choose their imports by platform, so they are imported before the platform is changed.
     program = "import sys, os, subprocess, tempfile, click, msgspec, importlib.metadata, concurrent.futures\n"
     program += f"sys.modules.update(dict.fromkeys({LACKING if system == 'win32' else []}))\n"
     program += f"sys.platform = {system!r}\n{code}"
@@ -25,7 +25,7 @@ def test_a_script_on_another_system_ends_with_one_sentence_and_what_works(system
     ended = on(system, "import manyhands as mh\nmh.Trainer")
     assert ended.returncode == 3
     lines = ended.stderr.splitlines()
-    assert lines[0] == f"EnvironmentProblem: manyhands trains on Linux only, and this is {name}."
+    assert lines[0] == f"EnvironmentProblem: manyhands trains on Linux only, but this is {name}."
     assert lines[1:] and all(line.startswith("  try: ") for line in lines[1:])
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch stand in one list, each with what happens without it; here is what holds the list to that."""
+"""All private names of torch that are used are in one list, each with what happens without it; the list is complete."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 import manyhands
 from manyhands import torch_private
 from manyhands.errors import EnvironmentProblem
+from manyhands.strategies.registry import STRATEGIES
 
 PACKAGE = Path(manyhands.__file__).parent
 LIST = PACKAGE / "torch_private.py"
-# Private names of others than torch, and of named tuples.
+# Private names of libraries other than torch, and of named tuples.
 OTHERS = {
     "Keras": {
         *("_compile_metrics", "_flatten_layers", "_fn", "_fn_kwargs", "_get_call_context", "_track_variables"),
@@ -32,7 +33,7 @@ def is_private(name: str) -> bool:
 
 
 def from_torch(tree: ast.Module) -> dict[str, str]:
-    """What a file's own names stand for in torch."""
+    """The names that a file imports from torch, with their full names there."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -51,13 +52,13 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def own_names(text: str) -> set[str]:
-    """Private attributes and methods that a file gives to its own objects."""
+    """Private attributes and methods that a file defines on its own objects."""
     given = re.findall(r"(?:\bself\.|\bcls\.|\bdef |^    )(_[a-z]\w*)|\.(_[a-z]\w*) = ", text, re.M)
     return {name for names in given for name in names}
 
 
 def private_uses(tree: ast.Module, ours: set[str]) -> Iterator[str]:
-    """Names of torch's with a private part, and private attributes of objects that are no objects of ours."""
+    """Names of torch with a private part, and private attributes of objects that are not ours."""
     known = from_torch(tree)
     yield from (name for name in known.values() if any(map(is_private, name.split("."))))
     for node in ast.walk(tree):
@@ -73,7 +74,7 @@ def private_uses(tree: ast.Module, ours: set[str]) -> Iterator[str]:
 
 
 def listed(name: str) -> bool:
-    """As it stands in the list, dotted or by its last part; of a listed module, what is in it."""
+    """Whether the list has the name, dotted or by its last part, or a module that contains it."""
     for one in torch_private.NAMES:
         if name == one.name or name.startswith(f"{one.name}.") or name.split(".")[-1] == one.name.split(".")[-1]:
             return True
@@ -112,7 +113,7 @@ def test_every_name_in_the_list_is_there_and_says_what_happens_without_it() -> N
 def test_every_name_in_the_list_is_used() -> None:
     text = "\n".join(texts().values()) + LIST.read_text().partition("# ---- substitutes")[2]
     unused = [one.name for one in torch_private.NAMES if one.name.split(".")[-1] not in text]
-    assert unused in ([], ["torch.utils._pytree"])  # which the list itself imports, for all
+    assert unused in ([], ["torch.utils._pytree"])  # the list itself imports it
 
 
 def test_a_strategy_that_lacks_a_name_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,9 @@ def test_a_strategy_that_lacks_a_name_is_refused_with_a_sentence(monkeypatch: py
         assert [one.name for one in torch_private.missing()] == [
             "torch.autograd.grad_mode._unsafe_preserve_version_counter"
         ]
-        torch_private.check_strategy_names("mirrored")
-        with pytest.raises(EnvironmentProblem, match=r'_unsafe_preserve_version_counter.*"pipeline" cannot do without'):
-            torch_private.check_strategy_names("pipeline")
+        torch_private.check_strategy_names("mirrored", STRATEGIES["mirrored"].uses)
+        with pytest.raises(EnvironmentProblem, match=r'_unsafe_preserve_version_counter.*"pipeline" needs'):
+            torch_private.check_strategy_names("pipeline", STRATEGIES["pipeline"].uses)
     finally:
         torch_private.check_strategy_names.cache_clear()
 

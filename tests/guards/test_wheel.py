@@ -1,4 +1,4 @@
-"""The wheel holds everything: installed apart from the checkout, it trains. The source distribution has the rest."""
+"""The wheel is complete: installed outside of the checkout, it trains. The source distribution has the rest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def listed() -> list[str]:
-    """The files that git has."""
+    """The files that git tracks."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     return [name for name in names.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
 def copy(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
-    """Git's files below `folder`: a stale build directory must not lend a hand."""
+    """Copy git's files below `folder`, so that a stale build directory cannot help the build."""
     source = folder / "source"
     for name in listed():
         if not name.startswith(without):
@@ -48,7 +48,7 @@ def install(folder: Path, compiler: str | None = None) -> Path:
 @pytest.mark.slow
 def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: Path) -> None:
     installed = install(tmp_path)
-    # -S leaves out this environment's own, editable manyhands; its other packages come by path, behind the wheel.
+    # -S leaves out this environment's editable manyhands; its other packages follow the wheel in the path.
     path = [str(installed), *(path for path in sys.path if path.endswith("site-packages"))]
     program = f"import sys; sys.path[:0] = {path!r}\n" + PROGRAM
     ended = subprocess.run(
@@ -62,7 +62,7 @@ def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: P
 
 
 def check_contents(wheel: Path) -> None:
-    """No sources of C, and a text that a package index can show: it has no files that a relative link could lead to."""
+    """No C sources, and a description without relative links: a package index has no files that they could point to."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -95,10 +95,13 @@ def test_the_source_distribution_has_docs_tests_and_all_that_a_wheel_is_made_of(
 def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp_path: Path) -> None:
     installed = install(tmp_path, compiler="/bin/false")
     assert not list(installed.glob("manyhands/native/*.so"))
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    # A fork of this process would have imported the package from the sources.
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "tests").symlink_to(ROOT / "tests")
+    environment = {**os.environ, "PYTHONPATH": f"{installed}:{tmp_path}/sources", "FORK_COMMANDS": "0"}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        # -P: the directory that it is called in, which has the sources, stays out of the way.
+        # -P: the current directory, which has the sources, is not on the path.
         words = (sys.executable, "-P", "-m", *words)
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
 

@@ -13,7 +13,7 @@ import pytest
 
 from manyhands.launcher.worker_process import import_hooks as module_under_test
 from manyhands.launcher.worker_process.import_hooks import after_import, import_to_stay, num_kept
-from manyhands.training.step.garbage_collection import Garbage
+from manyhands.training.step.garbage_collection import GarbageCollection
 
 Module = Callable[[str, str], None]
 
@@ -69,10 +69,10 @@ def test_a_training_keeps_the_collector_from_all_that_has_come_since_unless_the_
     import_to_stay("large")
     importlib.import_module("large")
     since = [[] for _ in range(1000)]
-    garbage = Garbage(manage=True)
+    garbage = GarbageCollection(manage=True)
     garbage.begin()
     assert gc.get_freeze_count() > num_kept() + len(since) / 2
-    other = Garbage(manage=True)
+    other = GarbageCollection(manage=True)
     other.begin()
     other.end()
     assert gc.get_freeze_count() > num_kept(), "another has frozen it"

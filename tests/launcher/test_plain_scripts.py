@@ -12,7 +12,7 @@ import torch
 
 from manyhands.launcher.worker_process import foreign_scripts
 from manyhands.launcher.worker_process.foreign_scripts import watched
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.worker_identity import WorkerIdentity
 
 LOADER = """
 class _BaseDataLoaderIter:
@@ -21,8 +21,8 @@ class _BaseDataLoaderIter:
 """
 
 
-def seat(rank: int = 0, world_size: int = 2) -> Seat:
-    return Seat(
+def identity(rank: int = 0, world_size: int = 2) -> WorkerIdentity:
+    return WorkerIdentity(
         agent="none",
         rank=rank,
         world_size=world_size,
@@ -51,7 +51,7 @@ def load_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_second_batch_without_joining_is_told_and_then_nobody_watches(load_loader: Any, capsys: Any) -> None:
-    with watched(seat()):
+    with watched(identity()):
         kind = load_loader()
         hooked = kind.__next__
         assert [next_of(kind), next_of(kind)] == [1, 1]
@@ -63,14 +63,14 @@ def test_the_second_batch_without_joining_is_told_and_then_nobody_watches(load_l
 
 
 def test_evaluation_and_other_ranks_are_silent(load_loader: Any, capsys: Any) -> None:
-    with torch.no_grad(), watched(seat(rank=1)):
+    with torch.no_grad(), watched(identity(rank=1)):
         kind = load_loader()
         assert [next_of(kind) for _ in range(3)] == [1, 1, 1]
     assert capsys.readouterr().err == ""
 
 
 def test_trouble_inside_is_kept_from_the_script(load_loader: Any, monkeypatch: Any, capsys: Any) -> None:
-    with watched(seat()):
+    with watched(identity()):
         kind = load_loader()
         hooked = kind.__next__
         monkeypatch.setattr(torch, "is_grad_enabled", lambda: 1 / 0)
@@ -81,14 +81,14 @@ def test_trouble_inside_is_kept_from_the_script(load_loader: Any, monkeypatch: A
 
 @pytest.mark.parametrize(("code", "lines"), [(None, 1), (0, 1), (3, 0)])
 def test_only_a_script_that_ends_well_is_told_at_its_end(load_loader: Any, capsys: Any, code: Any, lines: int) -> None:
-    with pytest.raises(SystemExit), watched(seat()):
+    with pytest.raises(SystemExit), watched(identity()):
         raise SystemExit(code)
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_one_worker_is_not_watched(load_loader: Any, capsys: Any) -> None:
     before = list(sys.meta_path)
-    with watched(seat(world_size=1)), watched(None):
+    with watched(identity(world_size=1)), watched(None):
         assert sys.meta_path == before
     assert capsys.readouterr().err == ""
 

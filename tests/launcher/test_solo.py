@@ -70,7 +70,7 @@ def run_line(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     ("call", "said"),
     [
         ("mh.launch(print, object(), workers=2)", "argument 0 is a"),
-        ("mh.Cluster(workers=0)", "nobody to run steps"),
+        ("mh.dispatch.Cluster(workers=0)", "cannot run steps"),
         ("mh.launch(print, workers=0)", "workers is 0, but must be at least 1"),
     ],
 )

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from manyhands.data.fetchers import Job, fetch_now
+from manyhands.data.fetchers import SliceRequest, fetch_now
 from manyhands.errors import BadLoss
-from manyhands.launcher.worker_process.user_tracebacks import told
+from manyhands.launcher.worker_process.user_tracebacks import format_error
 from manyhands.strategies.losses import as_loss
 
-JOB = Job(step=1, v=0, rows=np.arange(3), key=0)
+JOB = SliceRequest(step=1, v=0, rows=np.arange(3), key=0)
 
 
 def raised(call: Callable[[], object]) -> BaseException:
@@ -24,8 +24,8 @@ def raised(call: Callable[[], object]) -> BaseException:
 
 
 def test_a_mistake_is_told_by_the_users_lines() -> None:
-    text = told(raised(lambda: as_loss(None, 4)))
-    assert "text = told(raised(lambda: as_loss(None, 4)))" in text
+    text = format_error(raised(lambda: as_loss(None, 4)))
+    assert "text = format_error(raised(lambda: as_loss(None, 4)))" in text
     assert "losses.py" not in text
     assert text.splitlines()[-1].startswith("  try: ") and BadLoss.__name__ in text
 
@@ -35,13 +35,13 @@ def test_what_it_came_from_is_told_by_the_users_lines_too() -> None:
         return {}["row"]
 
     failed = raised(lambda: fetch_now(take, JOB, draws=False))
-    text = told(failed)
+    text = format_error(failed)
     assert 'return {}["row"]' in text and "KeyError: 'row'" in text
     assert "fetch.py" not in text
 
 
 def test_of_a_bug_of_ours_every_line_is_told() -> None:
-    text = told(raised(lambda: as_loss((torch.zeros(1), None), 4)))
+    text = format_error(raised(lambda: as_loss((torch.zeros(1), None), 4)))
     assert "losses.py" in text and "test_tracebacks.py" in text
 
 
@@ -51,7 +51,7 @@ def test_what_user_code_raises_is_told_without_the_way_there() -> None:
 
     failed = raised(lambda: fetch_now(take, JOB, draws=False)).__cause__
     assert failed is not None
-    text = told(failed)
+    text = format_error(failed)
     assert "return 1 / 0" in text and "fetch.py" not in text
 
 
@@ -61,14 +61,14 @@ def test_lines_inside_torch_are_left_out_and_the_users_own_between_them_stay() -
             return torch.nn.functional.linear(x, torch.zeros(2, 17))
 
     failed = raised(lambda: torch.nn.Sequential(Net())(torch.zeros(1, 16)))
-    text = told(failed)
+    text = format_error(failed)
     assert "torch.nn.Sequential(Net())(torch.zeros(1, 16))" in text, "where the user called it"
     assert "torch.nn.functional.linear(x, torch.zeros(2, 17))" in text, "and where it failed"
     assert "module.py" not in text and "container.py" not in text
-    assert "module.py" in told(failed, whole=True) and "container.py" in told(failed, whole=True)
+    assert "module.py" in format_error(failed, whole=True) and "container.py" in format_error(failed, whole=True)
 
 
 def test_what_torch_did_for_a_line_of_ours_is_shown_as_there_is_no_other() -> None:
 
     failed = raised(lambda: fetch_now(torch.nn.Linear(2, 2), JOB, draws=False))
-    assert "linear.py" in told(failed.__cause__ or failed)
+    assert "linear.py" in format_error(failed.__cause__ or failed)

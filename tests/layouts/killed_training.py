@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import manyhands as mh
 from manyhands.comm.point_to_point import FollowingMessages
-from manyhands.comm.shared_memory_messages import SharedValues
+from manyhands.comm.shared_memory_messages import SharedMemoryPointToPoint
 from manyhands.control.session.run_client import request_scale
 from manyhands.native import why_not
 
@@ -24,8 +24,8 @@ STEPS, KILLED_AT = 10, 7
 IN_EVALUATION, SCALED = " in evaluation", "scaled to "
 LAYOUTS = {
     "sharded": mh.Sharded(workers=2),
-    "tensor": mh.Tensor(2),
-    "pipeline": mh.Pipeline(2, schedule="zero_bubble"),
+    "tensor": mh.TensorParallel(2),
+    "pipeline": mh.PipelineParallel(2, schedule="zero_bubble"),
     "mesh": mh.Mesh(data=2, pipeline=2),
     "data and tensor": mh.Mesh(data=2, tensor=2),
     "sharded mesh": mh.Mesh(data=2, tensor=2, sharded=True),
@@ -64,7 +64,7 @@ class ThroughMemory:
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         messages = trainer._run.ready().engine.spread.divided.passes.runner._messages
         way = messages._find() if isinstance(messages, FollowingMessages) else messages
-        assert isinstance(way, SharedValues), type(way)
+        assert isinstance(way, SharedMemoryPointToPoint), type(way)
 
 
 class KilledInEvaluation(Dataset[Any]):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.parallel.tensor.sharded_tensor import Parted
+from manyhands.parallel.tensor.sharded_tensor import ShardedTensor
 
 FEATURES, CLASSES, WORDS, LENGTH = 16, 8, 24, 6
 
@@ -71,7 +71,7 @@ class Noticing(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            Noticing.seen = isinstance(x, Parted) and x.division.sequence
+            Noticing.seen = isinstance(x, ShardedTensor) and x.division.sequence
         return super().forward(x)
 
 

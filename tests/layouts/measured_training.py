@@ -14,9 +14,9 @@ import manyhands as mh
 ROWS, LENGTH, WORDS, WIDTH = 8, 64, 30_000, 1536
 LIMIT = "40GB"
 LAYOUTS: dict[str, Any] = {
-    "pipeline": mh.Pipeline(2, memory_limit=LIMIT),
+    "pipeline": mh.PipelineParallel(2, memory_limit=LIMIT),
     "sharded": mh.Sharded(workers=2, memory_limit=LIMIT),
-    "tensor": mh.Tensor(2, memory_limit=LIMIT),
+    "tensor": mh.TensorParallel(2, memory_limit=LIMIT),
     "mirrored": mh.Mirrored(workers=2, memory_limit=LIMIT),
 }
 

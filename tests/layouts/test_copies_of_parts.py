@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import data_for, make_trainer
 
 import manyhands as mh
 from manyhands.errors import Diverged
 from manyhands.parallel.replicas.divergence import odd_parts
 from manyhands.testing import RankPool
+from tests.layouts.layout_cases import data_for, make_trainer
 
 
 class Changes:
@@ -44,11 +44,11 @@ CHECKED = {"train.check_every": 1}
 def test_replicas_whose_parts_differ_end_the_run_and_the_parameter_is_named(ranks: RankPool) -> None:
     for ended, _ in ranks(2, train, mh.Mesh(data=2), "MLP", (1, "3.weight"), flags=CHECKED):
         assert "After step 3 copies of model/3.weight are not the same" in ended
-        assert "since step 2, when all agreed" in ended and "step-00000002 is the newest now" in ended
+        assert "since step 2, when all were equal" in ended and "step-00000002 is the newest now" in ended
 
 
 def test_workers_of_one_replica_that_drift_apart_are_told_of(ranks: RankPool) -> None:
-    (ended, told), _ = ranks(2, train, mh.Tensor(2), "MLP", (1, "3.bias"), flags=CHECKED)
+    (ended, told), _ = ranks(2, train, mh.TensorParallel(2), "MLP", (1, "3.bias"), flags=CHECKED)
     assert ended == "" and any("model/3.bias is not the same on ranks 0 and 1" in text for text in told), told
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hugging_face import MODELS, train
-from test_layouts import assert_same_weights
 
 import manyhands as mh
 from manyhands.testing import RankPool
+from tests.layouts.hugging_face import MODELS, train
+from tests.layouts.test_layouts import assert_same_weights
 
 LAYOUTS: dict[str, tuple[int, Any]] = {
-    "tensor 2": (2, mh.Tensor(2)),
-    "tensor 2, by sequence": (2, mh.Tensor(2, sequence=True)),
-    "pipeline 2": (2, mh.Pipeline(2)),
+    "tensor 2": (2, mh.TensorParallel(2)),
+    "tensor 2, by sequence": (2, mh.TensorParallel(2, sequence=True)),
+    "pipeline 2": (2, mh.PipelineParallel(2)),
     "sharded 2": (2, mh.Sharded()),
     "mesh 2 tensor x 2 pipeline": (4, mh.Mesh(tensor=2, pipeline=2)),
     "sharded mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2, sharded=True)),

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import data_for, make_trainer, saved_weights
-from test_layouts import BY_SEQUENCE, LAYOUTS, assert_same_weights
 
 import manyhands as mh
 from manyhands.testing import RankPool
+from tests.layouts.layout_cases import data_for, make_trainer, saved_weights
+from tests.layouts.test_layouts import BY_SEQUENCE, LAYOUTS, assert_same_weights
 
 STEPS = 2
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed_training import KILLED_AT, LAYOUTS, STEPS, train
-from layout_cases import saved_weights
 from safetensors.numpy import load_file
-from test_layouts import assert_same_weights
 
 import manyhands as mh
 from manyhands.events import StepDone
 from manyhands.observe.recorder import read_events
 from manyhands.testing import RankPool
+from tests.layouts.killed_training import KILLED_AT, LAYOUTS, STEPS, train
+from tests.layouts.layout_cases import saved_weights
+from tests.layouts.test_layouts import assert_same_weights
 
 MH = [sys.executable, "-m", "manyhands.cli.main"]
 TWO_HOSTS = ["--hosts-wanted", "2", "--listen", "127.0.0.1", "--insecure-data-plane", "--join-file", "join"]

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, penalized_loss, train
 
 import manyhands as mh
 from manyhands.testing import RankPool
+from tests.layouts.layout_cases import MODELS, evaluate_with_attributes, norms_get_parts, penalized_loss, train
 
 LONG = pytest.mark.long
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "mirrored 2": (2, mh.Mirrored()),
     "central storage 2": (2, mh.CentralStorage()),
     **{f"sharded {level} 2": (2, mh.Sharded(level)) for level in ("optimizer", "gradients", "parameters")},
-    "tensor 2": (2, mh.Tensor(2)),
+    "tensor 2": (2, mh.TensorParallel(2)),
     **{
-        f"pipeline 2 {schedule}": (2, mh.Pipeline(2, schedule=schedule))
+        f"pipeline 2 {schedule}": (2, mh.PipelineParallel(2, schedule=schedule))
         for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
     },
     "mesh 2 data x 2 tensor": (4, mh.Mesh(data=2, tensor=2)),
@@ -147,13 +147,13 @@ def train_in_slices(strategy: Any, slices: int) -> dict[str, Any]:
 
 
 def test_metrics_of_a_pipeline_may_ask_for_plain_attributes_and_for_nothing_that_others_have(ranks: RankPool) -> None:
-    for evaluation in ranks(2, evaluate_with_attributes, mh.Pipeline(2)):
+    for evaluation in ranks(2, evaluate_with_attributes, mh.PipelineParallel(2)):
         assert evaluation["attributes"] == 1.0
 
 
 def test_a_penalty_on_all_parameters_of_split_layers_is_that_of_whole_ones(ranks: RankPool) -> None:
     [alone] = ranks(1, train_penalized, mh.Single())
-    assert_close(alone, ranks(2, train_penalized, mh.Tensor(2))[0])
+    assert_close(alone, ranks(2, train_penalized, mh.TensorParallel(2))[0])
 
 
 def train_penalized(strategy: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import MODELS, data_for, loss, make_trainer
 from torch import nn
 
 import manyhands as mh
@@ -20,6 +19,7 @@ from manyhands.planner.measure.memory_plan import plan_model
 from manyhands.planner.measure.plan_request import ask_for_plan, last_words
 from manyhands.training.setup.divide_model import Sample
 from manyhands.trials.layout_check import Asked, check
+from tests.layouts.layout_cases import MODELS, data_for, loss, make_trainer
 
 WIDE = 64 * 64 * 4 + 64 * 4
 HALVES = ("2",)
@@ -38,7 +38,7 @@ def plan(choice: Any, workers: int, slices: int = 4) -> Any:
 
 
 def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
-    pipeline = plan(mh.Pipeline(2, cuts=HALVES), 2)
+    pipeline = plan(mh.PipelineParallel(2, cuts=HALVES), 2)
     assert [(one.weights, one.gradients, one.states) for one in pipeline.memory] == [
         (2 * WIDE, 6 * WIDE, 4 * WIDE),  # four slices: two sums, and the last one's gradients
         (2 * WIDE, 6 * WIDE, 4 * WIDE),
@@ -51,13 +51,13 @@ def test_each_worker_has_its_part_of_weights_gradients_and_states() -> None:
     assert sharded.memory[0].gradients == WIDE and sharded.memory[0].states == 2 * WIDE
     mirrored = plan(mh.Mirrored(), 4)
     assert (mirrored.memory[3].weights, mirrored.memory[3].states) == (4 * WIDE, 8 * WIDE)  # of which all see one copy
-    tensor = plan(mh.Tensor(2), 2)
+    tensor = plan(mh.TensorParallel(2), 2)
     assert sum(layer.num_bytes for layer in tensor.layers) == 4 * WIDE
     assert tensor.memory[0].weights < 2.1 * WIDE
 
 
 def test_blocks_that_are_pinned_to_a_stage_are_planned_there() -> None:
-    pinned = plan(mh.Pipeline(2, place={"1": 1}), 2)
+    pinned = plan(mh.PipelineParallel(2, place={"1": 1}), 2)
     assert [layer.stage for layer in pinned.layers] == [0, 1, 1, 1]
 
 
@@ -70,10 +70,12 @@ def test_layers_that_are_computed_again_are_planned_with_less() -> None:
         return [one.activations for one in plan_model(model, optimizer, choice, 2, Sample(batch, loss), 2).memory]
 
     again = ("blocks.*",)
-    assert activations(mh.Tensor(2, recompute=again))[0] < 0.6 * activations(mh.Tensor(2))[0]
+    assert activations(mh.TensorParallel(2, recompute=again))[0] < 0.6 * activations(mh.TensorParallel(2))[0]
     cuts = ("blocks.2",)
     for less, every in zip(
-        activations(mh.Pipeline(2, cuts=cuts, recompute=again)), activations(mh.Pipeline(2, cuts=cuts)), strict=True
+        activations(mh.PipelineParallel(2, cuts=cuts, recompute=again)),
+        activations(mh.PipelineParallel(2, cuts=cuts)),
+        strict=True,
     ):
         assert less < 0.9 * every
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -82,7 +84,7 @@ def test_layers_that_are_computed_again_are_planned_with_less() -> None:
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
     assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model
-    pipeline = plan(mh.Pipeline(2, cuts=HALVES), 2).memory
+    pipeline = plan(mh.PipelineParallel(2, cuts=HALVES), 2).memory
     assert [one.largest for one in pipeline] == ["step", "step"]
     assert pipeline[0].save < pipeline[0].step
     mirrored = plan(mh.Mirrored(), 2).memory
@@ -94,7 +96,7 @@ def test_a_tied_weight_is_counted_on_every_stage_that_has_it() -> None:
     torch.manual_seed(0)
     model, batch = MODELS["tied transformer"](), data_for("tied transformer")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = plan_model(model, optimizer, mh.Pipeline(2), 2, Sample(batch, loss), 2)
+    found = plan_model(model, optimizer, mh.PipelineParallel(2), 2, Sample(batch, loss), 2)
     tied = num_bytes([model.embedding.weight])
     assert sum(one.weights for one in found.memory) == num_bytes([*model.parameters(), *model.buffers()]) + tied
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from measured_training import LAYOUTS
 
 from manyhands.events import ResourcesUsed
+from tests.layouts.measured_training import LAYOUTS
 
 SCRIPT = Path(__file__).with_name("measured_training.py")
 MARGIN = 0.15

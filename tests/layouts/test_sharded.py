@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_cases import edit_and_train, own_loop, refused, refused_loop, train, train_until, watched
 
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.spec.load import resolve
 from manyhands.testing import RankPool
+from tests.layouts.sharded_cases import edit_and_train, own_loop, refused, refused_loop, train, train_until, watched
 
 OVER_SOCKETS = {"comm.plane": "gloo"}
 WAYS: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -137,10 +137,10 @@ def test_unknown_levels_and_places_are_refused_with_those_that_there_are() -> No
 
 
 REFUSALS: dict[str, tuple[Any, str, dict[str, Any], int, str]] = {
-    "an optimizer that looks at whole tensors": (mh.Sharded(), "LBFGS", {}, 1, r"treat every element by itself"),
+    "an optimizer that looks at whole tensors": (mh.Sharded(), "LBFGS", {}, 1, r"update each element independently"),
     "one that cannot be divided": (mh.CentralStorage(), "LBFGS", {}, 1, r"cannot be divided[\s\S]*mirrored"),
     "no memory in common": (mh.CentralStorage(), "AdamW", OVER_SOCKETS, 1, r"share no memory[\s\S]*mh\.Sharded"),
-    "several hosts": (mh.CentralStorage(), "AdamW", {}, 2, r"this run has 2[\s\S]*multi_worker"),
+    "several hosts": (mh.CentralStorage(), "AdamW", {}, 2, r"this run has 2[\s\S]*mirrored"),
 }
 
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_that_can(ranks: RankPoo
 
 def test_a_penalty_on_parameters_that_are_in_parts_is_refused(ranks: RankPool) -> None:
     for told in ranks(2, refused, mh.Sharded(), "momentum", "penalty"):
-        assert re.search(r"of [\w.]+ each worker has a part[\s\S]*weight_decay", told), told
+        assert re.search(r"each worker has only a shard of [\w.]+[\s\S]*weight_decay", told), told
 
 
 def test_a_checkpoint_goes_on_in_any_other_layout(ranks: RankPool, tmp_path: Path) -> None:

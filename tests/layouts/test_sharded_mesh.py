@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharded_cases import refused, train, watched
 
 import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.testing import RankPool
+from tests.layouts.sharded_cases import refused, train, watched
 
 SPLIT = mh.Mesh(data=2, tensor=2, sharded=True)
 STAGED = mh.Mesh(data=2, pipeline=2, sharded=True)
@@ -74,4 +74,4 @@ def test_what_cannot_be_divided_is_refused_where_it_is_written(settings: dict[st
 
 def test_an_optimizer_that_looks_at_whole_matrices_is_refused(ranks: RankPool) -> None:
     for told in ranks(4, refused, STAGED, "Adafactor"):
-        assert "treat every element by itself" in told and "sharded=False" in told
+        assert "update each element independently" in told and "sharded=False" in told

@@ -32,7 +32,7 @@ def hex_of(tensor: torch.Tensor) -> str:
 def answer(plane: Plane, told: dict) -> str:
     program = bytes.fromhex(told.get("program", ""))
     if told["op"] == "meet":
-        plane.meet("meet")
+        plane.barrier("meet")
         return ""
     if told["op"] == "post":
         plane.post(told.get("times", 1))

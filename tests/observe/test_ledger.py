@@ -59,8 +59,8 @@ def test_a_lone_process_that_is_resumed_has_the_same_generation_again() -> None:
 
 
 def test_a_generation_that_is_not_larger_than_the_one_before_is_found() -> None:
-    assert audit([generation("1.2"), generation("1.1")]).problems == ["generations did not grow: 1.2 1.1"]
-    assert "unannounced" in audit([generation("1.1"), step(1, "1.2")]).problems[0]
+    assert audit([generation("1.2"), generation("1.1")]).problems == ["generations are not in ascending order: 1.2 1.1"]
+    assert "never announced" in audit([generation("1.1"), step(1, "1.2")]).problems[0]
 
 
 def test_samples_that_were_left_out_or_taken_again_are_counted() -> None:
@@ -85,8 +85,8 @@ def test_so_are_those_at_the_ends_of_epochs_of_which_none_is_on_record(recorded:
 
 
 def test_a_gap_whose_rows_do_not_add_up_is_found() -> None:
-    assert "are on no record" in audit([step(1), step(3, start=(0, 4))]).problems[0]
-    assert "nothing says what came before" in audit([step(3, start=(0, 4))]).problems[0]
+    assert "are not recorded" in audit([step(1), step(3, start=(0, 4))]).problems[0]
+    assert "no record explains the steps before it" in audit([step(3, start=(0, 4))]).problems[0]
 
 
 def updates(*batches: int) -> list[Event]:
@@ -102,7 +102,7 @@ def test_asynchronous_updates_may_take_batches_in_any_order_but_each_of_them_onc
     ledger = audit(updates(2, 3, 1, 6, 5, 4))
     assert (ledger.problems, ledger.last_step, ledger.recorded) == ([], 6, 6)
     again = audit(updates(2, 3, 2, 5, 4, 6))
-    assert again.samples_repeated == 4 and "step 2 took 4 samples of this epoch again" in again.problems
+    assert again.samples_repeated == 4 and "step 2 used 4 samples of this epoch again" in again.problems
 
 
 def test_an_update_that_a_killed_chief_took_along_had_the_batch_that_is_missing() -> None:
@@ -114,7 +114,7 @@ def test_a_batch_that_is_still_under_way_at_the_end_is_lost_if_the_run_ended_wel
     amid = updates(1, 3, 2, 5)
     assert audit(amid).problems == [] == audit([*amid, RunEnded(exit_code=1, step=4, reason="")]).problems
     ledger = audit([*amid, RunEnded(exit_code=0, step=4, reason="")])
-    assert ledger.problems == ["4 updates took batch 5, so that 1 before it were left out"]
+    assert ledger.problems == ["4 updates took batch 5, so 1 of the batches before it were skipped"]
     assert ledger.samples_lost == 4
 
 
@@ -132,4 +132,4 @@ def test_unrecorded_steps_of_batches_of_any_size_are_believed_where_they_fit() -
     without = [one for one in every if one.step not in (3, 4)]
     assert (audit(without).problems, audit(without).unrecorded) == ([], 2)
     too_near = [*every[:6], step(9, start=(1, 8), rows=2)]  # one row is left for two steps
-    assert "steps 7 to 8 are on no record" in audit(too_near).problems[0]
+    assert "steps 7 to 8 are not recorded" in audit(too_near).problems[0]

@@ -17,7 +17,7 @@ import manyhands as mh
 from manyhands.control.run_directory import run_name
 from manyhands.errors import Preempted, UsageError
 from manyhands.launcher.function_launch import call_target
-from manyhands.launcher.solo_run import Solo
+from manyhands.launcher.solo_run import SoloSession
 from manyhands.observe.notebook import in_notebook, notebook_name, shows_in_cell
 from manyhands.observe.terminal import write_bytes
 from manyhands.spec.load import resolve
@@ -153,7 +153,7 @@ def test_an_interrupted_cell_ends_after_a_whole_step_and_the_next_one_goes_on(tm
 def test_an_interrupt_stops_steps_once_and_a_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    session, before = Solo(resolve()), signal.getsignal(signal.SIGINT)
+    session, before = SoloSession(resolve()), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="after step 3"), session.interruptible():
         signal.raise_signal(signal.SIGINT)
         assert session.stop_requested == "preempt"

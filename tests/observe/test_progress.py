@@ -129,7 +129,7 @@ def test_every_kind_of_event_has_its_line_or_none():
     assert line_of(STARTED) == "2 workers train together (mirrored), 5000 steps; everything is written to runs/a"
     assert details_of(STARTED) == "mirrored, V=4, fp32, 1 thread each"
     regrouped = GenerationStarted(generation="1.2", workers=2, hosts=1)
-    assert line_of(regrouped) == "2 workers go on, on 1 host (generation 1.2)"
+    assert line_of(regrouped) == "continuing with 2 workers on 1 host (generation 1.2)"
     assert line_of(EpochDone(epoch=2, step=90, results={"loss": 0.25})) == "epoch 3 done at step 90  loss 0.25"
     assert line_of(Evaluated(step=9, rows=360, results={"accuracy": 0.97})) == (
         "evaluated 360 examples at step 9  accuracy 0.97"
@@ -275,7 +275,7 @@ def test_a_lost_worker_is_named_when_the_others_go_on_and_not_when_all_were_aske
     lines = Shown().after(STARTED, generations[0], lost, generations[1], step(9))
     assert lines[1:3] == [
         "lost rank 1 on b (pid 41): KeyboardInterrupt",
-        "1 worker goes on, on 1 host (generation 1.2)",
+        "continuing with 1 worker on 1 host (generation 1.2)",
     ]
 
 
@@ -358,8 +358,8 @@ def test_a_process_whose_terminal_is_never_read_still_ends_well(ui, tmp_path):
     script.write_text(
         PREAMBLE
         + textwrap.dedent("""
-        from manyhands.training import progress
-        progress.CLOSE_TIMEOUT_S = 0.3
+        from manyhands.observe import progress_display
+        progress_display.CLOSE_TIMEOUT_S = 0.3
         display = make_display(sys.argv[2], stdout=sys.stdout, stderr=sys.stderr, interval_s=0.0)
         slowest = 0.0
         for n in range(1, 400):
@@ -692,6 +692,6 @@ def test_a_worker_that_is_slow_by_turns_gets_one_line_per_interval():
 
 def test_a_new_division_is_told_of_few_workers_one_by_one():
     assert line_of(Divided(step=51, slices=[6, 2])) == (
-        "slices are divided 6 2 from step 52 on, as fast as the workers are"
+        "slices per worker from step 52 on: 6 2, in proportion to their speed"
     )
     assert "1 to 9 a worker" in (line_of(Divided(step=51, slices=list(range(1, 10)))) or "")

@@ -176,12 +176,12 @@ def test_what_is_not_written_in_time_is_counted_and_warned_about(trainer, monkey
 def test_on_a_full_disk_training_goes_on_and_no_file_stays_open(tmp_path):
     script = """
         import os, subprocess, sys, time, types, warnings
-        from manyhands.training import summaries
+        from manyhands.observe import tensorboard
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", sys.argv[1]], check=True)
         warnings.simplefilter("ignore")
-        summaries.RETRY_S = 0.0
+        tensorboard.RETRY_S = 0.0
         stats = types.SimpleNamespace(loss=1.0, lr=None, samples_per_s=1.0, grad_norm=None, seconds={"load": 0.1})
-        hook = summaries.TensorBoardHook(sys.argv[1])
+        hook = tensorboard.TensorBoardHook(sys.argv[1])
         hook.begin(None)
         slowest = 0.0
         for step in range(1, 5000):

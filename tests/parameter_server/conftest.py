@@ -13,7 +13,7 @@ import torch
 
 from tests.elastic.conftest import Run
 
-TRAINING = Path(__file__).with_name("training.py")
+TRAINING = Path(__file__).parent / "runs" / "training.py"
 Start = Callable[..., Run]
 
 

@@ -15,19 +15,21 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.host_memory import HostMemory, Segment
 from manyhands.comm.peer_waits import Waiting
 from manyhands.data.batches import Batches
-from manyhands.data.sample_order import Position
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 from manyhands.parallel.model.precision import Precision
 from manyhands.parallel.model.step_buffers import ForeignState
-from manyhands.parameter_server.engine.served import Served
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine, LeaseHolder, Servers
 from manyhands.parameter_server.log.log_storage import Backups
-from manyhands.parameter_server.log.write_ahead_log import ServedLog
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.messages import Applied, Ask, Done, Open, Reply
-from manyhands.parameter_server.server.server import PartServer
-from manyhands.parameter_server.worker.local_access import Local
-from manyhands.parameter_server.worker.server_connection import Pushed
+from manyhands.parameter_server.log.write_ahead_log import WriteAheadLog
+from manyhands.parameter_server.protocol.leases import Interval
+from manyhands.parameter_server.protocol.messages import Open, Reply, UpdateApplied, UpdateDone, WorkRequest
+from manyhands.parameter_server.server.server import ParameterServerCore
+from manyhands.parameter_server.worker.server_access import LocalAccess
+from manyhands.parameter_server.worker.server_connection import PushedGradient
 from manyhands.strategies.choices import ParameterServer
+from manyhands.strategies.engine_parts import ModelSide, Ranks, StepSettings
 
 ROWS, BATCH, SLICES, WORKER, OTHER = 100, 16, 4, 7, 8
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -52,7 +54,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Direct:
     """A link without sockets."""
 
-    def __init__(self, num_servers: int, new_server: Callable[[int], PartServer]) -> None:
+    def __init__(self, num_servers: int, new_server: Callable[[int], ParameterServerCore]) -> None:
         self._new_server = new_server
         self._servers = [new_server(number) for number in range(num_servers)]
         self._tickets = itertools.count(1)
@@ -75,7 +77,7 @@ class Direct:
     def follow(self, message: Open) -> None:
         """Servers have it."""
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
+    def ask(self, make: Callable[[int], WorkRequest], unanswered: Callable[[], Iterable[PushedGradient]]) -> Reply:
         for _ in range(4):
             self._servers[0].take(b"worker", make(ticket := next(self._tickets)))
             self._work()
@@ -85,7 +87,7 @@ class Direct:
                 self.tell(push)
         raise AssertionError("no answer, however often it is asked")
 
-    def tell(self, push: Pushed) -> None:
+    def tell(self, push: PushedGradient) -> None:
         for server in self._servers:
             self._deliver(server.take(b"worker", push.filled))
         self._work()
@@ -93,7 +95,7 @@ class Direct:
     def forget(self, step: int) -> None:
         """It is not long."""
 
-    def await_applied(self, push: Pushed) -> None:
+    def await_applied(self, push: PushedGradient) -> None:
         step = push.filled.held.step
         while len(self._applied.get(step, ())) < len(self._servers):
             self.tell(push)
@@ -113,7 +115,7 @@ class Direct:
         for _, message in outbox:
             if isinstance(message, Reply):
                 self._replies[message.ticket] = message
-            elif isinstance(message, Applied):
+            elif isinstance(message, UpdateApplied):
                 self._applied.setdefault(message.step, set()).add(message.server)
 
 
@@ -147,21 +149,14 @@ class World:
 
     def add_worker(
         self, worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, axis: Axis, loss_fn: Any = loss
-    ) -> Served:
-        engine = Served(
-            axis,
-            loss_fn,
-            Precision("fp32", torch.device("cpu")),
+    ) -> LeasedEngine:
+        engine = LeasedEngine(
+            Ranks(axis, lambda: axis),
+            ModelSide(loss_fn, Precision("fp32", torch.device("cpu"))),
+            StepSettings(clip_norm=self._clip),
             ParameterServer(mode=self._mode, servers=self._num_servers, **self._settings),
-            self.link,  # type: ignore[arg-type]
-            Local(self.link, self._memory),  # type: ignore[arg-type]
-            seed=0,
-            clip_norm=self._clip,
-            num_servers=lambda: self._num_servers,
-            worker=worker,
-            most_workers=2,
-            foreign=ForeignState(),
-            wait_for_chief=lambda what: None,
+            Servers(self.link, LocalAccess(self.link, self._memory), lambda: self._num_servers),  # type: ignore[arg-type]
+            LeaseHolder(worker, most_workers=2, training=1, wait_for_chief=lambda what: None),
         )
         model.train()
         engine.setup(model, optimizer)
@@ -172,9 +167,9 @@ class World:
             self._known[name] = self._host.allot(name, num_bytes)
         return Segment(self._host.fd, num_bytes, self._known[name])
 
-    def _new_server(self, number: int) -> PartServer:
+    def _new_server(self, number: int) -> ParameterServerCore:
         theirs = make_model()
-        server = PartServer(
+        server = ParameterServerCore(
             number,
             theirs,
             self._optimizer(theirs.parameters()),
@@ -185,18 +180,18 @@ class World:
             foreign=ForeignState(),
             log=self._log(number),
         )
-        server.hear_living([WORKER, OTHER])
+        server.set_living_workers([WORKER, OTHER])
         return server
 
-    def _log(self, number: int) -> ServedLog | None:
+    def _log(self, number: int) -> WriteAheadLog | None:
         if self._logs is None:
             return None
         backups = self._backups(number) if self._backups is not None else None
-        return ServedLog(self._logs / f"server-{number}", lambda: 0, backups)
+        return WriteAheadLog(self._logs / f"server-{number}", lambda: 0, backups)
 
     def open(self, epoch: int) -> None:
         steps = -(-ROWS // BATCH)
-        self.course = Course(
+        self.interval = Interval(
             call=1,
             first=epoch * steps + 1,
             last=(epoch + 1) * steps,
@@ -206,12 +201,12 @@ class World:
             slices=self._slices,
             whole=self.is_async,
         )
-        self.engine.open((1, 1, epoch + 1), self.course, None, scheduled=False)
+        self.engine.open((1, 1, epoch + 1), self.interval, None, scheduled=False)
 
 
 def batches_of_two_epochs(slices: int = SLICES) -> Batches:
-    start, place = Position(0, 0, 0), {"rank": 0, "world_size": 1, "seed": 0}
-    return Batches(as_source(data()), batch_size=BATCH, slices=slices, position=start, epochs=2, **place)
+    schedule = BatchSchedule(BATCH, slices, Position(0, 0, 0), epochs=2)
+    return Batches(as_source(data()), schedule, 0, SliceDivision(1))
 
 
 def train(
@@ -227,7 +222,7 @@ def train(
     answers: int = 10**9,
     slices: int = SLICES,
     **settings: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer, list[Done]]:
+) -> tuple[nn.Module, torch.optim.Optimizer, list[UpdateDone]]:
     """Two epochs, or so many `answers` of them; with `die_every`, after as many answers a server is replaced, in turns.
 
     `again`: as if from a checkpoint of the beginning.
@@ -236,7 +231,7 @@ def train(
     if again:
         world.engine.restore({})
     batches = batches_of_two_epochs(slices)
-    told: list[Done] = []
+    told: list[UpdateDone] = []
     asked = itertools.count(1)
     for epoch in range(2):
         world.open(epoch)

@@ -64,8 +64,10 @@ def test_gradients_that_are_computed_straight_into_a_row_are_those_that_are_copi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
-    make = direct_linear_gradients.Straight._make
-    monkeypatch.setattr(direct_linear_gradients.Straight, "_make", lambda *of: make(*of) and not made.append(of[1]))
+    make = direct_linear_gradients.DirectLinearGradients._make
+    monkeypatch.setattr(
+        direct_linear_gradients.DirectLinearGradients, "_make", lambda *of: make(*of) and not made.append(of[1])
+    )
     found = values_of(*train("async", OPTIMIZERS["momentum"], clip=None, servers=2, slices=1, die_every=4)[:2])
     assert set(made) == {4}  # the only matrix that is large enough
     made.clear()
@@ -80,7 +82,7 @@ def test_a_parameter_is_kept_where_the_user_says() -> None:
     train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 1})
     with pytest.raises(SpecError, match="matches no trained parameter"):
         train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"nobody.*": 1})
-    with pytest.raises(SpecError, match="names a server that is not there"):
+    with pytest.raises(SpecError, match="names a server that does not exist"):
         train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 2})
 
 
@@ -127,10 +129,10 @@ class Remembering(torch.optim.NAdam):
 
 
 def test_what_is_too_much_to_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SpecError, match=r"What server 0 keeps with every update takes .* at most 1\.05 MB"):
+    with pytest.raises(SpecError, match=r"What server 0 commits with every update takes .* at most 1\.05 MB"):
         train("sync", lambda params: Remembering(params, lr=0.01), clip=None, servers=1)
     monkeypatch.setattr("tests.parameter_server.direct.make_model", LongNamed)
-    with pytest.raises(SpecError, match=r"What servers are told of a course takes 1\.10 MB .* at most 1\.05 MB"):
+    with pytest.raises(SpecError, match=r"description of an interval for servers takes 1\.10 MB .* at most 1\.05 MB"):
         train("sync", OPTIMIZERS["SGD"], clip=None, servers=1)
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.batches import Batches
-from manyhands.data.sample_order import Position
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 from manyhands.native import why_not
-from manyhands.parameter_server.engine.served import Served
-from manyhands.parameter_server.worker.server_connection import Pushed
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine
+from manyhands.parameter_server.worker.server_connection import PushedGradient
 from manyhands.testing import RankPool
 from tests.parameter_server.direct import BATCH, OTHER, SLICES, Direct, World, data, loss
 from tests.parameter_server.test_overtaken import Beside
@@ -34,7 +35,7 @@ class Rowed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows = mh.Embedding(10, name="words", optimizer=mh.rows.SGD(lr=0.5), keep_steps=1)
+        self.rows = mh.nn.Embedding(10, name="words", optimizer=mh.optim.rows.SGD(lr=0.5), keep_steps=1)
         self.out = nn.Linear(10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class HalfTold(Direct):
 
     is_cut = False
 
-    def tell(self, push: Pushed) -> None:
+    def tell(self, push: PushedGradient) -> None:
         hearing = self._servers[:1] if self.is_cut else self._servers
         for server in hearing:
             self._deliver(server.take(b"worker", push.filled))
@@ -61,10 +62,10 @@ class HalfTold(Direct):
         """Its worker is dead."""
         self.is_cut = False
         for server in self._servers:
-            server.hear_living([OTHER])
+            server.set_living_workers([OTHER])
 
 
-def work(engine: Served, batches: Batches) -> int:
+def work(engine: LeasedEngine, batches: Batches) -> int:
     """The step that it has computed a slice of; 0: all meet."""
     while (reply := engine.ask(lambda: 0)).work is None:
         if reply.meet is not None:
@@ -78,10 +79,10 @@ def train_with_a_death(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr("tests.parameter_server.direct.Direct", HalfTold)
     world, model = World("sync", optimizer, None, 2, {}, Beside(0, 2, object())), Rowed()
     other = world.add_worker(OTHER, model, optimizer(model.parameters()), Beside(1, 2, object()))
-    place = {"rank": 0, "world_size": 1, "seed": 0, "position": Position(0, 0, 0), "epochs": 1}
-    batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, **place)
+    schedule = BatchSchedule(BATCH, SLICES, Position(0, 0, 0), epochs=1)
+    batches = Batches(as_source(data()), schedule, 0, SliceDivision(1))
     world.open(0)
-    other.open((1, 1, 1), world.course, None, scheduled=False)
+    other.open((1, 1, 1), world.interval, None, scheduled=False)
     for engine in (world.engine, other):
         engine.ask(lambda: 0)  # it is told which book of leases there is
     work(other, batches)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.data.batches import Batches
-from manyhands.data.sample_order import Position
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 from manyhands.native import why_not
-from manyhands.parameter_server.engine.served import Served
-from manyhands.parameter_server.protocol.interval import Course
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine
+from manyhands.parameter_server.protocol.leases import Interval
 from tests.parameter_server.direct import OTHER, ROWS, WORKER, World, data, loss, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -52,9 +53,9 @@ class Two:
         model = make_model()
         self._other = world.add_worker(OTHER, model, _optimizer(model.parameters()), Beside(1, 2, object()))
         self._worker, self.model = world.engine, world.model
-        place = {"rank": 0, "world_size": 1, "seed": 0, "position": Position(0, 0, 0), "epochs": 1}
-        self._batches = Batches(as_source(data()), batch_size=BATCH, slices=SLICES, **place)
-        course = Course(
+        schedule = BatchSchedule(BATCH, SLICES, Position(0, 0, 0), epochs=1)
+        self._batches = Batches(as_source(data()), schedule, 0, SliceDivision(1))
+        interval = Interval(
             call=1,
             first=1,
             last=ROWS // BATCH,
@@ -65,7 +66,7 @@ class Two:
             whole=True,
         )
         for engine in (self._worker, self._other):
-            engine.open((1, 1, 1), course, None, scheduled=False)
+            engine.open((1, 1, 1), interval, None, scheduled=False)
         for engine in (self._worker, self._other):
             engine.ask(lambda: 0)  # it is told which book of leases there is
 
@@ -89,7 +90,7 @@ class Two:
             heard += [done.update for done in reply.done]
         return heard + [done.update for done in reply.done]
 
-    def _step(self, engine: Served) -> None:
+    def _step(self, engine: LeasedEngine) -> None:
         reply = engine.ask(lambda: 0)
         assert reply.work is not None
         engine.compute(self._batches.at(reply.work.step), reply.work, reply.version)

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_optimizers import SGD, TableSpec
 from manyhands.embedding.row_table import private_memory, unique
 from manyhands.errors import SpecError
 from manyhands.native import why_not
-from manyhands.parameter_server.protocol.messages import Lookup, Rows
-from manyhands.parameter_server.tables.server_tables import PARTS, Tables
-from manyhands.parameter_server.worker.row_cache import RowCache
-from manyhands.parameter_server.worker.row_lookup import ServedRows
+from manyhands.parameter_server.protocol.messages import Lookup, RowsReply
+from manyhands.parameter_server.tables.server_tables import PARTS, ServerTables
+from manyhands.parameter_server.worker.row_lookup import RowCache, ServedRows
 
 IDS = torch.arange(300) * 7919 - 10**6
 some_ids = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique=True, max_size=12)
@@ -56,19 +55,19 @@ class Away:
     """Servers on another host: every update adds 1 to every row, so a row tells how many it has seen."""
 
     def __init__(self) -> None:
-        self._tables = Tables(
+        self._tables = ServerTables(
             [TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), init="zeros")], private_memory, range(PARTS)
         )
         self.version, self.num_asked, self._ids = 0, 0, unique(IDS)[0]
 
     def update(self) -> None:
         self.version += 1
-        self._tables.apply(self.version, [Contribution("t", self._ids, torch.full((len(IDS), 3), -1.0))], 1.0)
+        self._tables.apply(self.version, [TableGradient("t", self._ids, torch.full((len(IDS), 3), -1.0))], 1.0)
 
     def ticket(self) -> int:
         return 1
 
-    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[Rows]:
+    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[RowsReply]:
         self.num_asked += sum(len(question.ids) // 8 for _, question in asked)
         found = [self._tables.look_up(question, self.version) for _, question in asked]
         return [one for one in found if one is not None]
@@ -77,7 +76,7 @@ class Away:
 @pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_row_lacks_more_updates_than_it_may(staleness) -> None:
-    model = nn.Sequential(mh.Embedding(3, name="t", optimizer=SGD(lr=1.0), init="zeros", cache=100, seed=0))
+    model = nn.Sequential(mh.nn.Embedding(3, name="t", optimizer=SGD(lr=1.0), init="zeros", cache=100, seed=0))
     servers, chance, num_wanted, lacked = Away(), random.Random(1), 0, set()
     rows = ServedRows(model, 0, servers, None, shares=False)  # type: ignore[arg-type]
     rows.enter((1, 1, 1), 2)
@@ -98,4 +97,4 @@ def test_no_row_lacks_more_updates_than_it_may(staleness) -> None:
 
 def test_a_cache_without_rows_is_refused() -> None:
     with pytest.raises(SpecError, match="cache is 0"):
-        mh.Embedding(3, name="t", cache=0)
+        mh.nn.Embedding(3, name="t", cache=0)

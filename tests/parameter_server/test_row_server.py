@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.comm.host_memory import Segment
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_table import private_memory, unique
 from manyhands.native import why_not
 from manyhands.parameter_server.protocol.messages import (
-    Applied,
     ApplyRows,
     Handed,
     Lookup,
@@ -23,9 +22,10 @@ from manyhands.parameter_server.protocol.messages import (
     OpenRows,
     Refused,
     RowGradients,
-    Rows,
+    RowsReply,
+    UpdateApplied,
 )
-from manyhands.parameter_server.tables.row_gradient_handoff import HandedOver
+from manyhands.parameter_server.tables.row_gradient_handoff import RowGradientHandoff
 from manyhands.parameter_server.tables.row_server import RowServer
 from manyhands.parameter_server.tables.server_tables import by_part, parts_of, rows_from, to_bytes
 from manyhands.parameter_server.worker.hybrid_rows import in_slices
@@ -49,7 +49,7 @@ class Regions:
 
 
 def model(**settings: Any) -> nn.Module:
-    return nn.Sequential(mh.Embedding(2, name="t", optimizer=mh.rows.SGD(lr=1.0), init="zeros", **settings))
+    return nn.Sequential(mh.nn.Embedding(2, name="t", optimizer=mh.optim.rows.SGD(lr=1.0), init="zeros", **settings))
 
 
 def opening(*, number: tuple[int, int, int] = NUMBER, step: int = 0, base: int = 0, servers: int = 1) -> OpenRows:
@@ -77,7 +77,7 @@ def look_up(server: RowServer, ids: Tensor) -> Tensor | None:
     if not answers:
         return None
     [(receiver, rows)] = answers
-    assert receiver == b"w" and isinstance(rows, Rows) and rows.ticket == 3
+    assert receiver == b"w" and isinstance(rows, RowsReply) and rows.ticket == 3
     return rows_from(rows.rows, 2)
 
 
@@ -89,11 +89,11 @@ def counts(server: RowServer, ids: Tensor = IDS) -> list[float]:
 
 def hand_over(memory: Regions, step: int) -> list[tuple[int, Handed]]:
     """Two ranks' slices, both with all ids, and rank 1 with the first slice: the sums are -1 - 2."""
-    shelf, ids = HandedOver(memory), unique(IDS)[0]
+    shelf, ids = RowGradientHandoff(memory), unique(IDS)[0]
     told: list[list[tuple[int, Handed]]] = []
     for rank, value in enumerate((-1.0, -2.0)):
         shelf.mark(rank, step)
-        (where,) = shelf.put(rank, [Contribution("t", ids, torch.full((len(ids), 2), value))])
+        (where,) = shelf.put(rank, [TableGradient("t", ids, torch.full((len(ids), 2), value))])
         told.append([(1 - rank, where)])
     return in_slices(told)
 
@@ -112,17 +112,17 @@ def test_a_step_is_taken_from_where_ranks_have_put_it_if_it_is_still_there() -> 
         own = IDS[torch.cat([by_part(IDS)[part] for part in parts_of(number, 2)])]
         for _ in range(2):
             answer = server.take(b"w", ApplyRows(step=1, **order))  # type: ignore[arg-type]
-            assert answer == [(b"w", Applied(number=NUMBER, server=number, step=1))]
+            assert answer == [(b"w", UpdateApplied(number=NUMBER, server=number, step=1))]
         assert counts(server, own) == [3.0]
 
 
 def test_a_step_counts_once_however_often_it_is_sent() -> None:
     server = made(Regions())
-    applied = [(b"w", Applied(number=NUMBER, server=0, step=1))]
+    applied = [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
     assert tell(server, 1, IDS) == applied
     assert tell(server, 1, IDS) == applied
     assert counts(server) == [1.0]
-    assert tell(server, 2, IDS, factor=0.5) == [(b"w", Applied(number=NUMBER, server=0, step=2))]
+    assert tell(server, 2, IDS, factor=0.5) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=2))]
     assert counts(server) == [1.5]
 
 
@@ -131,7 +131,7 @@ def test_a_successor_finds_rows_and_opening_and_a_step_that_is_sent_again_change
     tell(made(memory), 1, IDS)
     successor = RowServer(0, model(), memory, seed=0)
     assert counts(successor) == [1.0]
-    assert tell(successor, 1, IDS) == [(b"w", Applied(number=NUMBER, server=0, step=1))]
+    assert tell(successor, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
     assert counts(successor) == [1.0]
 
 
@@ -196,4 +196,4 @@ def test_rows_that_are_none_of_its_own_are_refused_and_it_goes_on() -> None:
     server = made(Regions())
     (answer,) = server.take(b"w", opening(number=(2, 1, 1), servers=0))
     assert isinstance(answer[1], Refused) and server.refused == {"misfit": 1}
-    assert tell(server, 1, IDS) == [(b"w", Applied(number=NUMBER, server=0, step=1))]
+    assert tell(server, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.comm.host_memory import HostMemory, Segment
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_optimizers import SGD, TableSpec
 from manyhands.embedding.row_table import in_parts, unique
 from manyhands.native import why_not
-from manyhands.parameter_server.protocol.messages import Handed, Lookup, Rows
-from manyhands.parameter_server.tables.row_gradient_handoff import HandedOver
-from manyhands.parameter_server.tables.server_tables import PARTS, Tables, parts_of
-from manyhands.parameter_server.worker.row_lookup import ServedRows
-from manyhands.parameter_server.worker.shared_row_lookup import SharedRows
+from manyhands.parameter_server.protocol.messages import Handed, Lookup, RowsReply
+from manyhands.parameter_server.tables.row_gradient_handoff import RowGradientHandoff
+from manyhands.parameter_server.tables.server_tables import PARTS, ServerTables, parts_of
+from manyhands.parameter_server.worker.row_lookup import ServedRows, SharedRows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
 
@@ -36,20 +35,20 @@ def memory():
     host.close()
 
 
-def filled(memory: Any) -> Tables:
+def filled(memory: Any) -> ServerTables:
     """All parts on one server, each with rows that have changed."""
-    tables = Tables([SPEC], memory, range(PARTS))
-    tables.apply(1, [Contribution("t", IDS, torch.randn(len(IDS), SPEC.dim))], 1.0)
+    tables = ServerTables([SPEC], memory, range(PARTS))
+    tables.apply(1, [TableGradient("t", IDS, torch.randn(len(IDS), SPEC.dim))], 1.0)
     return tables
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_each_server_takes_what_a_worker_has_put_there_for_it(memory, servers) -> None:
-    worker, gradients = HandedOver(memory), torch.randn(len(IDS), SPEC.dim)
+    worker, gradients = RowGradientHandoff(memory), torch.randn(len(IDS), SPEC.dim)
     for count in (0, 7, len(IDS)):  # the region grows
-        handed = worker.put(2, [Contribution("t", IDS[:count], gradients[:count]), Contribution("u", IDS, gradients)])
+        handed = worker.put(2, [TableGradient("t", IDS[:count], gradients[:count]), TableGradient("u", IDS, gradients)])
         for server in range(servers):
-            tables = Tables([SPEC, TableSpec(name="u", dim=3)], memory, parts_of(server, servers))
+            tables = ServerTables([SPEC, TableSpec(name="u", dim=3)], memory, parts_of(server, servers))
             assert tables.keep_handed(9, 2, handed)
             _, bounds = in_parts(IDS[:count])
             mine = [slice(*list(pairwise(bounds))[part]) for part in parts_of(server, servers)]
@@ -80,7 +79,7 @@ BOUNDS = [0, *[5] * PARTS]
     ],
 )
 def test_what_cannot_be_there_is_not_looked_for(memory, nonsense) -> None:
-    tables = Tables([SPEC], memory, range(PARTS))
+    tables = ServerTables([SPEC], memory, range(PARTS))
     assert not tables.keep_handed(1, 0, [nonsense])
     assert tables.gather([1]) == []
 
@@ -101,20 +100,20 @@ def test_rows_are_found_where_they_are_but_for_parts_that_are_being_changed(memo
 class Asked:
     """A link to servers that are here; it counts what it is asked for."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: ServerTables) -> None:
         self._tables, self.num_ids, self.version = tables, 0, 1
 
     def ticket(self) -> int:
         return 1
 
-    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[Rows]:
+    def look_up(self, asked: list[tuple[int, Lookup]]) -> list[RowsReply]:
         found = [self._tables.look_up(question, self.version) for _, question in asked]
         self.num_ids += sum(len(question.ids) // 8 for _, question in asked)
         return [one for one in found if one is not None]
 
 
 def test_a_worker_asks_for_those_only_that_it_cannot_read(memory) -> None:
-    model = nn.Sequential(mh.Embedding(3, name="t", optimizer=SGD(lr=0.5), seed=0))
+    model = nn.Sequential(mh.nn.Embedding(3, name="t", optimizer=SGD(lr=0.5), seed=0))
     tables, (_, bounds) = filled(memory), in_parts(IDS)
     link = Asked(tables)
     rows = ServedRows(model, 0, link, memory, shares=True)  # type: ignore[arg-type]
@@ -136,18 +135,18 @@ CHANGES = 20  # in struct head of native/row_table.h
 
 
 @contextmanager
-def being_changed(tables: Tables, memory: Any, part: int) -> Iterator[None]:
+def being_changed(tables: ServerTables, memory: Any, part: int) -> Iterator[None]:
     """Inside, a part is as a server leaves it that was killed in an update; then its successor opens it."""
     words = tables._tables["t", part]._segment.words()
     assert words[CHANGES] % 2 == 0
     words[CHANGES] |= 1
     yield
     assert words[CHANGES] % 2 == 1
-    Tables([SPEC], memory, [part])
+    ServerTables([SPEC], memory, [part])
     assert words[CHANGES] % 2 == 0
 
 
-def looked_up(tables: Tables, ids: Tensor) -> Tensor:
+def looked_up(tables: ServerTables, ids: Tensor) -> Tensor:
     _, bounds = in_parts(ids)
     return torch.cat(
         [tables._tables["t", part].lookup(ids[start:stop]) for part, (start, stop) in enumerate(pairwise(bounds))]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_optimizers import SGD, TableSpec
 from manyhands.embedding.row_table import RowTable, private_memory
 from manyhands.errors import SpecError
@@ -15,7 +15,7 @@ from manyhands.native import why_not
 from manyhands.parameter_server.protocol.messages import Lookup, RowGradients
 from manyhands.parameter_server.tables.server_tables import (
     PARTS,
-    Tables,
+    ServerTables,
     by_part,
     in_order,
     part_of,
@@ -33,7 +33,7 @@ def sorted_ids() -> Tensor:
     return IDS[part_of(IDS).argsort(stable=True)]
 
 
-def look_up(tables: Tables, ids: Tensor, at_most: int | None = None) -> Tensor:
+def look_up(tables: ServerTables, ids: Tensor, at_most: int | None = None) -> Tensor:
     found = tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(ids), at_most=at_most))
     assert found is not None
     return rows_from(found.rows, SPEC.dim)
@@ -55,7 +55,7 @@ def test_ids_that_come_in_the_order_of_parts_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("ids", [IDS, sorted_ids()], ids=["in any order", "by part"])
 def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None:
-    tables, whole = Tables([SPEC], private_memory, range(PARTS)), RowTable(SPEC)
+    tables, whole = ServerTables([SPEC], private_memory, range(PARTS)), RowTable(SPEC)
     gradients = torch.randn(len(ids), SPEC.dim)
     piece = RowGradients(
         number=(1, 1, 1), filling=4, order=0, table="t", ids=to_bytes(ids), gradients=to_bytes(gradients)
@@ -71,33 +71,37 @@ def test_rows_are_those_of_one_table_in_the_order_asked_for(ids: Tensor) -> None
 
 
 def test_ids_of_another_servers_parts_are_not_answered() -> None:
-    tables = Tables([SPEC], private_memory, [0])
+    tables = ServerTables([SPEC], private_memory, [0])
     assert tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(IDS))) is None
 
 
 def test_a_bound_is_the_whole_tables_and_is_told_as_such() -> None:
     spec = msgspec.structs.replace(SPEC, max_bytes=2000)
     with pytest.raises(SpecError, match=r"max_bytes is 2000, .* one row in each of its 16 parts") as refused:
-        Tables([spec], private_memory, range(PARTS))
+        ServerTables([spec], private_memory, range(PARTS))
     least = int(refused.value.fix[0].removeprefix("max_bytes=").removesuffix(" or more"))
-    tables = Tables([msgspec.structs.replace(SPEC, max_bytes=least)], private_memory, range(PARTS))
-    with pytest.raises(SpecError, match=f"max_bytes={least} has room for 3 rows in each of its 16 parts"):
-        tables.apply(1, [Contribution("t", IDS, torch.zeros(len(IDS), SPEC.dim))], 1.0)
+    tables = ServerTables([msgspec.structs.replace(SPEC, max_bytes=least)], private_memory, range(PARTS))
+    with pytest.raises(SpecError, match=f"max_bytes={least} has space for 3 rows in each of its 16 parts"):
+        tables.apply(1, [TableGradient("t", IDS, torch.zeros(len(IDS), SPEC.dim))], 1.0)
 
 
 def test_more_rows_than_an_answer_can_carry_are_not_even_looked_up() -> None:
-    wide = Tables([msgspec.structs.replace(SPEC, dim=2**20)], private_memory, range(PARTS))
+    wide = ServerTables([msgspec.structs.replace(SPEC, dim=2**20)], private_memory, range(PARTS))
     assert wide.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(torch.arange(100)))) is None
 
 
 def test_rows_of_more_updates_than_their_training_has_made_are_updated_and_are_as_old_as_before() -> None:
     spec = msgspec.structs.replace(SPEC, keep_steps=3)
-    longer, shorter, gradients = RowTable(spec), Tables([spec], private_memory, range(PARTS)), torch.ones(1, SPEC.dim)
+    longer, shorter, gradients = (
+        RowTable(spec),
+        ServerTables([spec], private_memory, range(PARTS)),
+        torch.ones(1, SPEC.dim),
+    )
     for number in range(1, 9):
         longer.update(number, torch.tensor([number]), gradients)
     assert longer.snapshot()["ids"].tolist() == [5, 6, 7, 8]
     shorter.restore("t", 4, longer.snapshot())
-    shorter.apply(5, [Contribution("t", torch.tensor([8]), gradients)], 1.0, ["t"])
+    shorter.apply(5, [TableGradient("t", torch.tensor([8]), gradients)], 1.0, ["t"])
     longer.update(9, torch.tensor([8]), gradients)
     found, wanted = shorter.snapshot("t"), longer.snapshot()
     assert found["ids"].tolist() == wanted["ids"].tolist() == [6, 7, 8]

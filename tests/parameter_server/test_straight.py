@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.parameter_server.worker import direct_linear_gradients
-from manyhands.parameter_server.worker.gradient_writer import RowFiller
+from manyhands.parameter_server.worker.gradient_writer import GradientWriter
 
 WIDTH = 320  # 400 KB: large enough to be worth it
 
@@ -111,9 +111,11 @@ def test_what_is_in_the_row_is_the_gradient(
     expected = [None if param.grad is None else param.grad.clone() for param in params]
     views = [torch.full_like(param, 7.0) for param in params]
     made: set[int] = set()
-    make = direct_linear_gradients.Straight._make
-    monkeypatch.setattr(direct_linear_gradients.Straight, "_make", lambda *of: make(*of) and (made.add(of[1]) or True))
-    filler = RowFiller(params)
+    make = direct_linear_gradients.DirectLinearGradients._make
+    monkeypatch.setattr(
+        direct_linear_gradients.DirectLinearGradients, "_make", lambda *of: make(*of) and (made.add(of[1]) or True)
+    )
+    filler = GradientWriter(params)
     filler.begin(views, 1, straight=True)
     with filler.in_forward():
         result = loss(net, x)
@@ -132,7 +134,7 @@ def test_a_gradient_that_somebody_else_looks_at_is_shown() -> None:
     net.first.weight.register_hook(seen.append)
     params = list(net.parameters())
     views = [torch.zeros_like(param) for param in params]
-    filler = RowFiller(params)
+    filler = GradientWriter(params)
     filler.begin(views, 1, straight=True)
     with filler.in_forward():
         result = plain(net, x)

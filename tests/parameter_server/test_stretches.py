@@ -15,8 +15,8 @@ import manyhands as mh
 from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.model.step_buffers import StepBuffers
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.local_step_ranges import Stretches
+from manyhands.parameter_server.protocol.leases import Interval
+from manyhands.parameter_server.protocol.local_step_ranges import LocalStepRanges
 from tests.parameter_server.runs.stretching import World, gradients, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -174,12 +174,12 @@ def test_clipping_is_that_of_each_local_step() -> None:
 
 
 def test_stretches_are_batches_a_few_at_a_time() -> None:
-    stretches = Stretches(every=3, first=11, last=17, update=4)
+    stretches = LocalStepRanges(every=3, first=11, last=17, update=4)
     assert [list(stretches.batches(number)) for number in (4, 5, 6)] == [[11, 12, 13], [14, 15, 16], [17]]
     by_batch = {"call": 1, "first": 11, "last": 17, "start_row": 0, "num_rows": 100, "batch_size": 8, "slices": 1}
-    course = stretches.course(Course(**by_batch, whole=True))
-    assert (course.first, course.last) == (4, 6)
-    assert [course.rows(number) for number in (4, 5, 6)] == [24, 24, 8]
+    interval = stretches.interval(Interval(**by_batch, whole=True))
+    assert (interval.first, interval.last) == (4, 6)
+    assert [interval.rows(number) for number in (4, 5, 6)] == [24, 24, 8]
 
 
 def test_statistics_of_several_slices_join_to_those_of_one() -> None:
@@ -205,7 +205,7 @@ def test_statistics_of_several_slices_join_to_those_of_one() -> None:
     [
         ({"mode": "sync", "push_every": 2}, "every slice is pushed", 'mode="async"'),
         ({"push_every": 0}, "push_every is 0", "push_every=1"),
-        ({"mode": "ssp", "warm_steps": 9}, "ssp needs no such beginning", "warm_steps=0"),
+        ({"mode": "ssp", "warm_steps": 9}, "ssp needs no warm-up", "warm_steps=0"),
         ({"pull_every": True}, "pull_every is True", "pull_every=1"),
         ({"local_lr": 0.1}, "local_lr is 0.1", "no local_lr="),
     ],
@@ -236,7 +236,7 @@ def test_what_needs_all_workers_at_once_is_refused_where_nobody_waits(
 def test_embeddings_on_servers_are_refused_with_local_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tests.parameter_server.runs.stretching.make_model",
-        lambda: nn.Sequential(mh.Embedding(4, name="rows"), nn.Linear(4, 3)),
+        lambda: nn.Sequential(mh.nn.Embedding(4, name="rows"), nn.Linear(4, 3)),
     )
     with pytest.raises(SpecError, match="where local steps cannot change them"):
         World(EASGD, momentum, workers=1)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from manyhands.errors import CheckpointCorrupt, EnvironmentProblem
-from manyhands.parameter_server.log.log_format import Begin, Broken, Terms, Update, frames, obsolete, surviving
-from manyhands.parameter_server.log.write_ahead_log import SYNC_BYTES, ServedLog
+from manyhands.parameter_server.log.log_format import Begin, Broken, Terms, UpdateRecord, frames, obsolete, surviving
+from manyhands.parameter_server.log.write_ahead_log import SYNC_BYTES, WriteAheadLog
 from manyhands.parameter_server.protocol.messages import RowGradients
-from manyhands.parameter_server.protocol.shard import Contribution
+from manyhands.parameter_server.protocol.shard import SliceGradient
 
 TERMS = Terms(servers=2, part="abc", batch_size=16, slices=4)
 
@@ -26,30 +26,34 @@ def begin(low: int = 0, *seen: int) -> Begin:
     return Begin(terms=TERMS, low=low, seen=list(seen))
 
 
-def small_update(step: int) -> Update:
-    return Update(contributions=[], groups=[])
+def small_update(step: int) -> UpdateRecord:
+    return UpdateRecord(contributions=[], groups=[])
 
 
-def update(step: int) -> Update:
-    one = Contribution(step, 0, 3, 5, 7, step - 1, 0.5, 16.0, (2,), b"changes")
+def update(step: int) -> UpdateRecord:
+    one = SliceGradient(step, 0, 3, 5, 7, step - 1, 0.5, 16.0, (2,), b"changes")
     piece = RowGradients(number=(1, 1, 1), filling=5, order=0, table="t", ids=b"8 bytes.", gradients=b"4444")
     groups = [{"lr": 0.1, "betas": [0.9, 0.99], "nesterov": False}]
-    return Update(contributions=[one], groups=groups, statistics=[b"12345678"], pieces=[piece])
+    return UpdateRecord(contributions=[one], groups=groups, statistics=[b"12345678"], pieces=[piece])
 
 
-def open_log(directory: Path, saved: int | None = 0) -> ServedLog:
-    return ServedLog(directory / "server-0", lambda: saved)
+def open_log(directory: Path, saved: int | None = 0) -> WriteAheadLog:
+    return WriteAheadLog(directory / "server-0", lambda: saved)
 
 
 def write(
-    log: ServedLog, *steps: int, low: int = 0, settle: bool = True, make: Callable[[int], Update] = small_update
+    log: WriteAheadLog,
+    *steps: int,
+    low: int = 0,
+    settle: bool = True,
+    make: Callable[[int], UpdateRecord] = small_update,
 ) -> None:
     for step in steps:
         log.write(step, make(step), [b"gradient", memoryview(b"of %d" % step)], lambda: begin(low))
         assert not settle or log.settle(more=False)
 
 
-def steps_in(log: ServedLog, version: int = 0, applied: int = 0) -> list[int]:
+def steps_in(log: WriteAheadLog, version: int = 0, applied: int = 0) -> list[int]:
     return [one.step for one in log.reader.past(version, lambda step: step <= applied)]
 
 
@@ -153,7 +157,7 @@ def test_a_log_that_continues_another_state_is_refused(version: int, missing: in
 
 def test_segments_go_once_a_checkpoint_has_what_they_have(tmp_path: Path) -> None:
     saved = 0
-    log = ServedLog(tmp_path / "server-0", lambda: saved)
+    log = WriteAheadLog(tmp_path / "server-0", lambda: saved)
     write(log, 1, 2)
     log.end_segment()
     write(log, 3, low=2)
@@ -194,7 +198,9 @@ def small_files() -> Iterator[None]:
 def test_a_log_that_cannot_grow_says_so_and_keeps_what_was_told(tmp_path: Path, small_files: None) -> None:
     log = open_log(tmp_path)
     told = list[int]()
-    with pytest.raises(EnvironmentProblem, match=r"cannot be written: File too large\. Nothing that workers were told"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"cannot be written: File too large\. No update that workers know of is lost"
+    ):
         for step in range(1, 100):
             write(log, step)
             told.append(step)

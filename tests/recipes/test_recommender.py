@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_refused_with_the_column(tmp_path: Path) -> None:
         ({"files": tmp_path / "clicks.txt"}, r"neither .csv nor .parquet"),
         ({"files": tmp_path / "clicks.csv", "categories": ["users"]}, "no column 'users'; it has user, item"),
         ({"files": tmp_path / "clicks.csv", "label": "price"}, "other values than 0 and 1"),
-        ({"files": tmp_path / "clicks.csv", "label": "user"}, "not of numbers"),
+        ({"files": tmp_path / "clicks.csv", "label": "user"}, "is not numeric"),
     ]:
         with pytest.raises(DataError, match=message):
             load(spec(**wrong))
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_refused_with_the_column(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_settings(tmp_path / "none.toml")
     with pytest.raises(SpecError, match="the categories are user, item"):
-        recommender._place(["user", "item"], "device")
+        recommender._index(["user", "item"], "device")
 
 
 def test_files_as_other_programs_write_them_are_read_or_refused_by_the_line(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_files_as_other_programs_write_them_are_read_or_refused_by_the_line(tmp_
         assert torch.equal(left, right)
     for wrong, message in [
         ("", "has no column 'clicked'"),
-        (text + "u1,a1\n", "Line 32 of .* has 2 values, and the first line 4 names"),
-        (text + "u1,a1,nan,1\n", "'price' has a value that is no finite number"),
+        (text + "u1,a1\n", "Line 32 of .* has 2 values, but the first line 4 names"),
+        (text + "u1,a1,nan,1\n", "'price' has a value that is not a finite number"),
         (text + "u1,a1,1.5,\n", "'clicked' has other values than 0 and 1, or none"),
     ]:
         path.write_text(wrong)

@@ -17,7 +17,7 @@ from .world import run
 
 def replay_served(seed: int) -> int:
     history = served_world.run(seed)
-    print(history.course, f"ahead={history.ahead} servers={history.num_servers} rows={history.num_rows}")
+    print(history.interval, f"ahead={history.ahead} servers={history.num_servers} rows={history.num_rows}")
     for event in history.events:
         print(f"{event.at:8.3f}  {event}")
     problems = served_checker.violations(history)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manyhands.control.messages.agent_messages import HostReport, MemberReport, Orders, Plan
+from manyhands.control.messages.agent_messages import HostPlan, HostReport, MemberReport, Orders
 from manyhands.control.messages.failure import WorkerEnd
 
 from .history import Started
@@ -31,7 +31,7 @@ class Agent:
         self.gone = False
         self._leaving = False
         self._ever: set[int] = set()
-        self._plan: Plan | None = None
+        self._plan: HostPlan | None = None
         self._generation: str | None = None
         self._seen = (0, 0)
         self._heard_at = world.now + begins_in_s
@@ -139,7 +139,7 @@ class Agent:
         for worker in workers:
             worker.die()
 
-    def _run(self, plan: Plan, run_call: int) -> None:
+    def _run(self, plan: HostPlan, run_call: int) -> None:
         if self._generation is None or number(plan.generation) > number(self._generation):
             self._generation = plan.generation
             self.report_soon()

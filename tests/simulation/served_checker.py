@@ -30,10 +30,10 @@ def _once(history: History) -> Iterator[str]:
                 yield f"P1: server {event.server} put a slice of step {part.held.step} into step {event.step}"
             key = event.server, event.step, part.held.place
             counts[key] = counts.get(key, 0) + 1
-    course, steps = history.course, {(event.server, event.step) for event in history.of(Committed)}
+    interval, steps = history.interval, {(event.server, event.step) for event in history.of(Committed)}
     if history.ended_at is not None:
-        steps |= {(s, t) for s in range(history.num_servers) for t in range(course.first, course.last + 1)}
-    wanted = {(server, step, place): 1 for server, step in steps for place in range(course.items(step))}
+        steps |= {(s, t) for s in range(history.num_servers) for t in range(interval.first, interval.last + 1)}
+    wanted = {(server, step, place): 1 for server, step in steps for place in range(interval.items(step))}
     for key in sorted(counts.keys() | wanted.keys()):
         if counts.get(key, 0) != wanted.get(key, 0):
             yield f"P1: server {key[0]} has step {key[1]} slice {key[2]} {counts.get(key, 0)} times"
@@ -54,7 +54,7 @@ def _fresh(history: History) -> Iterator[str]:
 
 def _restarts(history: History) -> Iterator[str]:
     applied: dict[int, set[int]] = {server: set() for server in range(history.num_servers)}
-    before = history.course.first - 1
+    before = history.interval.first - 1
     for event in history.events:
         match event:
             case Committed():
@@ -92,9 +92,9 @@ def _bounded(history: History) -> Iterator[str]:
     if history.ahead is not None:
         if history.seen:
             yield "P6: steps were applied out of order"
-        if history.waiting > (1 + history.ahead) * history.course.slices:
+        if history.waiting > (1 + history.ahead) * history.interval.slices:
             yield f"P6: {history.waiting} gradients waited"
-    elif max(history.waiting, history.seen) > history.course.last - history.course.first + 1:
+    elif max(history.waiting, history.seen) > history.interval.last - history.interval.first + 1:
         yield f"P6: {history.waiting} gradients waited, {history.seen} steps were remembered"
 
 
@@ -106,11 +106,13 @@ def _meetings(history: History) -> Iterator[str]:
             yield f"M: worker {event.worker} met after step {event.step} with {event.applied}"
         if reasons.setdefault(event.step, event.why) != event.why:
             yield f"M: the meeting after step {event.step} is for {reasons[event.step]} and for {event.why}"
-        if event.step <= last.get(event.worker, history.course.first - 1):
+        if event.step <= last.get(event.worker, history.interval.first - 1):
             yield f"M: worker {event.worker} met after step {event.step} again"
         last[event.worker] = event.step
-    course = history.course
-    ends = [step for step in range(course.first, course.last + 1) if course.ends_epoch(step) or step == course.last]
+    interval = history.interval
+    ends = [
+        step for step in range(interval.first, interval.last + 1) if interval.ends_epoch(step) or step == interval.last
+    ]
     if history.ended_at is not None and (missed := set(ends) - reasons.keys()):
         yield f"M: nobody met after {sorted(missed)}"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.protocol.leases import Interval, Lease
 
 
 class Content(NamedTuple):
     """A gradient in a row of memory, and what it was made of."""
 
-    held: Held
+    held: Lease
     based_on: int
     whole: bool
     """The weights of that version were there as long as they were read."""
@@ -21,7 +20,7 @@ class Content(NamedTuple):
 class Part(NamedTuple):
     """What a server took for a slice: as it was told, and as it found it. None: somebody was writing there."""
 
-    held: Held
+    held: Lease
     content: Content | None
 
 
@@ -39,7 +38,7 @@ class Started:
 class Granted:
     at: float
     worker: int
-    held: Held
+    held: Lease
     version: int
 
 
@@ -80,7 +79,7 @@ class Died:
 @dataclass
 class History:
     seed: int
-    course: Course
+    interval: Interval
     ahead: int | None
     """None: async."""
     backups: int

@@ -1,11 +1,18 @@
-"""Simulated workers and servers around the real `Book` and `Shard`, as docs/protocols/parameter-server.md has them."""
+"""Simulated workers and servers around the real `LeaseTable` and `Shard` (docs/protocols/parameter-server.md)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manyhands.parameter_server.protocol.leases import Book, Grant, Held, Meet, Minutes, Standing
-from manyhands.parameter_server.protocol.shard import Contribution, Shard
+from manyhands.parameter_server.protocol.leases import (
+    Lease,
+    LeaseGrant,
+    LeaseTable,
+    LeaseTableState,
+    ServerProgress,
+    SyncPoint,
+)
+from manyhands.parameter_server.protocol.shard import Shard, SliceGradient
 
 from .served_history import Committed, Content, Granted, Left, Met, Part, Started
 
@@ -27,8 +34,8 @@ class Memory:
     """What survives a server: committed all at once, or not at all. Weights are a ring of copies."""
 
     def __init__(self, world: World) -> None:
-        self.low, self.seen = world.course.first - 1, frozenset[int]()
-        self.minutes = Minutes.before(world.course.first)
+        self.low, self.seen = world.interval.first - 1, frozenset[int]()
+        self.minutes = LeaseTableState.before(world.interval.first)
         self.copies = [self.low] * (2 if world.ahead is None else 2 * (1 + world.ahead))
 
     def begin_copy(self, version: int) -> None:
@@ -67,9 +74,11 @@ class Server:
         self._world, self.number, self.incarnation, self.alive = world, number, incarnation, True
         self._memory = world.memories[number]
         kind = Shard if world.defects.deduplication else Forgetful
-        self.shard = kind(world.course, in_order=world.ahead is not None, low=self._memory.low, seen=self._memory.seen)
-        self.book: Book | None = None
-        self._standings: dict[int, Standing] = {number: self.shard.standing()}
+        self.shard = kind(
+            world.interval, in_order=world.ahead is not None, low=self._memory.low, seen=self._memory.seen
+        )
+        self.book: LeaseTable | None = None
+        self._standings: dict[int, ServerProgress] = {number: self.shard.standing()}
         self._living: tuple[int, ...] = ()
         self._heard = 0
         self._busy = False
@@ -92,7 +101,7 @@ class Server:
 
     # ---- gradients ----
 
-    def fill(self, contribution: Contribution, held: Held) -> None:
+    def fill(self, contribution: SliceGradient, held: Lease) -> None:
         if self.book is not None:
             self.book.filled(held)
         if not self.shard.fill(contribution) and self.shard.is_applied(held.step):
@@ -100,7 +109,7 @@ class Server:
         self._world.history.waiting = max(self._world.history.waiting, len(self.shard.standing().has))
         self._work()
 
-    def _acknowledge(self, contribution: Contribution) -> None:
+    def _acknowledge(self, contribution: SliceGradient) -> None:
         number, step = self.number, contribution.step
         self._world.send(f"worker {contribution.worker}", lambda worker: worker.applied(number, step))
 
@@ -116,7 +125,7 @@ class Server:
         before = [rows[one.row].changes for one in due]
         self._later(world.random.random() * world.random.choice([0.02, 0.02, 0.3]), lambda: self._finish(due, before))
 
-    def _are_intact(self, due: list[Contribution]) -> bool:
+    def _are_intact(self, due: list[SliceGradient]) -> bool:
         gone = [one for one in due if self._world.rows[one.row].filling != one.filling]
         for one in gone:
             self._world.history.dropped += 1
@@ -127,7 +136,7 @@ class Server:
             self._work()
         return not gone
 
-    def _finish(self, due: list[Contribution], before: list[int]) -> None:
+    def _finish(self, due: list[SliceGradient], before: list[int]) -> None:
         """Gradients have been read: only now is it sure that they were what they should have been."""
         if self._world.defects.fillings and not self._are_intact(due):
             return
@@ -135,7 +144,7 @@ class Server:
         for one, changes in zip(due, before, strict=True):
             row = rows[one.row]
             found = row.content if row.changes == changes else None
-            parts.append(Part(Held(one.step, one.place, one.row, one.filling), found))
+            parts.append(Part(Lease(one.step, one.place, one.row, one.filling), found))
         low, seen = self.shard.after(step)
         self._memory.low, self._memory.seen = low, seen
         self._world.note(Committed(self._world.now, self.number, step, tuple(parts), low, seen))
@@ -152,7 +161,7 @@ class Server:
 
     # ---- the first server's ----
 
-    def stand(self, server: int, standing: Standing) -> None:
+    def stand(self, server: int, standing: ServerProgress) -> None:
         if self.book is not None:
             self.book.stands(server, standing)
         else:
@@ -173,13 +182,13 @@ class Server:
         world = self._world
         if self.number or not self._heard or len(self._standings) < world.history.num_servers:
             return
-        self.book = Book(
-            world.course,
+        self.book = LeaseTable(
+            world.interval,
             world.rule,
             [self._standings[server] for server in range(world.history.num_servers)],
             num_rows=world.history.num_rows,
             number=self.incarnation,
-            minutes=self._memory.minutes if world.defects.minutes else Minutes.before(world.course.first),
+            minutes=self._memory.minutes if world.defects.minutes else LeaseTableState.before(world.interval.first),
         )
         self.book.lose(self._living)
         if world.defects.expecting:
@@ -194,7 +203,7 @@ class Server:
         if not self._world.dies_here(self):
             self._world.send(f"worker {worker}", lambda target: target.answered(ticket, 0, 0, None))
 
-    def asked(self, worker: int, of: int, ticket: int, met: int, wish: int, holding: tuple[Held, ...]) -> None:
+    def asked(self, worker: int, of: int, ticket: int, met: int, wish: int, holding: tuple[Lease, ...]) -> None:
         if self.book is None:
             return
         book, world = self.book, self._world
@@ -202,7 +211,7 @@ class Server:
         if book.minutes != self._memory.minutes:
             self._memory.minutes = book.minutes
         world.history.rows_used = max(world.history.rows_used, book.rows_used)
-        if isinstance(answer, Grant):
+        if isinstance(answer, LeaseGrant):
             world.note(Granted(world.now, worker, answer.held, answer.version))
             book.soon(worker, world.soon)
         if not world.dies_here(self):
@@ -213,16 +222,16 @@ class Server:
 class Worker:
     def __init__(self, world: World, number: int) -> None:
         self._world, self.number, self.alive, self.has_left = world, number, True, False
-        self.met = world.course.first - 1
+        self.met = world.interval.first - 1
         self.inside: int | None = None
         """The step after which it meets now."""
         self.wish = world.random.choice([0, 1])
         self._ticket, self._book, self._waits = 0, 0, False
-        self._holding: dict[int, Held] = {}
-        self._filled: dict[int, Contribution] = {}
+        self._holding: dict[int, Lease] = {}
+        self._filled: dict[int, SliceGradient] = {}
         self._applied: dict[int, set[int]] = {}
-        self._writing: Held | None = None
-        self._computing: Held | None = None
+        self._writing: Lease | None = None
+        self._computing: Lease | None = None
         self._chatty = world.random.random() < 0.2
         self._every_while()
 
@@ -275,7 +284,7 @@ class Worker:
             if not self._world.dies_here(self):
                 self._world.send(f"server {server}", lambda target: target.fill(contribution, held))
 
-    def answered(self, ticket: int, book: int, version: int, answer: Grant | Meet | None) -> None:
+    def answered(self, ticket: int, book: int, version: int, answer: LeaseGrant | SyncPoint | None) -> None:
         if ticket != self._ticket or not self._waits:
             return
         self._waits, self._book = False, book
@@ -283,9 +292,9 @@ class Worker:
             return
         self._forget(held for held in self._holding.values() if held.step <= version)
         match answer:
-            case Grant() if self._computing is None and answer.held.filling not in self._holding:
+            case LeaseGrant() if self._computing is None and answer.held.filling not in self._holding:
                 self._compute(answer)
-            case Meet():
+            case SyncPoint():
                 self._meet(answer)
 
     def applied(self, server: int, step: int) -> None:
@@ -302,23 +311,23 @@ class Worker:
 
     # ---- work ----
 
-    def _compute(self, grant: Grant) -> None:
+    def _compute(self, grant: LeaseGrant) -> None:
         self._computing = self._holding[grant.held.filling] = grant.held
         draw = self._world.random.random
         takes_s = draw() * (1.5 if draw() < self._world.tired else 0.1)
         self._later(takes_s, lambda: self._write(grant, draw() * (1.5 if draw() < self._world.tired else 0.05)))
 
-    def _write(self, grant: Grant, takes_s: float) -> None:
+    def _write(self, grant: LeaseGrant, takes_s: float) -> None:
         self._writing = grant.held
         self._world.rows[grant.held.row].begin(grant.held.filling)
         whole = all(memory.has_copy(grant.version) for memory in self._world.memories)
         self._later(takes_s, lambda: self._fill(grant, whole))
 
-    def _fill(self, grant: Grant, whole: bool) -> None:
+    def _fill(self, grant: LeaseGrant, whole: bool) -> None:
         held, self._writing, self._computing = grant.held, None, None
         whole = whole and all(memory.has_copy(grant.version) for memory in self._world.memories)
         self._world.rows[held.row].end(Content(held, grant.version, whole))
-        self._filled[held.filling] = Contribution(
+        self._filled[held.filling] = SliceGradient(
             held.step, held.place, held.row, held.filling, self.number, grant.version, 1.0, 1.0, (), b""
         )
         self._send(held.filling)
@@ -326,7 +335,7 @@ class Worker:
 
     # ---- meetings ----
 
-    def _meet(self, meet: Meet) -> None:
+    def _meet(self, meet: SyncPoint) -> None:
         world = self._world
         applied = tuple((memory.low, memory.seen) for memory in world.memories)
         world.note(Met(world.now, self.number, meet.step, meet.why, applied))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Rule
+from manyhands.parameter_server.protocol.leases import Interval, Rule
 
 from .clock import Clock
 from .history import Fault
@@ -39,11 +38,11 @@ class Defects:
     """Who leaves is not waited for."""
 
 
-def _course(random: Random, *, whole: bool) -> Course:
+def _interval(random: Random, *, whole: bool) -> Interval:
     slices, rows_each = random.randint(1, 4), random.randint(2, 3)
     batch = slices * rows_each
     first, num_rows = random.choice([1, 1, 8]), random.randint(1, 6 * batch)
-    return Course(
+    return Interval(
         call=1,
         first=first,
         last=first + random.randint(0, 24),
@@ -61,12 +60,12 @@ class World(Clock):
         self.random, self.defects, self.soon = Random(seed), defects, seed % 3
         self.calm = False
         self.ahead = self.random.choice([0, 0, 1, 3, None, None])
-        self.course = _course(self.random, whole=self.ahead is None)
+        self.interval = _interval(self.random, whole=self.ahead is None)
         self.rule = Rule(ahead=self.ahead, backups=0 if self.ahead is None else self.random.choice([0, 0, 1, 2]))
-        least = 1 if self.ahead is None else self.course.slices
+        least = 1 if self.ahead is None else self.interval.slices
         self.history = History(
             seed,
-            self.course,
+            self.interval,
             self.ahead,
             self.rule.backups,
             num_servers=self.random.randint(1, 3),
@@ -178,7 +177,7 @@ class World(Clock):
         return leave
 
     def look_whether_all_is_done(self) -> None:
-        last, present = self.course.last, self._present()
+        last, present = self.interval.last, self._present()
         if self.calm and present and all(worker.met == last for worker in present):
             self.over = all(memory.low == last for memory in self.memories)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.protocol.leases import Interval, Lease
 
 from .history import Fault
 from .served_checker import violations
@@ -43,7 +42,7 @@ def test_the_weather_is_bad_enough():
     for word in ("kill worker", "kill server 0", "kill server 1", "kill server 2", "wish", "join", "leaves"):
         assert any(word in fault for fault in faults)
     books = [
-        event.server == 0 and event.at > 0 and history.course.first <= event.low < history.course.last
+        event.server == 0 and event.at > 0 and history.interval.first <= event.low < history.interval.last
         for history in histories
         for event in history.of(Started)
     ]
@@ -75,11 +74,11 @@ def test_the_checker_sees_what_happens_when(defects, promise):
 
 # ---- the checker itself: one lie each ----------------------------------------------------------------------------
 
-COURSE = Course(call=1, first=1, last=2, start_row=0, num_rows=4, batch_size=4, slices=2, whole=False)
+COURSE = Interval(call=1, first=1, last=2, start_row=0, num_rows=4, batch_size=4, slices=2, whole=False)
 
 
 def part(step: int, place: int, **more) -> Part:
-    held = Held(step, place, place, 10 * step + place)
+    held = Lease(step, place, place, 10 * step + place)
     return Part(held, Content(held, **{"based_on": step - 1, "whole": True, **more}))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.control.messages.agent_messages import Plan
+from manyhands.control.messages.agent_messages import HostPlan
 
 from .history import Adopted, Applied, Committed, Entered
 
@@ -45,7 +45,7 @@ class Worker:
         self._booted = self._broken = False
         self.stranded = False
         """Its group came apart, and it waits for a newer one."""
-        self._newest: Plan | None = None
+        self._newest: HostPlan | None = None
         self._moment = 0
         if not joining:
             self.step, self.digest = world.checkpoint
@@ -99,7 +99,7 @@ class Worker:
 
     # ---- groups ----
 
-    def announce(self, plan: Plan) -> None:
+    def announce(self, plan: HostPlan) -> None:
         """The newest generation, from the agent."""
         if not self.alive or (self._newest and number(plan.generation) <= number(self._newest.generation)):
             return

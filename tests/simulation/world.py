@@ -15,8 +15,16 @@ import msgspec
 
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import begin, react, restored
-from manyhands.control.membership.state import Heard, Membership, Output, Persist, Settings, Tell, Ticked
-from manyhands.control.messages.agent_messages import HostReport, Job, Orders
+from manyhands.control.membership.state import (
+    Membership,
+    MembershipSettings,
+    Output,
+    Persist,
+    ReportReceived,
+    SendOrders,
+    Ticked,
+)
+from manyhands.control.messages.agent_messages import HostReport, JobDescription, Orders
 from manyhands.control.messages.launch_request import WorkerCommand
 
 from .checker import PATIENCE_S
@@ -190,8 +198,8 @@ class Coordinator:
     def __init__(self, world: World, hosts: int, least: int) -> None:
         world.history.budget = world.random.choice([0, 2, 1000, 1000, 1000, 1000])
         budget = world.history.budget
-        job = Job(command=WorkerCommand("script", "t.py"), flags={}, grace_s=1.0, max_restarts=budget)
-        settings = Settings(run="r", job=job, versions={}, hosts_wanted=hosts, elastic=(least, 8))
+        job = JobDescription(command=WorkerCommand("script", "t.py"), flags={}, grace_s=1.0, max_restarts=budget)
+        settings = MembershipSettings(run="r", job=job, versions={}, hosts_wanted=hosts, elastic=(least, 8))
         self._world = world
         self._disk: list[Membership] = []
         self._known = ""
@@ -215,7 +223,7 @@ class Coordinator:
     def hear(self, report: HostReport) -> None:
         if self.up:
             self._where.add(report.agent)
-            self._apply(*react(self.state, Heard(report=report), self._world.now))
+            self._apply(*react(self.state, ReportReceived(report=report), self._world.now))
 
     def _apply(self, state: Membership, outputs: list[Output]) -> None:
         """As the real shell does; in troubled times it may die between any two things."""
@@ -227,7 +235,7 @@ class Coordinator:
             match output:
                 case Persist(state=durable):
                     self._write(durable)
-                case Tell(agent=agent) if agent in self._where:
+                case SendOrders(agent=agent) if agent in self._where:
                     self._tell(agent, orders_for(state, agent, self._world.now))
 
     def _tell(self, name: str, orders: Orders) -> None:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from manyhands.errors import ClusterError
-from manyhands.spec.cluster import ClusterSpec, ClusterTask, from_tf_config, parse_address
+from manyhands.spec.addresses import parse_task_address
+from manyhands.spec.cluster import ClusterSpec, ClusterTask, from_tf_config
 from manyhands.spec.load import cluster_task
 
 FULL = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
@@ -119,8 +120,8 @@ def test_a_broken_field_of_tf_config_is_named_with_a_right_example(text, says):
 
 
 def test_addresses_of_both_kinds_are_read():
-    assert parse_address("10.0.0.1:2222", "x") == ("10.0.0.1", 2222)
-    assert parse_address("[fe80::1%eth0]:1", "x") == ("fe80::1%eth0", 1)
+    assert parse_task_address("10.0.0.1:2222", "x") == ("10.0.0.1", 2222)
+    assert parse_task_address("[fe80::1%eth0]:1", "x") == ("fe80::1%eth0", 1)
     for broken in ("fe80::1:1", "a b:1", "-a:1", "a:\uff11", "a:+1", "a\n:1"):
         with pytest.raises(ClusterError):
-            parse_address(broken, "x")
+            parse_task_address(broken, "x")

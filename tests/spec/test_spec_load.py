@@ -79,7 +79,7 @@ def test_none_counts_as_not_given_in_flags_and_arguments():
         ('[train]\nprecision = "bf6"', "must be one of fp32, bf16, fp16", 2, 'precision = "bf16"'),
         ("[train]\nslices = 0", "slices is 0, but must be at least 1", 2, "slices = 1"),
         ("[comm]\ntimeout_s = nan", "timeout_s is nan", 2, "timeout_s = 30.0"),
-        ("[launch]\nlisten = '0.0.0.0'", "every interface", 2, "listen = the one address the other hosts use"),
+        ("[launch]\nlisten = '0.0.0.0'", "every interface", 2, "listen = the one address that the other hosts use"),
         ("[run]\nseed = {a = 1}", "seed is a dict", 2, "seed = 0"),
         ("[run]\nseed == 1", "Not valid TOML", 2, None),
         ("[train]\nprecision = bf16", "Not valid TOML", 2, 'text in quotes: precision = "bf16"'),
@@ -174,7 +174,7 @@ def test_a_dumped_spec_loads_back_as_itself(config):
 
 def test_a_lossy_exchange_is_refused_where_the_same_bits_are_promised():
     error = refused(flags={"reducer": "int8"}, arguments={"exact": True})
-    assert "rounds what workers send each other" in error.what
+    assert "rounds the gradients that workers send" in error.what
     assert error.where == "--reducer"
     assert list(error.fix) == ["--reducer exact", "exact=False"]
     error = refused(flags={"exact": True}, environ={"MANYHANDS_REDUCER": "bf16"})
@@ -199,8 +199,8 @@ def test_elastic_bounds_are_said_in_the_words_of_each_source(config):
 @pytest.mark.parametrize(
     ("given", "says", "fix"),
     [
-        ({"flags": {"elastic": "2:1"}}, "elastic is 2:1, but must be the least", "--elastic 1:2"),
-        ({"flags": {"elastic": "0:4"}}, "elastic is 0:4, but must be the least", "--elastic 1:4"),
+        ({"flags": {"elastic": "2:1"}}, "elastic is 2:1, but must be the minimum", "--elastic 1:2"),
+        ({"flags": {"elastic": "0:4"}}, "elastic is 0:4, but must be the minimum", "--elastic 1:4"),
         ({"arguments": {"elastic": (3, 2)}}, "elastic is 3:2", "elastic=(2, 3)"),
         ({"environ": {"MANYHANDS_ELASTIC": "2"}}, "must be two whole numbers", "MANYHANDS_ELASTIC=2:8"),
         ({"flags": {"elastic": "a:b"}}, "must be two whole numbers", "--elastic 2:8"),
@@ -213,7 +213,7 @@ def test_elastic_bounds_are_said_in_the_words_of_each_source(config):
             "workers is 4 on each of 2 hosts",
             "--workers 2",
         ),
-        ({"flags": {"elastic": "2:4", "strategy": "single"}}, "strategy is single", "--strategy mirrored"),
+        ({"flags": {"elastic": "2:4", "strategy": "single"}}, "strategy single has exactly one", "--strategy mirrored"),
         ({"flags": {"heartbeat_s": 0.1}}, "heartbeat_s is 0.1, but must be at least 1", "--heartbeat 1"),
         ({"flags": {"hang_s": 0.1}}, "hang_s is 0.1, but must be at least 1", "--hang 1"),
     ],

@@ -24,7 +24,7 @@ def test_bytes_that_are_no_text_are_named_and_can_be_printed():
     with pytest.raises(UsageError, match=r"The file run\\xff is not UTF-8") as caught:
         check_name(NOT_UTF8, "The file")
     str(caught.value).encode()
-    with pytest.raises(UsageError, match="run\xe9 is beyond ASCII") as caught:
+    with pytest.raises(UsageError, match="run\xe9 has non-ASCII characters") as caught:
         check_name(IN_ASCII, "The file")
     assert caught.value.fix == ("LC_ALL=C.UTF-8 in front of the command",)
     check_name("run\xe9", "The file")

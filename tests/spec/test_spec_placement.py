@@ -36,7 +36,7 @@ def test_an_elastic_run_starts_with_as_many_as_it_may_have_unless_told():
 
 
 def test_several_hosts_need_an_address():
-    with pytest.raises(SpecError, match="2 hosts are wanted"):
+    with pytest.raises(SpecError, match="2 hosts are requested"):
         from_settings(LaunchSection(hosts_wanted=2), CPUS)
     assert from_settings(LaunchSection(hosts_wanted=2, listen="10.0.0.1"), CPUS).beyond_loopback
 
@@ -71,13 +71,13 @@ def test_with_c10d_the_node_that_the_endpoint_names_coordinates():
     assert (first.host_rank, first.coordinates, first.master) == (0, True, ("a", 7))
     other = from_torchrun({**flags, "rdzv_endpoint": "b"}, NONE_ASKED, here)
     assert (other.host_rank, other.coordinates, other.master) == (None, False, ("b", 29500))
-    assert "no endpoint" in refused({"nnodes": "2", "rdzv_backend": "c10d"}).what
+    assert "no rendezvous endpoint" in refused({"nnodes": "2", "rdzv_backend": "c10d"}).what
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"nnodes": "1:3"}, "counts hosts that come and go; here workers are counted"),
+        ({"nnodes": "1:3"}, "is a range of hosts, but elastic runs are given a range of workers"),
         ({"nnodes": "many"}, "must be a number"),
         ({"nproc_per_node": "gpu"}, "no GPU"),
         ({"nproc_per_node": "0"}, "from 1 to 65536, or auto, cpu or gpu"),

@@ -23,7 +23,7 @@ def test_a_flag_wins_over_the_script_and_the_script_over_the_environment():
     ("wrong", "what", "fix"),
     [
         ({"mode": "eventual"}, "mode is 'eventual'", 'mode="sync"'),
-        ({"mode": "async", "aggregate": 4}, "async applies each by itself", 'mode="sync"'),
+        ({"mode": "async", "aggregate": 4}, "async applies every gradient separately", 'mode="sync"'),
         ({"mode": "sync", "damping": True}, "sync has none", "damping=False"),
         ({"servers": 0}, "servers is 0", "servers=1"),
         ({"servers": 1.5}, "servers is 1.5", "servers=1"),

@@ -2,10 +2,10 @@ import pytest
 from msgspec.structs import replace
 
 from manyhands.errors import SpecError
-from manyhands.spec.load import seat
-from manyhands.spec.worker_identity import SEAT_VARIABLES, Seat, seat_environment, server_endpoint
+from manyhands.spec.load import own_identity
+from manyhands.spec.worker_identity import IDENTITY_VARIABLES, WorkerIdentity, identity_environment, server_endpoint
 
-SEAT = Seat(
+SEAT = WorkerIdentity(
     agent="ipc://agent",
     rank=3,
     world_size=4,
@@ -24,15 +24,15 @@ SEAT = Seat(
 
 
 def test_a_seat_survives_the_way_through_the_environment():
-    assert seat(seat_environment(SEAT)) == SEAT
-    assert set(seat_environment(SEAT)) == SEAT_VARIABLES
+    assert own_identity(identity_environment(SEAT)) == SEAT
+    assert set(identity_environment(SEAT)) == IDENTITY_VARIABLES
 
 
 def test_a_server_has_a_seat_of_its_own_and_is_in_no_group():
     server = replace(
         SEAT, role="server", rank=-1, generation="", server=1, num_servers=2, servers="ipc:///tmp/mh-1/server-"
     )
-    assert seat(seat_environment(server)) == server
+    assert own_identity(identity_environment(server)) == server
     group = server.group()
     assert (group.rank, group.generation, group.world_size, group.slots) == (-1, "", 0, [])
     assert server.is_server
@@ -46,10 +46,10 @@ def test_a_seat_says_where_each_server_is():
 
 
 def test_without_an_agent_there_is_no_seat():
-    assert seat({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert own_identity({"RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 @pytest.mark.parametrize("broken", [{"RANK": "first"}, {"MANYHANDS_FLAGS": "{"}, {"MANYHANDS_FLAGS": "[]"}])
 def test_a_broken_seat_is_refused(broken):
-    with pytest.raises(SpecError, match="seat are broken"):
-        seat({**seat_environment(SEAT), **broken})
+    with pytest.raises(SpecError, match="identity are invalid"):
+        own_identity({**identity_environment(SEAT), **broken})

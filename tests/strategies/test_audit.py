@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_checking import flip, same, told
 
 import manyhands as mh
 from manyhands.errors import Diverged
 from manyhands.events import WrongGradientFound
 from manyhands.native import why_not
 from manyhands.testing import RankPool
+from tests.strategies.test_checking import flip, same, told
 from tests.training.workloads import data, make_trainer, weights_of
 
 PLANES = [
@@ -90,7 +90,7 @@ def test_of_two_workers_the_one_that_does_not_repeat_itself_is_named(ranks: Rank
 def test_of_two_that_repeat_themselves_both_are_named(ranks: RankPool) -> None:
     results = ranks(2, audited, (1, 4, "steady"))
     assert told(results[0], WrongGradientFound)[0].ranks in ([0, 1], [1, 0])
-    assert all("nobody can tell who is right" in result["error"] for result in results)
+    assert all("it cannot be decided which is right" in result["error"] for result in results)
 
 
 def test_without_exact_large_errors_are_found_and_one_bit_is_not(ranks: RankPool) -> None:

@@ -310,8 +310,8 @@ def refused(local_sgd: dict[str, Any], arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("local_sgd", "arguments", "words"),
     [
-        ({}, {"exact": True}, "depends on how many they are"),
-        ({}, {"balance": True}, "who trains on what"),
+        ({}, {"exact": True}, "depends on the number of workers"),
+        ({}, {"balance": True}, "which worker trains on which slice"),
         ({}, {"audit": True}, "their weights differ"),
         ({"reducer": "int8"}, {}, 'reducer="bf16"'),
         ({}, {"optimizer": "LBFGS"}, "LBFGS keeps a list"),

@@ -35,8 +35,8 @@ class Unhurried:
     """No save is left out because the one before it is still being written."""
 
     def after_step(self, trainer: mh.Trainer, step: int, stats: Any) -> None:
-        assert trainer._fit is not None
-        writer = trainer._fit._steps.saver._writer
+        assert trainer._lifecycle is not None
+        writer = trainer._lifecycle.saver._writer
         deadline = time.monotonic() + 100
         while writer is not None and writer.busy:
             assert time.monotonic() < deadline
@@ -161,9 +161,7 @@ def test_shared_weights_that_something_else_changed_are_named_on_every_worker(
     undisturbed = ranks(2, train, None)
     for result in ranks(2, train, (1, 6, where), run_dir=tmp_path / "run"):
         assert result["step"] == 6, "seen in the next update"
-        assert result["error"].startswith(
-            "MemoryChanged: 0.weight, or a state that the optimizer keeps for it, changed"
-        )
+        assert result["error"].startswith("MemoryChanged: 0.weight, or its optimizer state, changed")
     found = newest_valid(tmp_path / "run" / "checkpoints")
     assert found is not None and found.step == 3, "that of step 6 holds what was changed"
     for result in ranks(2, train, None, run_dir=tmp_path / "run"):
@@ -202,7 +200,7 @@ def test_a_script_that_writes_to_shared_weights_is_found_out(
 ) -> None:
     """Fused, in the first step that can be looked at, the third; with torch's own optimizers, after check_every."""
     for error, step in ranks(2, train_scribbling, optimizer, flags={"train.check_every": every}):
-        assert error.startswith("0.weight, or a state") and "trainer.editing()" in error
+        assert error.startswith("0.weight, or its optimizer state") and "trainer.editing()" in error
         assert step <= latest
 
 
@@ -237,7 +235,7 @@ def test_a_loop_of_ones_own_is_healed_too(ranks: RankPool) -> None:
 @pytest.mark.long
 def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankPool) -> None:
     """Flipped by the worker whose part it is: its hash, taken after its own hooks, is sure to see it."""
-    on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
+    on_hosts = {"train.strategy": "mirrored", "train.check_every": 3}
     undisturbed = ranks(6, train, None, flags=on_hosts, hosts=3)
     results = ranks(6, train, (2, 6, "weight"), flags=on_hosts, hosts=3)
     (diverged,) = told(results[0], CopiesDiverged)
@@ -248,6 +246,6 @@ def test_a_host_whose_shared_weights_are_odd_is_healed_from_another(ranks: RankP
 @needs_native
 @pytest.mark.slow
 def test_two_hosts_whose_shared_weights_differ_stop(ranks: RankPool) -> None:
-    on_hosts = {"train.strategy": "multi_worker", "train.check_every": 3}
+    on_hosts = {"train.strategy": "mirrored", "train.check_every": 3}
     for result in ranks(4, train, (2, 6, "state"), flags=on_hosts, hosts=2):
         assert result["error"].startswith("Diverged: After step 6 "), "two hosts are two copies"

@@ -16,8 +16,8 @@ from torch.nn import functional
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.model.precision import Precision
 from manyhands.parallel.model.step_buffers import ForeignState
-from manyhands.strategies.loss_check import FirstLook, rows_between
-from manyhands.strategies.loss_kinds import Measured, Value, cuts, verdict
+from manyhands.strategies.loss_check import LossCheck, rows_between
+from manyhands.strategies.loss_kinds import LossAtCuts, LossValue, cuts, verdict
 
 ROWS, TOKENS, CLASSES, IGNORED = 12, 7, 5, -100
 
@@ -167,7 +167,7 @@ class Slice:
 def look(loss: Callable[..., Any], batch: Any, model: nn.Module | None = None, **how: Any) -> list[str]:
     said: list[str] = []
     metrics = how.pop("metrics", {})
-    looking, piece = FirstLook(1, metrics, said.append, may_couple=how.pop("may_couple", False)), Slice(batch, **how)
+    looking, piece = LossCheck(1, metrics, said.append, may_couple=how.pop("may_couple", False)), Slice(batch, **how)
     if looking.is_at(piece, piece):  # type: ignore[arg-type]
         looking.at(model or trained(), loss, piece, ForeignState())  # type: ignore[arg-type]
     return said
@@ -254,12 +254,12 @@ def test_rows_are_cut_out_of_whatever_a_collate_function_makes() -> None:
     assert cut["names"] == ["b", "c"] and cut["none"] is None
 
 
-def measured(losses: dict[str, float], again: float | None = None) -> Measured:
+def measured(losses: dict[str, float], again: float | None = None) -> LossAtCuts:
     a, b, c = 2, 4, 2
     rows = {"whole": 8, "a": a, "bc": b + c, "ab": a + b, "c": c, "b": b}
-    values = {name: Value(losses[name] * rows[name], rows[name]) for name in rows}
+    values = {name: LossValue(losses[name] * rows[name], rows[name]) for name in rows}
     whole = losses["whole"] if again is None else again
-    return Measured((a, b, c), **values, again=Value(whole * 8, 8))
+    return LossAtCuts((a, b, c), **values, again=LossValue(whole * 8, 8))
 
 
 def test_the_verdict_follows_from_numbers_alone() -> None:

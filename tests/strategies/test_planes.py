@@ -96,7 +96,7 @@ def test_odd_models_and_weights_changed_by_hand_end_the_same_way(ranks: RankPool
 
 
 # Small buckets, so that gradients leave in many of them.
-ON_TWO_HOSTS = {"train.strategy": "multi_worker", "comm.bucket_bytes": 4096}
+ON_TWO_HOSTS = {"train.strategy": "mirrored", "comm.bucket_bytes": 4096}
 
 
 @pytest.mark.parametrize("case", ["momentum, Nesterov and weight decay", "clipping", "fp16 with loss scaling", "LBFGS"])

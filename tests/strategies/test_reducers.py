@@ -43,7 +43,7 @@ def assert_close(left: Weights, right: Weights, tolerance: float) -> None:
 
 def train_with_unused(reducer: str) -> Weights:
     trainer = mh.Trainer(
-        WithUnusedParameter, mean_loss, OPTIMIZERS["momentum"], mh.MultiWorker(reducer=reducer), slices=5, clip_norm=1.0
+        WithUnusedParameter, mean_loss, OPTIMIZERS["momentum"], mh.Mirrored(reducer=reducer), slices=5, clip_norm=1.0
     )
     trainer.fit(data(), epochs=3, batch_size=24)
     return weights_of(trainer)
@@ -126,7 +126,7 @@ def train_on_hosts(run_dir: str, reducer: str, how: str | None, at: int = 0) -> 
         WithUnusedParameter,
         mean_loss,
         OPTIMIZERS["momentum"],
-        mh.MultiWorker(reducer=reducer),
+        mh.Mirrored(reducer=reducer),
         slices=6,
         clip_norm=1.0,
         run_dir=run_dir,
@@ -283,7 +283,7 @@ def digits_right(reducer: str) -> float:
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)),
         mean_loss,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        mh.MultiWorker(reducer=reducer),
+        mh.Mirrored(reducer=reducer),
         metrics={"accuracy": right},
         slices=2,
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.testing import RankPool
-from manyhands.training.step.garbage_collection import Garbage
+from manyhands.training.step.garbage_collection import GarbageCollection
 from tests.training.workloads import OPTIMIZERS, data, mean_loss
 
 
@@ -55,7 +55,7 @@ class Record:
 
 
 def test_garbage_of_steps_that_workers_take_by_themselves_does_not_pile_up() -> None:
-    garbage, alive, most = Garbage(manage=True), weakref.WeakSet[Knot](), 0
+    garbage, alive, most = GarbageCollection(manage=True), weakref.WeakSet[Knot](), 0
     garbage.begin()
     for _ in range(60):
         garbage.hold()
@@ -182,7 +182,7 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
 
 
 def test_between_steps_there_is_as_much_room_as_ever(thresholds: tuple[int, int, int]) -> None:
-    garbage = Garbage(manage=True)
+    garbage = GarbageCollection(manage=True)
     garbage.hold()
     left = [Knot(torch.empty(0)) for _ in range(2 * thresholds[0])]
     assert garbage.wanted
@@ -195,7 +195,7 @@ def test_between_steps_there_is_as_much_room_as_ever(thresholds: tuple[int, int,
 
 
 def test_what_the_user_sets_between_steps_stays(thresholds: tuple[int, int, int]) -> None:
-    garbage = Garbage(manage=True)
+    garbage = GarbageCollection(manage=True)
     garbage.hold()
     garbage.release()
     gc.set_threshold(5000, 20, 20)
@@ -206,7 +206,7 @@ def test_what_the_user_sets_between_steps_stays(thresholds: tuple[int, int, int]
 
 def test_what_the_user_has_frozen_stays_frozen(thresholds: tuple[int, int, int]) -> None:
     gc.freeze()
-    garbage = Garbage(manage=True)
+    garbage = GarbageCollection(manage=True)
     garbage.begin()
     garbage.end()
     assert gc.get_freeze_count() > 0

@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.comm.mesh import Formation, Grid, by_slots
 from manyhands.training.elastic.part_recovery_decision import hand_over, words
-from manyhands.training.elastic.recovery_decision import Doing, Standing
+from manyhands.training.elastic.recovery_decision import Doing, WorkerProgress
 
 REPLICA = Grid(pipeline=2)
 
@@ -17,8 +17,8 @@ def formed(*slots: int) -> Formation:
     return found
 
 
-def at(step: int | None, doing: Doing = "steps") -> Standing:
-    return Standing(call=1, step=step or 0, operation=0, doing=doing, done=False, has_state=step is not None)
+def at(step: int | None, doing: Doing = "steps") -> WorkerProgress:
+    return WorkerProgress(call=1, step=step or 0, operation=0, doing=doing, done=False, has_state=step is not None)
 
 
 def test_a_newcomer_gets_its_part_from_the_other_replica() -> None:
@@ -59,7 +59,7 @@ def test_a_step_is_not_taken_back_by_one_that_does_what_follows_it(doing: Doing)
         pytest.param([at(None)] * 4, id="nobody has anything"),
     ],
 )
-def test_without_a_step_that_is_known_whole_there_is_the_checkpoint(standings: list[Standing]) -> None:
+def test_without_a_step_that_is_known_whole_there_is_the_checkpoint(standings: list[WorkerProgress]) -> None:
     assert hand_over(standings, formed(0, 1, 2, 3)) is None
 
 

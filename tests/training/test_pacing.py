@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.data.sample_order import Division
+from manyhands.data.sample_order import SliceDivision
 from manyhands.events import Divided, Event, Straggler, Warned
 from manyhands.spec.run import TrainSection
 from manyhands.testing import RankFailed, RankPool
-from manyhands.training.step.straggler_tracking import Pacing
+from manyhands.training.step.stragglers import StragglerTracker
 from tests.training.workloads import OPTIMIZERS, data, mean_loss, with_dropout_and_batch_norm
 
 SLICES, WINDOW = 8, 10
@@ -158,7 +158,7 @@ def test_slices_move_to_the_faster_worker_and_the_result_stays_the_same(ranks: R
 
 
 def train_on_hosts(phase: str | None) -> dict[str, Any]:
-    return train(phase, strategy="multi_worker")
+    return train(phase, strategy="mirrored")
 
 
 def train_in_many_slices(phase: str | None, strategy: str = "mirrored") -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_slices_move_between_hosts(ranks: RankPool) -> None:
         4,
         train_in_many_slices,
         "forward",
-        "multi_worker",
+        "mirrored",
         flags={**FLAGS, "train.balance": True},
         hosts=2,
     )
@@ -227,7 +227,7 @@ def test_balance_says_when_there_is_nothing_to_move(ranks: RankPool) -> None:
 def test_balance_refuses_data_that_belongs_to_workers(ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"DataError.*function of the worker"):
         ranks(1, fit_balanced, rows_of_slices, 0)
-    with pytest.raises(RankFailed, match=r"DataError.*one worker's only"):
+    with pytest.raises(RankFailed, match=r"DataError.*slices of one worker only"):
         ranks(1, fit_balanced, rows_forever, 1)
 
 
@@ -254,7 +254,7 @@ def row(forward_s: float) -> tuple[float, ...]:
     return (0.0, forward_s, 0.0, 0.0, 0.001, 0.0)
 
 
-def fed(pacing: Pacing, *windows: tuple[float, float]) -> list[Any]:
+def fed(pacing: StragglerTracker, *windows: tuple[float, float]) -> list[Any]:
     """Feed it windows in which both workers take so long for a slice; what it says after each."""
     verdicts = []
     for costs in windows:
@@ -268,8 +268,8 @@ def fed(pacing: Pacing, *windows: tuple[float, float]) -> list[Any]:
     return verdicts
 
 
-def new_pacing(**settings: Any) -> Pacing:
-    return Pacing(TrainSection(straggler_steps=WINDOW, **settings), 2)
+def new_pacing(**settings: Any) -> StragglerTracker:
+    return StragglerTracker(TrainSection(straggler_steps=WINDOW, **settings), 2)
 
 
 def test_a_slow_worker_is_named_again_only_when_something_changes() -> None:
@@ -286,9 +286,9 @@ def test_a_division_changes_with_the_times_and_starts_even_with_other_workers() 
     moved, still, back = fed(pacing, (0.1, 0.3), (0.1, 0.3), (0.1, 0.1))
     assert (moved.parts, still, back.parts) == ((6, 2), None, (4, 4))
     fed(pacing, (0.1, 0.3))
-    assert pacing.division == Division(2, (6, 2))
+    assert pacing.division == SliceDivision(2, (6, 2))
     pacing.regrouped(3)
-    assert pacing.division == Division(3)
+    assert pacing.division == SliceDivision(3)
 
 
 def test_what_cannot_be_compared_is_not() -> None:

@@ -8,7 +8,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.training.elastic.recovery_decision import Doing, Standing, can_join, decide, has_behind_it, told_result
+from manyhands.training.elastic.recovery_decision import (
+    Doing,
+    WorkerProgress,
+    can_join,
+    decide,
+    evaluation_result,
+    finished_operations,
+)
 
 EVALUATED = ({"loss": 0.5}, 40)
 
@@ -21,8 +28,8 @@ def standing(
     done: bool = False,
     division: str = "",
     doing: Doing = "an evaluation",
-) -> Standing:
-    return Standing(
+) -> WorkerProgress:
+    return WorkerProgress(
         call=call,
         step=step,
         operation=operation,
@@ -34,7 +41,7 @@ def standing(
     )
 
 
-NEWCOMER = Standing(call=1, step=0, operation=0, doing="steps", done=False, has_state=False, is_newcomer=True)
+NEWCOMER = WorkerProgress(call=1, step=0, operation=0, doing="steps", done=False, has_state=False, is_newcomer=True)
 
 
 def test_all_in_the_middle_of_the_same_step_go_on_with_it() -> None:
@@ -87,19 +94,19 @@ def test_a_newcomer_is_told_what_nobody_evaluates_again_and_else_takes_part() ->
     done, past = standing(7, 1, done=True), standing(7, 2)
     for members in ([done, done], [done, past]):
         assert decide([*members, NEWCOMER], 0)[2].all_done
-        assert told_result([*members, NEWCOMER], done) == EVALUATED
+        assert evaluation_result([*members, NEWCOMER], done) == EVALUATED
     assert not decide([done, standing(7, 1), NEWCOMER], 0)[2].all_done
-    assert told_result([done, standing(7, 1), NEWCOMER], done) is None
-    assert told_result([between := standing(7), NEWCOMER], between) is None, (
+    assert evaluation_result([done, standing(7, 1), NEWCOMER], done) is None
+    assert evaluation_result([between := standing(7), NEWCOMER], between) is None, (
         "between two steps there is nothing to tell"
     )
 
 
 def test_a_newcomer_has_behind_it_what_the_one_has_whose_state_it_gets() -> None:
     """What all workers do together is numbered; one that counted otherwise would never be where the others are."""
-    assert has_behind_it(standing(7)) == 0
-    assert has_behind_it(standing(7, 2, doing="steps")) == 2, "done, and then admitted"
-    assert has_behind_it(standing(7, 2, doing="an evaluation")) == 1, "which it takes part in, or is told"
+    assert finished_operations(standing(7)) == 0
+    assert finished_operations(standing(7, 2, doing="steps")) == 2, "done, and then admitted"
+    assert finished_operations(standing(7, 2, doing="an evaluation")) == 1, "which it takes part in, or is told"
 
 
 def test_the_state_of_the_one_who_has_come_farthest_is_given() -> None:
@@ -122,7 +129,7 @@ def test_newcomers_join_steps_and_evaluations_and_nothing_else() -> None:
 )
 def test_all_members_come_to_the_same_decision(told: list[tuple[int, bool, str]]) -> None:
     members = [
-        Standing(call=1, step=step, operation=0, doing="steps", done=False, has_state=has, division=division)
+        WorkerProgress(call=1, step=step, operation=0, doing="steps", done=False, has_state=has, division=division)
         for step, has, division in told
     ]
     decisions = [decide(members, rank) for rank in range(len(members))]
@@ -151,10 +158,10 @@ class _Follower:
         else:
             self.has_result = True
 
-    def stand(self) -> Standing:
+    def stand(self) -> WorkerProgress:
         behind = self.script[: self.at]
         since = list(reversed(behind)).index("steps") if "steps" in behind else len(behind)
-        return Standing(
+        return WorkerProgress(
             call=1,
             step=behind.count("steps"),
             operation=since + (self.doing != "steps"),
@@ -165,14 +172,14 @@ class _Follower:
             result=EVALUATED if self.doing == "an evaluation" and self.has_result else None,
         )
 
-    def go_over(self, standings: list[Standing], rank: int) -> None:
+    def switch_generation(self, standings: list[WorkerProgress], rank: int) -> None:
         source, _, arrival = decide(standings, rank)
         assert source is not None
         giver = standings[source]
         if arrival.received:
             steps = [at + 1 for at, one in enumerate(self.script) if one == "steps"]
-            self.at = ([0, *steps])[giver.step] + has_behind_it(giver)
-            self.at += self.is_newcomer and told_result(standings, giver) is not None
+            self.at = ([0, *steps])[giver.step] + finished_operations(giver)
+            self.at += self.is_newcomer and evaluation_result(standings, giver) is not None
         elif self.doing != "steps" and arrival.all_done:
             self.at += 1
         self.is_newcomer = self.has_result = False
@@ -199,7 +206,7 @@ def _play(seed: int) -> None:
                 workers += coming
             standings = standings[: len(workers)]
             for rank, worker in enumerate(workers):
-                worker.go_over(standings, rank)
+                worker.switch_generation(standings, rank)
         assert len({(worker.at, worker.has_result) for worker in workers}) == 1, f"seed {seed}: they go apart"
 
 

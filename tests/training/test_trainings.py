@@ -16,7 +16,7 @@ from manyhands.events import StepDone
 from manyhands.observe.run_audit import audit
 from manyhands.spec.training_directory import home_of
 from manyhands.testing import RankFailed, RankPool
-from manyhands.training.elastic.recovery_decision import Standing, decide
+from manyhands.training.elastic.recovery_decision import WorkerProgress, decide
 from tests.stopping import StopAt
 from tests.training.workloads import CLASSES, OPTIMIZERS, data, mean_loss
 
@@ -28,7 +28,7 @@ def rows() -> Any:
 def make(seed: int, strategy: str, model: Any = None) -> mh.Trainer:
     choices: dict[str, Any] = {
         "mirrored": "mirrored",
-        "tensor": mh.Tensor(),
+        "tensor": mh.TensorParallel(),
         "parameters": mh.Sharded("parameters"),
         "averaged": mh.LocalSGD(every=2),
     }
@@ -140,9 +140,9 @@ def test_a_join_may_come_before_a_trainer_or_after_it(ranks: RankPool) -> None:
 
 
 def made_on_one(used: bool) -> None:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    if _seated.get()[0].seat.rank == 0:
+    if _current_session.get()[0].identity.rank == 0:
         extra = make(1, "mirrored")
         if used:
             extra.fit(rows(), epochs=1, batch_size=8)
@@ -161,8 +161,8 @@ def test_the_first_training_keeps_the_run_directory_itself() -> None:
 
 
 def test_no_state_is_taken_from_one_training_for_another() -> None:
-    ended = Standing(call=2, step=8, use=1, operation=3, doing="something else", done=True, has_state=True)
-    begun = Standing(call=2, step=0, use=2, operation=1, doing="steps", done=False, has_state=False)
+    ended = WorkerProgress(call=2, step=8, use=1, operation=3, doing="something else", done=True, has_state=True)
+    begun = WorkerProgress(call=2, step=0, use=2, operation=1, doing="steps", done=False, has_state=False)
     source, needed, arrival = decide([ended, begun], 0)
     assert (source, needed, arrival.all_done) == (None, False, True)
     assert not decide([ended, begun], 1)[2].received

@@ -13,7 +13,7 @@ from manyhands.observe.event_text import used_lines
 from manyhands.observe.progress_display import make_display
 from manyhands.strategies.base import StepStats
 from manyhands.training.step import resource_meter
-from manyhands.training.step.resource_meter import Meter
+from manyhands.training.step.resource_meter import ResourceMeter
 
 MIB = 2**20
 
@@ -33,7 +33,7 @@ def busy(seconds: float) -> None:
 
 
 def test_a_meter_tells_cores_memory_bytes_and_phases() -> None:
-    meter = Meter(rank=1, world_size=2)
+    meter = ResourceMeter(rank=1, world_size=2)
     for _ in range(3):
         meter.add(StepStats(loss=0.0, rows=4, seconds={"forward": 0.25, "reduce": 0.5}, bytes_sent=100))
     busy(0.05)
@@ -48,14 +48,14 @@ def test_a_meter_tells_cores_memory_bytes_and_phases() -> None:
 
 
 def test_what_takes_the_kernel_a_while_is_asked_at_the_end_only() -> None:
-    meter = Meter(rank=0, world_size=2)
+    meter = ResourceMeter(rank=0, world_size=2)
     meter.add(StepStats(loss=0.0, rows=4))
     found = meter.used(1)
     assert found is not None and found.pss_bytes is None
 
 
 def test_a_meter_without_a_step_has_nothing_to_tell() -> None:
-    meter = Meter(rank=0, world_size=1)
+    meter = ResourceMeter(rank=0, world_size=1)
     assert meter.used(0) is None
     meter.add(StepStats(loss=0.0, rows=4, bytes_sent=100))
     found = meter.used(1)
@@ -65,7 +65,7 @@ def test_a_meter_without_a_step_has_nothing_to_tell() -> None:
 
 
 def test_a_meter_is_due_every_ten_seconds() -> None:
-    meter = Meter(rank=0, world_size=1)
+    meter = ResourceMeter(rank=0, world_size=1)
     now = time.perf_counter()
     assert not meter.due(now)
     assert meter.due(now + resource_meter.EVERY_S + 1)
@@ -78,7 +78,7 @@ def test_loader_processes_count_alive_and_ended() -> None:
     context = multiprocessing.get_context("spawn")
     done, seen = context.Event(), context.Event()
     child = context.Process(target=_busy_until, args=(0.3, done, seen))
-    meter = Meter(rank=0, world_size=1)
+    meter = ResourceMeter(rank=0, world_size=1)
     meter.add(StepStats(loss=0.0, rows=4))
     child.start()
     assert done.wait(100)

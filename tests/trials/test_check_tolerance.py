@@ -11,8 +11,8 @@ from manyhands.trials.check_recording import Checked, Record, deviation, nudge_
 from manyhands.trials.layout_check import (
     HALF_TOLERANCE,
     TOLERANCE,
-    Finding,
     Layout,
+    LayoutFinding,
     check_repeats,
     compare,
     deviations,
@@ -68,7 +68,7 @@ def train(nudged: bool = False, reversed_: bool = False, wrong: float = 1.0) -> 
 LAYOUT = Layout("tensor 2", "tensor", 2)
 
 
-def checked(found: Checked) -> Finding:
+def checked(found: Checked) -> LayoutFinding:
     alone = train()
     return compare(LAYOUT, alone, found, TOLERANCE, deviations(alone, train(nudged=True)).all())
 

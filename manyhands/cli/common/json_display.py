@@ -1,4 +1,4 @@
-"""What a launch shows: the usual display, or with --json lines of one object each, its kind under "event"."""
+"""Chooses the display of a launch: the usual one, or with --json one object per line, with its kind under "event"."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def display_for(resolved: Resolved, environ: Mapping[str, str], *, as_json: bool
 
 
 class JsonDisplay:
-    """Events as they are, and Output, Said and Failure objects beside them."""
+    """Prints events unchanged, and Output, Said and Failure objects among them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._passage = Passage(lambda line: write_bytes(stream, line), "manyhands-json")
-        # A character may arrive in two pieces.
+        # The bytes of a character may arrive in two chunks.
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
 
     def event(self, event: Event) -> None:
@@ -50,14 +50,14 @@ class JsonDisplay:
         self._object({"event": "Failure", **msgspec.to_builtins(block)})
 
     def close(self) -> None:
-        """For as long as the reader takes: it may have paused, and training does not wait for it."""
+        """Wait until the reader has everything: it may have paused, and training did not wait for it."""
         self._passage.close()
         if lost := self._passage.dropped_bytes:
-            text = f"warning: {lost} bytes of --json are dropped: their reader paused, and the disk is full"
+            text = f"warning: {lost} bytes of --json output were dropped: the reader paused, and the disk is full"
             print(text, file=sys.stderr)
 
     def _object(self, value: dict[str, Any]) -> None:
         self._line(json.dumps(value))
 
     def _line(self, text: str) -> None:
-        self._passage.put(text.encode(errors="replace") + b"\n")  # if the reader went away, the run goes on without it
+        self._passage.put(text.encode(errors="replace") + b"\n")  # a closed reader does not stop the run

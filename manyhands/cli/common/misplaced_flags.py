@@ -1,7 +1,8 @@
-"""What a command line most likely meant, where flags stand on the wrong side of the script. Pure: words in, words out.
+"""Suggests the intended command line where flags are on the wrong side of the script. Pure: words in, words out.
 
-`mh run` takes what stands before the script, and the script what stands behind it. Both get mixed up, so unknown flags
-before it are suggested behind it, and flags of ours behind it, which the script does not seem to know, get a note.
+`mh run` takes the flags before the script, and the script takes those after it. Users mix them up: for unknown flags
+before the script, the suggestion moves them after it; `mh run` flags after a script that does not mention them get a
+note.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ def name_of(word: str) -> str:
 
 
 def script_in(words: Sequence[str]) -> int | None:
-    """Where the script stands: the first word that is a Python file's name."""
+    """Index of the script: the first word that is the name of a Python file."""
     return next((at for at, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
 
 
 def behind_the_script(words: Sequence[str], known: Collection[str]) -> list[str] | None:
-    """The same command with flags that are not known here behind the script; None where there is no script."""
+    """The same command with unknown flags moved after the script; None if there is no script."""
     script = script_in(words)
     if script is None:
         return None
@@ -41,7 +42,7 @@ def behind_the_script(words: Sequence[str], known: Collection[str]) -> list[str]
 def notes_on_arguments(
     start: Sequence[str], arguments: Sequence[str], source: str, flags: Collection[str]
 ) -> list[str]:
-    """A line where flags of ours go to the script, whose text does not mention them; it may want them all the same."""
+    """A note if `mh run` flags go to a script whose text does not mention them; it may still accept them."""
     before = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     stray = [at for at, word in enumerate(before) if name_of(word) in flags and not _is_mentioned(word, source)]
     if not stray:
@@ -49,7 +50,7 @@ def notes_on_arguments(
     words = [word for at in stray for word in _with_value(before, at)]
     rest = [word for word in arguments if word not in words]
     behind, instead = shlex.join(words), shlex.join(["mh", "run", *words, *start, *rest])
-    return [f"note: {behind} stands behind {start[-1]}, so the script gets it, not mh run. If mh run should: {instead}"]
+    return [f"note: {behind} is after {start[-1]}, so the script gets it, not mh run. To give it to mh run: {instead}"]
 
 
 def _with_value(words: Sequence[str], at: int) -> list[str]:
@@ -58,7 +59,7 @@ def _with_value(words: Sequence[str], at: int) -> list[str]:
 
 
 def _is_mentioned(flag: str, source: str) -> bool:
-    """Whether a script may read it: `-n` in quotes, or a long flag's name as a word, however it is spelled."""
+    """Whether a script may read the flag: `-n` in quotes, or a long flag's name as a word, with `-` or `_`."""
     name = name_of(flag)
     if not name.startswith("--"):
         return re.search(rf"""["']{re.escape(name)}["']""", source) is not None

@@ -1,7 +1,7 @@
-"""The settings of a run as options: one flag for each key of `RunSpec`, for every command that takes them.
+"""Command-line options for the settings of a run: one flag for each key of `RunSpec`, for every command that uses them.
 
-Names and types come from the spec; only the help stands here. Whether values make sense together is decided
-where they are declared.
+Names and types come from the spec; only the help texts are here. Whether values fit together is checked where they are
+declared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import click
 
 from manyhands.errors import UsageError
 from manyhands.spec.load import KEYS, Key, flag_name
-from manyhands.spec.run import SAME_STRATEGY, strategy_name
+from manyhands.spec.strategy_names import SAME_STRATEGY, strategy_name
 
 __all__ = ["BOTH_SPELLINGS", "HELP", "settings_options", "take_settings"]
 
@@ -31,54 +31,56 @@ HELP = {
     "run_dir": "Where the run writes everything. Default: runs/<time>-<script>.",
     "overwrite": "Start over in the directory of a finished run.",
     "group_readable": "Let the directory's group read what the run writes: mh status, logs and ckpt, also for others.",
-    "seed": "All randomness and the data order follow from it.",
+    "seed": "Determines all randomness and the data order.",
     "max_restarts": "How often a lost worker may restart the run from its last checkpoint.",
     "grace_s": "Seconds that workers get to commit a checkpoint after SIGTERM.",
-    "heartbeat_s": "Elastic runs: seconds without a sign of life after which a worker is replaced.",
+    "heartbeat_s": "Elastic runs: seconds without a heartbeat after which a worker is replaced.",
     "hang_s": "Elastic runs: seconds (at least ten slow steps) without a step after which a worker shows its stack.",
-    "strategy": f"How the work is shared out; {', '.join(SAME_STRATEGY)} are taken for what they are here.",
-    "precision": "Number format of forward and backward; weights stay fp32, but with fp64, which is for all of it.",
-    "slices": "V: the pieces that every global batch is cut into. Default: accumulate x workers.",
-    "accumulate": "Slices per worker and step, where --slices is not given.",
+    "strategy": f"How the work is distributed; {', '.join(SAME_STRATEGY)} are accepted as names, too.",
+    "precision": "Number format of forward and backward; weights stay fp32, except with fp64, which applies to all.",
+    "slices": "V: number of slices that every global batch is cut into. Default: accumulate x workers.",
+    "accumulate": "Slices per worker and step, if --slices is not given.",
     "exact": "The same bits for every number of workers.",
-    "clip_norm": "Scale the gradient down to this global norm when it is longer.",
-    "balance": "Move slices from slow workers to fast ones; results stay the same. Needs --slices above the workers.",
-    "straggler_factor": "Name a worker that takes more than this many times as long as the others.",
+    "clip_norm": "Scale the gradient down to this global norm if it is larger.",
+    "balance": "Move slices from slow workers to fast ones; results stay the same. Needs more slices than workers.",
+    "straggler_factor": "Report a worker that takes more than this many times as long as the others.",
     "straggler_steps": "Steps over which workers are compared.",
     "manage_gc": "Collect Python's garbage between steps, on all workers at once, and never inside one.",
-    "loader_timeout_s": "Seconds to wait for a slice from loader processes before the run fails; 0: for ever.",
+    "loader_timeout_s": "Seconds to wait for a slice from loader processes before the run fails; 0: no limit.",
     "check_every": "Compare the workers' copies of the weights after every so many steps; 0: never.",
     "audit": "Compute one slice of every step on two workers, and compare its gradients.",
-    "check_loss": "Warn where the loss is no mean over examples, by a look at a few rows of the first step.",
+    "check_loss": "Warn if the loss is not a mean over examples, by computing it for a few examples of the first step.",
     "workers": "Workers on this host. Default: one per accelerator, else one.",
     "threads": "Threads per worker. Default: cores / workers.",
     "servers": "Parameter servers, beside the workers; for strategy parameter_server, where the default is 2.",
-    "elastic": "The least and the most workers, such as 2:8: they may come, go and die while the others train on.",
+    "elastic": "Minimum and maximum of workers, such as 2:8: they may join, leave and die while the others train.",
     "hosts_wanted": "Start when this many hosts have joined.",
-    "listen": "Address (or ADDR:PORT) that other hosts reach this one at.",
-    "insecure_data_plane": "Let tensors travel between hosts in the clear and without authentication.",
-    "allocator": "keep: freed memory stays with the worker for the next step. system: as it comes.",
+    "listen": "Address (or ADDR:PORT) at which other hosts reach this one.",
+    "insecure_data_plane": "Accept that tensors travel between hosts unencrypted and without authentication.",
+    "allocator": "keep: the worker keeps freed memory for the next step. system: glibc's defaults.",
+    "start": "How workers are started: auto forks them from one process that has imported torch, unless the host has "
+    "accelerators; spawn makes each a new interpreter.",
     "memory_format": "Memory format of the model and its inputs.",
     "ui": "Progress: a live bar, plain lines, none, or what fits the terminal.",
-    "verbose": "Say more: slices, precision, threads, memory; what each worker used; every frame of a traceback.",
-    "plane": "auto: workers of one host talk through shared memory where they can. gloo: over sockets.",
+    "verbose": "Print more: slices, precision, threads, memory; what each worker used; every frame of a traceback.",
+    "plane": "auto: workers of one host communicate through shared memory if possible. gloo: over sockets.",
     "timeout_s": "Seconds that a collective waits for its slowest peer.",
-    "bucket_bytes": "Gradients travel in pieces of about this size.",
-    "reducer": "How gradients travel: exact, in half the bytes (bf16), or in a quarter (int8, with error feedback).",
+    "bucket_bytes": "Gradients are sent in buckets of about this size.",
+    "reducer": "How gradients are sent: exact, in half the bytes (bf16), or in a quarter (int8, with error feedback).",
     "every_steps": "Commit a checkpoint every so many steps.",
     "every_s": "Commit a checkpoint every so many seconds.",
-    "keep_last": "How many of the newest checkpoints stay.",
+    "keep_last": "How many of the newest checkpoints are kept.",
     "keep_best": 'Also keep the best by a result: "loss", "accuracy", "min:NAME" or "max:NAME".',
 }
 
 
 class StrategyName(click.Choice[str]):
-    """One of ours, by the name that it has here or elsewhere; which of them fits is decided where names are read."""
+    """A strategy, by our name or by its name in other libraries; `strategy_name` maps them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if str(value).lower() in LEVELS:
             raise UsageError(
-                f"{value} is one of three levels of the strategy sharded, and the flag chooses the highest, zero3.",
+                f"{value} is one of three levels of strategy sharded; the flag can only select the highest, zero3.",
                 where="--strategy",
                 fix=[f'strategy=mh.Sharded("{LEVELS[str(value).lower()]}") in the script', "--strategy sharded"],
             )
@@ -95,7 +97,7 @@ def _click_type(key: Key) -> Any:
 
 
 def settings_options(command: Command, names: Collection[str] = KEYS) -> Command:
-    """Adds a flag for every setting, or for these; what was given arrives under its own name, the rest as None."""
+    """Add a flag for every setting, or for `names`; the command gets each by its name, None if not given."""
     for key in reversed([key for key in KEYS.values() if key.name in names]):
         kind, flag = _click_type(key), flag_name(key.name)
         spellings = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag, key.name]

@@ -1,4 +1,4 @@
-"""`mh check`: does a script come to the same result however its model is divided?"""
+"""`mh check`: compares a script's result under every layout with that of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands import exact_json
 from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
 from manyhands.launcher.launch import script_command
-from manyhands.trials.layout_check import Asked, Report
+from manyhands.trials.layout_check import Asked, LayoutReport
 from manyhands.trials.layout_check import check as compare_layouts
 from manyhands.trials.trial_runner import ended_by_signals
 
@@ -22,12 +22,12 @@ TAKEN = ("seed", "precision", "clip_norm", "threads", "timeout_s", "plane")
 
 
 @click.command(context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110})
-@click.option("-n", "--workers", "most", type=int, default=4, metavar="MAX", help="The most workers. Default: 4.")
+@click.option("-n", "--workers", "most", type=int, default=4, metavar="MAX", help="Maximum of workers. Default: 4.")
 @click.option("--steps", type=int, default=5, help="How many steps each layout takes. Default: 5.")
-@click.option("--slices", type=int, default=4, help="V, the same for all: the pieces of each batch. Default: 4.")
-@click.option("--only", multiple=True, metavar="NAME", help="This layout alone, such as 'pipeline 2'; may be repeated.")
+@click.option("--slices", type=int, default=4, help="V, slices per batch, the same for all. Default: 4.")
+@click.option("--only", multiple=True, metavar="NAME", help="Only this layout, such as 'pipeline 2'; may be repeated.")
 @click.option("--wait", "wait_s", type=float, default=180.0, help="Seconds that a layout may take. Default: 180.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as one JSON document.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
 @click.option("--config", "config_file", metavar="FILE", help="A TOML file of settings; see `mh config show`.")
 @functools.partial(settings_options, names=TAKEN)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
@@ -48,11 +48,12 @@ def check(
 ) -> None:
     """Run SCRIPT for a few steps under every layout that fits, and compare each with one process.
 
-    Prints the largest deviation of losses, gradients, their norm (where the script clips) and weights: of weights
-    relative to the largest value of each tensor, of gradients to the largest of the model. What rounding alone moves as
-    far, as one process shows whose weights begin with other last bits, is listed and does not count. Ends with 1 where
-    a layout deviates by more, and names the tensors. A layout that does not fit the model is listed with its reason.
-    All run with one thread per worker, unless --threads says otherwise. Nothing is saved, and scripts end inside `fit`.
+    Prints the largest deviation of losses, gradients, gradient norm (if the script clips) and weights: of weights
+    relative to the largest value of each tensor, of gradients to the largest of the model. Deviations that rounding
+    alone explains (as large as in a single process that starts with the last bits of its weights changed) are listed
+    and do not count. Exit code 1 if a layout deviates by more; the tensors are named. A layout that does not fit the
+    model is listed with the reason. All run with one thread per worker, unless --threads is given. Nothing is saved,
+    and scripts end inside `fit`.
     """
     for name, value in (("-n", most), ("--steps", steps), ("--slices", slices)):
         if value < 1:
@@ -73,10 +74,10 @@ def check(
     sys.exit(1 if report.deviates else 0)
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: LayoutReport) -> str:
     ran = [one for one in report.findings if not one.failed]
     same, explained = sum(one.agrees for one in ran), any(one.explained for one in ran)
-    but = ", but for what rounding alone moves" if explained else ""
+    but = ", except where rounding alone explains it" if explained else ""
     return (
         f"{same} of {len(ran)} layouts agree with one process to {report.tolerance:g}{but}, after {report.steps} "
         f"steps, V={report.slices}"

@@ -1,4 +1,4 @@
-"""`mh plan`: how a script's model would be divided over workers, and what that takes of their memory."""
+"""`mh plan`: shows how a script's model would be split over workers, and the memory that each needs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["plan"]
 
 @click.group()
 def plan() -> None:
-    """Show how a script's model would be divided over workers, before anything is started."""
+    """Show how a script's model would be split over workers, without starting a run."""
 
 
 @plan.command(context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110})
 @click.option("-n", "--workers", type=int, default=0, help="How many workers. Default: as many as the script asks for.")
-@click.option("--strategy", default="", help="In place of the script's own: tensor, pipeline, sharded, mirrored ...")
+@click.option("--strategy", default="", help="Overrides the script's: tensor, pipeline, sharded, mirrored ...")
 @click.option("--wait", "wait_s", type=float, default=300.0, help="Seconds that the script may take. Default: 300.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON document.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
@@ -35,7 +35,7 @@ def show(
 ) -> None:
     """Print every layer of SCRIPT's model with its split and its bytes, and the memory that each worker needs.
 
-    Runs SCRIPT in one process up to its `fit`, looks at one slice of its data, and ends there.
+    Runs SCRIPT in one process up to its `fit`, reads one slice of its data, and ends there.
     """
     if workers < 0:
         raise UsageError(f"-n is {workers}, but must be at least 1.", where="-n", fix=["-n 2"])

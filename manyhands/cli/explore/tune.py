@@ -1,4 +1,4 @@
-"""`mh tune`: the fastest settings for a script on this machine, by measurement."""
+"""`mh tune`: finds the fastest settings for a script on this machine, by measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manyhands.trials.tuning_search import words_of
 
 __all__ = ["tune"]
 
-# Settings of a run that make sense for a trial; where it goes and how it is shown do not.
+# Settings of a run that make sense for a trial; run directory and display do not.
 TAKEN = (
     *("seed", "strategy", "precision", "slices", "accumulate", "exact", "clip_norm"),
     *("threads", "allocator", "memory_format", "timeout_s", "bucket_bytes"),
@@ -31,14 +31,14 @@ TAKEN = (
 
 
 @click.command(context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110})
-@click.option("-n", "--workers", "most", type=int, metavar="MAX", help="The most workers to try. Default: the cores.")
+@click.option("-n", "--workers", "most", type=int, metavar="MAX", help="Maximum of workers to try. Default: the cores.")
 @click.option("--seconds", type=float, default=SECONDS, help=f"How long to measure each trial. Default: {SECONDS:g}.")
 @click.option(
     "--wait", "wait_s", type=float, default=WAIT_S,
-    help=f"Seconds that a trial may take to its first step, and to its end from there. Default: {WAIT_S:g}.",
+    help=f"Seconds that a trial may take to its first step, and from there to its end. Default: {WAIT_S:g}.",
 )  # fmt: skip
-@click.option("--allow-maths", is_flag=True, help="Try what changes results, too: bf16, another V, another batch.")
-@click.option("--write", "target", metavar="FILE", help="Put the choice into this config file; keeps the rest of it.")
+@click.option("--allow-maths", is_flag=True, help="Also try what changes results: bf16, another V, another batch.")
+@click.option("--write", "target", metavar="FILE", help="Write the choice to this config file; keeps the rest of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print trials and choice as one JSON document.")
 @click.option("--config", "config_file", metavar="FILE", help="A TOML file of settings; see `mh config show`.")
 @functools.partial(settings_options, names=TAKEN)
@@ -60,9 +60,9 @@ def tune(
 ) -> None:
     """Find the fastest settings for SCRIPT on this machine: run it a few seconds with each, print the table, choose.
 
-    Tries splits of the cores into workers and threads, then memory format and allocator, on the script's own model
-    and data. A setting given as a flag stays as given. Results stay the same, to float rounding, unless --allow-maths.
-    Trials leave no checkpoint and end inside `fit`; what the script itself writes before, it writes.
+    Tries splits of the cores into workers and threads, then memory format and allocator, with the script's model and
+    data. A setting given as a flag is not varied. Results stay the same, to float rounding, unless --allow-maths.
+    Trials leave no checkpoint and end inside `fit`; files that the script writes before `fit` are written.
     """
     _check(most, seconds, wait_s)
     command = script_command(script, arguments, is_module=module)
@@ -80,7 +80,7 @@ def tune(
     )
     tuned = measure(asked, functools.partial(click.echo, err=True))
     if tuned.choice.too_noisy:
-        target = None  # there is nothing to write: what is in the file stays
+        target = None  # nothing to write: the file stays as it is
     if target is not None:
         write_settings(target, tuned.settings)
     config = target or config_file
@@ -104,12 +104,12 @@ def _check(most: int | None, seconds: float, wait_s: float) -> None:
 
 
 def _check_target(path: str) -> None:
-    """Before any trial: an error at the end would cost a minute."""
+    """Checked before any trial: an error at the end would waste a minute."""
     if os.path.exists(path):
         read_config(path)
     folder = os.path.dirname(os.path.realpath(path))
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"{folder} is not a directory to write to.", where="--write", fix=["--write run.toml"])
+        raise UsageError(f"{folder} is not a writable directory.", where="--write", fix=["--write run.toml"])
 
 
 def _text(tuned: Tuned, again: str, written: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`mh config`: every setting with where it came from, and the schema of config files."""
+"""`mh config`: every setting with its origin, and the schema of config files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["config"]
 def config() -> None:
     """Show settings with their origin; the schema of config files.
 
-    Who wins, lowest first: defaults, config file, MANYHANDS_<KEY> in the environment, arguments in the script,
-    flags.
+    Priority, lowest first: defaults, config file, MANYHANDS_<KEY> in the environment, constructor arguments in the
+    script, flags.
     """
 
 
@@ -31,9 +31,9 @@ def config() -> None:
 @click.option("--json", "as_json", is_flag=True, help="As one JSON document.")
 @settings_options
 def show(config_file: str | None, toml: bool, as_json: bool, **options: Any) -> None:
-    """Print every setting, its value, and where that came from.
+    """Print every setting with its value and origin.
 
-    What a script's constructor arguments would change is not known here; they win over all but flags.
+    A script's constructor arguments are not known here; they override everything except flags.
     """
     resolved = resolve(flags=take_settings(options), config_file=config_file)
     if toml:
@@ -45,7 +45,7 @@ def show(config_file: str | None, toml: bool, as_json: bool, **options: Any) -> 
 
 
 @config.command()
-@click.option("--json", "as_json", is_flag=True, help="The schema is JSON with and without it.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: the schema is always JSON.")
 def schema(as_json: bool) -> None:
     """Print the JSON Schema of config files, for editors."""
     click.echo(json.dumps(msgspec.json.schema(RunSpec), indent=2))

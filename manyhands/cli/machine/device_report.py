@@ -1,8 +1,8 @@
-"""`mh doctor --gpu`: every strategy on the cards here against one process, speed beside DDP, and a report to paste.
+"""`mh doctor --gpu`: compares every strategy on this machine's GPUs with one process, and its speed with DDP.
 
-Each layout is a run of `manyhands.recipes.device_check` in a directory that is thrown away. What is run and what is
-said about it are plain values; the same code runs on the CPU (`--device cpu`), which is how it is tested where there
-is no card. Start reading at `examine_devices`.
+The result is a report to paste. Each layout is a run of `manyhands.recipes.device_check` in a temporary directory. What
+is run and what is reported are plain values; the same code runs on the CPU (`--device cpu`), which is how it is tested
+without a GPU. Start reading at `examine_devices`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import msgspec
 
 from manyhands import __version__
 from manyhands.errors import EnvironmentProblem, UsageError
-from manyhands.recipes.device_check import DeviceOrder, Outcome
+from manyhands.recipes.device_check import DeviceOrder, DeviceOutcome
 from manyhands.spec.load import nearest
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.trials.check_recording import deviation
 
-__all__ = ["Compared", "DeviceReport", "Machine", "examine_devices", "layouts", "text_of", "this_machine"]
+__all__ = ["Compared", "DeviceReport", "MachineFacts", "examine_devices", "layouts", "text_of", "this_machine"]
 
-# Twenty steps of fp32 in another order of additions; the numbers stand in the report whatever they are.
+# Twenty steps of fp32 with additions in another order; the report shows the deviations in any case.
 TOLERANCE = 1e-3
-# On cards the whole is to take five minutes: how long a run may take, and when none is begun any more. A CPU, where
-# only this code is tried and not the machine, has more time.
+# Time limit of one run, and time after which no further run starts: on GPUs all of it should take five minutes. On a
+# CPU, which tests only this code and not the machine, the limits are higher.
 RUN_TIMEOUT_S = {"cuda": 90.0, "cpu": 600.0}
 BUDGET_S = {"cuda": 270.0, "cpu": 7200.0}
 
 
-class Machine(msgspec.Struct, kw_only=True):
+class MachineFacts(msgspec.Struct, kw_only=True):
     manyhands: str
     python: str
     torch: str
@@ -45,29 +46,29 @@ class Machine(msgspec.Struct, kw_only=True):
     devices: list[str]
 
 
-class Layout(NamedTuple):
+class DeviceLayout(NamedTuple):
     name: str
     strategy: str
     workers: int = 1
     settings: dict[str, Any] = {}
     servers: int = 0
     is_alike: bool = True
-    """Whether it promises to end where one process ends."""
+    """Whether it promises the same weights as one process."""
 
 
 class Compared(msgspec.Struct, kw_only=True):
     layout: str
     workers: int
     weights: float | None = None
-    """The largest deviation of a weight from one process, relative to the largest of its tensor."""
+    """The largest deviation of a weight from one process, relative to the largest weight of its tensor."""
     rows_per_s: float = 0.0
     peak_bytes: int = 0
     failed: str = ""
     is_alike: bool = True
     slices: int = 0
-    """Forward and backward passes in a step."""
+    """Forward and backward passes per step."""
     threads: int = 0
-    """Of each worker."""
+    """Threads per worker."""
 
     @property
     def verdict(self) -> str:
@@ -79,10 +80,10 @@ class Compared(msgspec.Struct, kw_only=True):
 
 
 class DeviceReport(msgspec.Struct, kw_only=True):
-    machine: Machine
+    machine: MachineFacts
     compared: list[Compared]
     speed: list[Compared]
-    """The same network by `mh.Mirrored` and by DDP, with as many passes, rows and threads."""
+    """The same network trained by `mh.Mirrored` and by DDP, with equally many passes, examples and threads."""
     not_run: list[str] = []
     seconds: float = 0.0
 
@@ -93,36 +94,39 @@ class DeviceReport(msgspec.Struct, kw_only=True):
         )
 
 
-def layouts(workers: int, device: str) -> list[Layout]:
-    """One of every strategy, with as many workers as there are cards: 1 or 2.
+def layouts(workers: int, device: str) -> list[DeviceLayout]:
+    """One layout of every strategy, with one worker per GPU, at most 2.
 
-    `CentralStorage` is refused where the workers of several cards share no memory.
+    `CentralStorage` is left out on several GPUs, whose workers share no memory.
     """
-    found = [
-        Layout("mirrored", "Mirrored", workers),
-        Layout("multi_worker", "MultiWorker", workers),
-        Layout("central_storage", "CentralStorage", workers),
-        *(
-            Layout(f"sharded {level}", "Sharded", workers, {"level": level})
+    variants: dict[str, list[DeviceLayout]] = {
+        "sharded": [
+            DeviceLayout(f"sharded {level}", "sharded", workers, {"level": level})
             for level in ("optimizer", "gradients", "parameters")
-        ),
-        Layout("tensor", "Tensor", workers),
-        *(
-            Layout(f"pipeline {one}", "Pipeline", workers, {"schedule": one})
+        ],
+        "pipeline": [
+            DeviceLayout(f"pipeline {one}", "pipeline", workers, {"schedule": one})
             for one in ("gpipe", "1f1b", "zero_bubble")
-        ),
-        Layout("mesh data", "Mesh", workers, {"data": workers}),
-        Layout("parameter_server sync", "ParameterServer", workers, {"servers": 1, "mode": "sync"}, servers=1),
-        Layout("local_sgd", "LocalSGD", workers, {"every": 4}, is_alike=False),
-    ]
-    return [one for one in found if device == "cpu" or workers == 1 or one.strategy != "CentralStorage"]
+        ],
+        "mesh": [DeviceLayout("mesh data", "mesh", workers, {"data": workers})],
+        "parameter_server": [
+            DeviceLayout(
+                "parameter_server sync", "parameter_server", workers, {"servers": 1, "mode": "sync"}, servers=1
+            )
+        ],
+        "local_sgd": [DeviceLayout("local_sgd", "local_sgd", workers, {"every": 4}, is_alike=False)],
+    }
+    no_memory = device != "cpu" and workers > 1
+    names = [name for name in STRATEGIES if name != "single" and not (no_memory and name == "central_storage")]
+    usual = {name: DeviceLayout(name, name, workers, is_alike=STRATEGIES[name].is_alike) for name in names}
+    return [one for name in names for one in variants.get(name) or [usual[name]]]
 
 
-def this_machine(device: str) -> Machine:
-    """`EnvironmentProblem` where there is no such device."""
+def this_machine(device: str) -> MachineFacts:
+    """Raises `EnvironmentProblem` if there is no such device."""
     import torch
 
-    found = Machine(
+    found = MachineFacts(
         manyhands=__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
@@ -138,9 +142,9 @@ def this_machine(device: str) -> Machine:
             f"torch {found.torch} was built for CUDA {found.cuda}" if torch.version.cuda else "torch was built for CPUs"
         )
         raise EnvironmentProblem(
-            f"There is no CUDA device here: {built}, and it sees none.",
+            f"There is no CUDA device here: {built}, and it finds none.",
             fix=[
-                "nvidia-smi, to see whether the driver does",
+                "nvidia-smi, to see whether the driver finds one",
                 "mh doctor --gpu --device cpu, to see what would be run",
             ],
         )
@@ -154,35 +158,35 @@ def _card(properties: Any) -> str:
 
 
 def examine_devices(device: str, only: Sequence[str], say: Callable[[str], None]) -> DeviceReport:
-    """Run everything; `say` gets a line for each layout. Raises where there is no device, or one process fails."""
-    began, machine = time.monotonic(), this_machine(device)
+    """Run everything; `say` gets a line for each layout. Raises if there is no device, or the single process fails."""
+    started, machine = time.monotonic(), this_machine(device)
     workers = 2 if device == "cpu" else min(2, len(machine.devices))
     names = ("cpu",) if device == "cpu" else tuple(f"cuda:{number}" for number in range(workers))
     chosen = _chosen(layouts(workers, device), only)
     with tempfile.TemporaryDirectory(prefix="manyhands-devices-", ignore_cleanup_errors=True) as folder:
         runs = _Runs(Path(folder), names)
-        alone = runs.weights_of(Layout("one process", "Single"))
+        single = runs.weights_of(DeviceLayout("one process", "single"))
         compared, not_run = list[Compared](), list[str]()
         if device != "cpu":
-            on_cpu = _Runs(Path(folder) / "cpu", ("cpu",)).compare(Layout("one process, CPU", "Single"), alone)
+            on_cpu = _Runs(Path(folder) / "cpu", ("cpu",)).compare(DeviceLayout("one process, CPU", "single"), single)
             compared.append(on_cpu)
             say(line_of(on_cpu))
         for layout in chosen:
-            if time.monotonic() - began > BUDGET_S[device]:
+            if time.monotonic() - started > BUDGET_S[device]:
                 not_run.append(layout.name)
                 continue
-            compared.append(runs.compare(layout, alone))
+            compared.append(runs.compare(layout, single))
             say(line_of(compared[-1]))
-        speed = [runs.time(Layout(name, strategy, workers), device) for name, strategy in _RIVALS]
+        speed = [runs.time(DeviceLayout(name, strategy, workers), device) for name, strategy in _SPEED_RUNS]
     return DeviceReport(
-        machine=machine, compared=compared, speed=speed, not_run=not_run, seconds=time.monotonic() - began
+        machine=machine, compared=compared, speed=speed, not_run=not_run, seconds=time.monotonic() - started
     )
 
 
-_RIVALS = (("mh.Mirrored", "Mirrored"), ("DistributedDataParallel", "ddp"))
+_SPEED_RUNS = (("mh.Mirrored", "mirrored"), ("DistributedDataParallel", "ddp"))
 
 
-def _chosen(fitting: list[Layout], only: Sequence[str]) -> list[Layout]:
+def _chosen(fitting: list[DeviceLayout], only: Sequence[str]) -> list[DeviceLayout]:
     known = [layout.name for layout in fitting]
     for wanted in only:
         if not any(name.startswith(wanted) for name in known):
@@ -192,22 +196,24 @@ def _chosen(fitting: list[Layout], only: Sequence[str]) -> list[Layout]:
 
 
 class _Runs:
-    """Starts runs, one after the other, each in a directory of its own below `folder`."""
+    """Starts runs one after the other, each in a separate directory below `folder`."""
 
     def __init__(self, folder: Path, devices: tuple[str, ...]) -> None:
         self._folder, self._devices = folder, devices
 
-    def weights_of(self, layout: Layout) -> dict[str, Any]:
+    def weights_of(self, layout: DeviceLayout) -> dict[str, Any]:
         _, weights, why = self._run(layout)
         if weights is None:
-            raise EnvironmentProblem(f"One process fails on {self._devices[0]}, so there is nothing to compare: {why}")
+            raise EnvironmentProblem(
+                f"Training in one process fails on {self._devices[0]}, so there is nothing to compare with: {why}"
+            )
         return weights
 
-    def compare(self, layout: Layout, alone: dict[str, Any]) -> Compared:
+    def compare(self, layout: DeviceLayout, single: dict[str, Any]) -> Compared:
         outcome, weights, why = self._run(layout)
         if outcome is None or weights is None:
             return Compared(layout=layout.name, workers=layout.workers, failed=why)
-        unlike = [deviation(one, weights[name]) if name in weights else float("inf") for name, one in alone.items()]
+        unlike = [deviation(one, weights[name]) if name in weights else float("inf") for name, one in single.items()]
         return Compared(
             layout=layout.name,
             workers=layout.workers,
@@ -217,10 +223,10 @@ class _Runs:
             is_alike=layout.is_alike,
         )
 
-    def time(self, layout: Layout, device: str) -> Compared:
+    def time(self, layout: DeviceLayout, device: str) -> Compared:
         size = {"steps": 30} if device == "cpu" else {"steps": 200, "width": 8192, "batch_size": 1024}
         threads = max(1, len(os.sched_getaffinity(0)) // layout.workers)
-        # DDP does one pass for each worker: more slices would be more, smaller passes.
+        # DDP does one pass per worker and step: more slices would mean more, smaller passes.
         outcome, _, why = self._run(layout, "--threads", str(threads), slices=layout.workers, **size)
         if outcome is None:
             return Compared(layout=layout.name, workers=layout.workers, failed=why)
@@ -233,8 +239,10 @@ class _Runs:
             threads=outcome.threads,
         )
 
-    def _run(self, layout: Layout, *flags: str, **size: Any) -> tuple[Outcome | None, dict[str, Any] | None, str]:
-        """What the chief wrote, and why not where it did not."""
+    def _run(
+        self, layout: DeviceLayout, *flags: str, **size: Any
+    ) -> tuple[DeviceOutcome | None, dict[str, Any] | None, str]:
+        """The outcome and weights that the chief wrote; or None and the reason."""
         from safetensors.torch import load_file
 
         folder = self._folder / f"{layout.name.replace(' ', '-')}-{len(size)}"
@@ -252,24 +260,24 @@ class _Runs:
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired:
-            return None, None, f"it did not end within {timeout_s:g} s"
+            return None, None, f"the run did not end within {timeout_s:g} s"
         if ended.returncode or not (folder / "outcome.json").exists():
-            return None, None, _last_words(ended.stderr) or f"it ended with exit code {ended.returncode}"
-        outcome = msgspec.json.decode((folder / "outcome.json").read_bytes(), type=Outcome)
+            return None, None, _error_line(ended.stderr) or f"the run ended with exit code {ended.returncode}"
+        outcome = msgspec.json.decode((folder / "outcome.json").read_bytes(), type=DeviceOutcome)
         saved = folder / "model.safetensors"
         return outcome, load_file(saved) if saved.exists() else None, ""
 
 
-def _last_words(text: str) -> str:
-    """The line that names the error, if there is one; else the last."""
+def _error_line(text: str) -> str:
+    """The line that names the error, if there is one; else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if line.split(":")[0].endswith(("Error", "Problem", "Failed", "Lost", "Timeout"))]
     return (named or lines or [""])[-1][:300]
 
 
 def line_of(one: Compared) -> str:
-    told = f"weights {one.weights:.1e}  {one.rows_per_s:,.0f} rows/s" if one.weights is not None else one.failed
-    return f"{one.layout:<24} {one.verdict:<9} {told}"
+    result = f"weights {one.weights:.1e}  {one.rows_per_s:,.0f} rows/s" if one.weights is not None else one.failed
+    return f"{one.layout:<24} {one.verdict:<9} {result}"
 
 
 def text_of(report: DeviceReport) -> str:
@@ -286,7 +294,7 @@ def text_of(report: DeviceReport) -> str:
         "|---|---|---|---|---|---|",
         *(_row(one) for one in report.compared),
         "",
-        "| speed | workers | passes a step | threads each | rows/s | device memory |",
+        "| speed | workers | passes per step | threads per worker | rows/s | device memory |",
         "|---|---|---|---|---|---|",
         *(
             f"| {one.layout} | {one.workers} | {one.slices} | {one.threads} | {_speed(one)} | {_memory(one)} |"
@@ -295,7 +303,7 @@ def text_of(report: DeviceReport) -> str:
         "",
         *(f"- {one.layout}: {one.failed}" for one in [*report.compared, *report.speed] if one.failed),
         *([f"- not run, for lack of time: {', '.join(report.not_run)}"] if report.not_run else []),
-        f"{sum(one.verdict == 'same' for one in alike)} of {len(alike)} end where one process ends "
+        f"{sum(one.verdict == 'same' for one in alike)} of {len(alike)} end with the weights of one process "
         f"(to {TOLERANCE:g}), in {report.seconds:.0f} s.",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`mh keygen`: the key that the hosts of a run share where there is no join file."""
+"""`mh keygen`: makes the key that the hosts of a run share if there is no join file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keygen(file: Path, as_json: bool) -> None:
     try:
         write_key(file)
     except FileExistsError:
-        raise UsageError(f"{file} is there already; a key is never replaced.", fix=[f"rm {file}"]) from None
+        raise UsageError(f"{file} exists already; a key is never overwritten.", fix=[f"rm {file}"]) from None
     except OSError as error:
         raise EnvironmentProblem(f"Cannot write {file}: {error.strerror}.") from error
     click.echo(json.dumps({"file": str(file), "mode": "0600"}) if as_json else f"{file} (mode 0600)")

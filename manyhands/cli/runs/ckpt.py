@@ -28,7 +28,7 @@ def ckpt() -> None:
 @click.argument("run_or_dir")
 @_JSON
 def ls(run_or_dir: str, as_json: bool) -> None:
-    """List the checkpoints of RUN_OR_DIR, newest first. Reads manifests and sizes, not the data."""
+    """List the checkpoints of RUN_OR_DIR, newest first. Reads manifests and file sizes, not the data."""
     rows = [_row(path, hashes=False) for path in _checkpoints(run_or_dir)]
     _show(rows, as_json, ["step", "epoch", "state", "size", "tensors", "workers", "results", "path"])
 
@@ -38,7 +38,7 @@ def ls(run_or_dir: str, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
-    """Check every file of RUN_OR_DIR[@STEP] against its SHA-256. Ends with 3 if one is damaged."""
+    """Check every file of RUN_OR_DIR[@STEP] against its SHA-256. Exit code 3 if one is damaged."""
     rows = [_row(path, hashes=True) for path in _checkpoints(run_or_dir)]
     _show(rows, as_json, ["step", "state", "size", "path", "problem"])
     if any(row["problem"] for row in rows):
@@ -52,7 +52,7 @@ def verify(ctx: click.Context, run_or_dir: str, as_json: bool) -> None:
     "--format",
     "file_format",
     type=click.Choice(["safetensors", "pt"]),
-    help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: by the file's ending, "
+    help="pt: a dict of tensors by torch.save, for programs that read nothing else. Default: by the file's extension, "
     ".safetensors, .pt or .pth; others are refused.",
 )
 @click.option("--all-tensors", is_flag=True, help="Optimizer and other tensors too, under their full names.")
@@ -63,7 +63,7 @@ def export(run_or_dir: str, output: str, file_format: Any, all_tensors: bool, fo
     from manyhands.checkpoint.export import export as export_checkpoint
     from manyhands.checkpoint.export import format_of
 
-    file_format = file_format or format_of(Path(output))  # an ending that says neither is refused
+    file_format = file_format or format_of(Path(output))  # any other extension is refused
     path = _one_checkpoint(run_or_dir)
     export_checkpoint(path, Path(output), file_format, not all_tensors, force=force)
     size = Path(output).stat().st_size
@@ -74,7 +74,7 @@ def export(run_or_dir: str, output: str, file_format: Any, all_tensors: bool, fo
 
 
 def _split(run_or_dir: str) -> tuple[Path, int | None]:
-    """The directory and the step of RUN_OR_DIR[@STEP]; a directory whose own name has an @ in it comes first."""
+    """The directory and the step of RUN_OR_DIR[@STEP]; an existing directory with an @ in its name is preferred."""
     where, at, step = run_or_dir.rpartition("@")
     if not at or Path(run_or_dir).exists():
         return Path(run_or_dir), None
@@ -172,7 +172,7 @@ def _cell(row: dict[str, Any], column: str) -> str:
         return _size(row["num_bytes"]) if "num_bytes" in row else "-"
     value = row.get(column)
     if column == "epoch" and value is not None:
-        value += 1  # people count from 1, here as in every line of a run
+        value += 1  # shown from 1, as in a run's output
     if isinstance(value, dict):
         value = " ".join(f"{name}={number:.4g}" for name, number in value.items())
     return "-" if value in (None, "") else "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))

@@ -1,4 +1,4 @@
-"""`mh logs`: what a run's workers and servers printed, one of them raw or all of them merged."""
+"""`mh logs`: the output of a run's workers and servers, one of them raw or all of them merged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CHUNK_BYTES = 1 << 16
 @click.argument("run", required=False)
 @click.option("--rank", type=click.IntRange(0), help="One worker's output only, byte for byte.")
 @click.option("--server", type=click.IntRange(0), help="One parameter server's output only, byte for byte.")
-@click.option("--attempt", type=click.IntRange(1), help="Which start of the run; without it, the last.")
-@click.option("--follow", "-f", is_flag=True, help="Go on as more is printed, across restarts, until the run ends.")
+@click.option("--attempt", type=click.IntRange(1), help="Which start of the run. Default: the last.")
+@click.option("--follow", "-f", is_flag=True, help="Keep printing new output, across restarts, until the run ends.")
 @click.option("--err", "stream", flag_value="err", help="Standard error only.")
 @click.option("--out", "stream", flag_value="out", help="Standard output only.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: attempt, rank or server, stream, line.")
+@click.option("--json", "as_json", is_flag=True, help="JSON lines: attempt, rank or server, stream, line.")
 def logs(
     run: str | None,
     rank: int | None,
@@ -42,11 +42,11 @@ def logs(
 ) -> None:
     """Show the output of RUN's workers: a run directory, or its name under runs/; without it, the newest run.
 
-    Several workers and servers are merged, each line with its rank or its server's number in front.
+    The output of several workers and servers is merged, each line prefixed with its rank or server number.
     """
     if rank is not None and server is not None:
         raise UsageError(
-            "--rank and --server are of different processes.", fix=[f"--rank {rank}", f"--server {server}"]
+            "--rank and --server select different processes.", fix=[f"--rank {rank}", f"--server {server}"]
         )
     one = ("rank", rank) if rank is not None else ("server", server) if server is not None else None
     chosen = _Choice(find_run(run), one, stream)
@@ -79,7 +79,7 @@ class _Choice(NamedTuple):
     stream: str | None
 
     def sources(self, attempt: int) -> list[_Source]:
-        """The log files there are of one attempt: workers by rank, then servers by number."""
+        """The existing log files of one attempt: workers by rank, then servers by number."""
         found = []
         for path in (self.run / "logs" / f"attempt-{attempt}").glob("*-*.*"):
             (role, _, number), stream = path.stem.partition("-"), path.suffix[1:]
@@ -90,36 +90,36 @@ class _Choice(NamedTuple):
 
 
 def _check(chosen: _Choice, attempt: int | None, follow: bool) -> None:
-    """Refuse what will never show anything; while following, it may still come."""
-    there = attempts_of(chosen.run)
+    """Refuse a selection without output; while following a live run, output may still come."""
+    attempts = attempts_of(chosen.run)
     if follow and look_at(chosen.run, ask=False).state == "running":
         return
-    if not there:
+    if not attempts:
         raise UsageError(
             f"{chosen.run} has no logs: a run of one process prints where it was started.",
             fix=[f"mh status {chosen.run}"],
         )
-    if attempt is not None and attempt not in there:
-        raise UsageError(f"{chosen.run} has no attempt {attempt}.", fix=[f"--attempt {number}" for number in there])
-    last = attempt or there[-1]
+    if attempt is not None and attempt not in attempts:
+        raise UsageError(f"{chosen.run} has no attempt {attempt}.", fix=[f"--attempt {number}" for number in attempts])
+    last = attempt or attempts[-1]
     if not chosen.sources(last):
-        there_are = sorted({each.who for each in _Choice(chosen.run, None, chosen.stream).sources(last)})
-        who = "Nobody" if chosen.who is None else "{} {}".format(*chosen.who).capitalize()
+        with_output = sorted({each.who for each in _Choice(chosen.run, None, chosen.stream).sources(last)})
+        who = "The run" if chosen.who is None else "{} {}".format(*chosen.who).capitalize()
         raise UsageError(
-            f"{who} printed nothing in attempt {last} of {chosen.run}.",
-            fix=[f"--{role} {number}" for role, number in there_are] or ["without --rank, --err and --out"],
+            f"{who} has no output in attempt {last} of {chosen.run}.",
+            fix=[f"--{role} {number}" for role, number in with_output] or ["without --rank, --err and --out"],
         )
 
 
 def _pieces(chosen: _Choice, attempt: int | None, follow: bool, whole_lines: bool) -> Iterator[tuple[_Source, bytes]]:
     tails: dict[_Source, _Tail] = {}
     while True:
-        ended = not follow or look_at(chosen.run, ask=False).state != "running"  # asked first: nothing is missed
-        there = attempts_of(chosen.run)
-        numbers = [attempt] if attempt else [number for number in there if number >= _first(tails, there)]
+        ended = not follow or look_at(chosen.run, ask=False).state != "running"  # before reading: no output is missed
+        attempts = attempts_of(chosen.run)
+        numbers = [attempt] if attempt else [number for number in attempts if number >= _first(tails, attempts)]
         for source in (each for number in numbers for each in chosen.sources(number)):
             tail = tails.setdefault(source, _Tail(source.path, whole_lines))
-            for data in tail.read(to_the_end=ended or source.attempt < max(there)):
+            for data in tail.read(to_the_end=ended or source.attempt < max(attempts)):
                 yield source, data
         if ended:
             return
@@ -127,19 +127,19 @@ def _pieces(chosen: _Choice, attempt: int | None, follow: bool, whole_lines: boo
         time.sleep(POLL_S)
 
 
-def _first(tails: dict[_Source, _Tail], there: list[int]) -> int:
-    return min((source.attempt for source in tails), default=max(there, default=1))
+def _first(tails: dict[_Source, _Tail], attempts: list[int]) -> int:
+    return min((source.attempt for source in tails), default=max(attempts, default=1))
 
 
 class _Tail:
-    """A file that grows, in whole lines or as it comes."""
+    """Reads a growing file, in whole lines or in raw chunks."""
 
     def __init__(self, path: Path, whole_lines: bool) -> None:
         self._path, self._whole_lines = path, whole_lines
         self._offset, self._rest = 0, b""
 
     def read(self, *, to_the_end: bool) -> Iterator[bytes]:
-        """What is new. An unfinished line waits for its rest, except at the end."""
+        """The new data. An unfinished line is held back until it is complete, except at the end."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             while data := file.read(CHUNK_BYTES):
@@ -163,7 +163,7 @@ def _show_merged(source: _Source, line: bytes) -> None:
 
 
 def _show_escaped(source: _Source, line: bytes) -> None:
-    # A worker's bar or stray escape must not repaint a terminal that it shares with others.
+    # A worker's progress bar or escape sequence must not repaint a terminal that also shows other workers.
     text = line.decode(errors="replace").removesuffix("\r").expandtabs()
     click.echo(_prefix(source) + clean(text))
 

@@ -1,4 +1,4 @@
-"""`mh status`: what a run is doing, or did; without a run, all of them."""
+"""`mh status`: the state of a run; without a run, of all runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands import exact_json
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus
 from manyhands.errors import UsageError
 from manyhands.observe.event_text import clean, count, duration, results, size, slow_line, used_lines
-from manyhands.observe.run_status import Overview, all_runs, find_run, look_at
+from manyhands.observe.run_status import RunStatus, all_runs, find_run, look_at
 from manyhands.observe.terminal import BottomLines, columns, is_terminal
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ REFRESH_S = 1.0
 @click.command()
 @click.argument("run", required=False)
 @click.option("--live", "-f", is_flag=True, help="Refresh every second until the run ends.")
-@click.option("--variables", is_flag=True, help="What the parameter servers of a live run keep, by name.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document; with --live one a line.")
+@click.option("--variables", is_flag=True, help="List what the parameter servers of a live run hold, by name.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document; with --live one per line.")
 def status(run: str | None, live: bool, variables: bool, as_json: bool) -> None:
     """Show what RUN is doing, or did: a run directory, or its name under runs/.
 
@@ -54,14 +54,14 @@ def status(run: str | None, live: bool, variables: bool, as_json: bool) -> None:
 
 def _variables(path: Path, live: bool) -> list[ServedVariable]:
     if live:
-        raise UsageError("--variables shows how things are at one moment.", where="--live", fix=["without --live"])
-    from manyhands.parameter_server.loop.variable_file import read_variables  # with torch, which takes its time
+        raise UsageError("--variables cannot refresh with --live.", where="--live", fix=["without --live"])
+    from manyhands.parameter_server.loop.variable_file import read_variables  # imports torch, which is slow
 
     return read_variables(path)
 
 
 def _listed(variables: Sequence[ServedVariable]) -> list[str]:
-    """A table: who keeps how many chunks of what, and how many updates it has seen."""
+    """A table of variables: which servers hold how many chunks, and how many updates were applied."""
     rows = [("name", "shape", "dtype", "bytes", "servers", "version")]
     rows += [
         (
@@ -89,7 +89,7 @@ def _kept(variable: ServedVariable) -> str:
 
 
 def _version(variable: ServedVariable) -> str:
-    """Of its shares; they differ while an update is on its way."""
+    """Version, or range of versions of its shards, which differ while an update is being applied."""
     known = sorted({share.version for share in variable.shares if share.version is not None})
     return " to ".join(map(str, dict.fromkeys((known[0], known[-1])))) if known else "?"
 
@@ -119,7 +119,7 @@ def _follow(path: Path, as_json: bool) -> None:
         time.sleep(REFRESH_S)
 
 
-def _lines(overview: Overview) -> list[str]:
+def _lines(overview: RunStatus) -> list[str]:
     rows = [
         ("run", overview.path),
         ("state", _state(overview)),
@@ -137,42 +137,42 @@ def _lines(overview: Overview) -> list[str]:
     ]
     rows += [("slow", f"{slow_line(one)} (step {one.step})") for one in overview.slow]
     rows += [("used", text) for text in used_lines(overview.used)]
-    rows += [(_name(place), _place(place)) for place in overview.ranks]
-    rows += [(f"server {place.server}", _server(place)) for place in overview.servers]
+    rows += [(_name(member), _member(member)) for member in overview.ranks]
+    rows += [(f"server {member.server}", _server(member)) for member in overview.servers]
     rows += [("spare", _server(overview.spare))] if overview.spare is not None else []
     return [f"{name:<10}  {clean(text)}" for name, text in rows if text]
 
 
-def _name(place: MemberStatus) -> str:
-    """An elastic run's ranks change; its slots do not."""
-    return f"rank {place.rank}" if place.slot is None else f"worker {place.slot}"
+def _name(member: MemberStatus) -> str:
+    """In an elastic run by slot: ranks change, slots do not."""
+    return f"rank {member.rank}" if member.slot is None else f"worker {member.slot}"
 
 
-def _place(place: MemberStatus) -> str:
-    where = f"step {place.step}, {place.phase}" if place.step is not None else place.status
-    if place.slot is not None:
-        rank = f"rank {place.rank}" if place.rank >= 0 else place.status
-        where = f"{rank}, {where}" if place.step is not None else rank
-        where += f", call {place.call}" if place.call else ""
-    return f"{where}, {duration(place.age_s)} ago, pid {place.pid}"
+def _member(member: MemberStatus) -> str:
+    where = f"step {member.step}, {member.phase}" if member.step is not None else member.status
+    if member.slot is not None:
+        rank = f"rank {member.rank}" if member.rank >= 0 else member.status
+        where = f"{rank}, {where}" if member.step is not None else rank
+        where += f", call {member.call}" if member.call else ""
+    return f"{where}, {duration(member.age_s)} ago, pid {member.pid}"
 
 
-def _server(place: ServerStatus) -> str:
-    doing = f", {place.phase}" if place.phase else ""
-    before = f", number {place.deaths + 1} after {place.deaths} that died" if place.deaths else ""
-    return f"{place.status}{doing}, heard {duration(place.age_s)} ago, pid {place.pid}{before}"
+def _server(member: ServerStatus) -> str:
+    doing = f", {member.phase}" if member.phase else ""
+    before = f", process {member.deaths + 1} after {member.deaths} died" if member.deaths else ""
+    return f"{member.status}{doing}, last report {duration(member.age_s)} ago, pid {member.pid}{before}"
 
 
-def _elastic(overview: Overview) -> str:
+def _elastic(overview: RunStatus) -> str:
     if overview.elastic is None:
         return ""
     least, most = overview.elastic
     wanted = f", {overview.workers_wanted} wanted" if overview.workers_wanted is not None else ""
-    members = sum(place.rank >= 0 for place in overview.ranks)
+    members = sum(member.rank >= 0 for member in overview.ranks)
     return f"{members} workers on this host, {least} to {most} in all{wanted}; generation {overview.generation}"
 
 
-def _state(overview: Overview) -> str:
+def _state(overview: RunStatus) -> str:
     text = overview.state
     if overview.state == "died":
         text = f"died: it was running as pid {overview.pid}, which is gone; the same command resumes it"
@@ -185,13 +185,13 @@ def _state(overview: Overview) -> str:
     return text
 
 
-def _workers(overview: Overview) -> str:
+def _workers(overview: RunStatus) -> str:
     if overview.workers is None:
         return ""
     return f"{overview.workers}, {overview.strategy}, V={overview.slices}, {overview.precision}"
 
 
-def _step(overview: Overview) -> str:
+def _step(overview: RunStatus) -> str:
     if overview.step is None:
         return ""
     total = f"/{overview.total_steps}" if overview.total_steps else ""
@@ -200,33 +200,33 @@ def _step(overview: Overview) -> str:
     return f"{overview.step}{total}{training}, epoch {epoch}, {ago} ago"
 
 
-def _speed(overview: Overview) -> str:
+def _speed(overview: RunStatus) -> str:
     if overview.samples_per_s is None or overview.state != "running":
         return ""
     eta = f", eta {duration(overview.eta_s)}" if overview.eta_s else ""
     return f"{count(overview.samples_per_s)} samples/s{eta}"
 
 
-def _checkpoint(overview: Overview) -> str:
+def _checkpoint(overview: RunStatus) -> str:
     if overview.checkpoint is None:
         return "none seen"
     saved = overview.checkpoint
     return f"step {saved.step}, {duration(saved.age_s)} ago, {saved.path}"
 
 
-def _restarts(overview: Overview) -> str:
+def _restarts(overview: RunStatus) -> str:
     lost = f"; last lost: {overview.last_lost}" if overview.last_lost else ""
     return f"{overview.restarts}{lost}" if overview.restarts or lost else ""
 
 
-def _table(overviews: list[Overview]) -> str:
+def _table(overviews: list[RunStatus]) -> str:
     if not overviews:
         return "No runs in runs/."
     width = max(len(overview.run) for overview in overviews)
     return "\n".join(f"{clean(overview.run):<{width}}  {_row(overview)}" for overview in overviews)
 
 
-def _row(overview: Overview) -> str:
+def _row(overview: RunStatus) -> str:
     total = f"/{overview.total_steps}" if overview.total_steps else ""
     parts = [
         f"{overview.state:<8}",

@@ -19,13 +19,13 @@ __all__ = ["stop"]
 def stop(run: str, as_json: bool) -> None:
     """Ask RUN to commit a checkpoint and end: a run directory, or its name under runs/.
 
-    Returns at once; `mh status RUN` tells when it has ended. The same command that started the run resumes it.
+    Returns at once; `mh status RUN` shows when it has ended. The command that started the run also resumes it.
     """
     path = find_run(run)
-    stood = request_stop(path)
-    steps = [member.step for member in stood.members if member.step is not None]
+    answer = request_stop(path)
+    steps = [member.step for member in answer.members if member.step is not None]
     if as_json:
-        facts = {"run": stood.run, "run_dir": os.path.abspath(path), "step": max(steps, default=None)}
+        facts = {"run": answer.run, "run_dir": os.path.abspath(path), "step": max(steps, default=None)}
         click.echo(json.dumps(facts))
     else:
         where = f" at step {max(steps)}" if steps else ""

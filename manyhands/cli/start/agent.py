@@ -1,4 +1,4 @@
-"""`mh agent`: this host joins a run that another one started."""
+"""`mh agent`: joins this host to a run that another host started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.cli.common.setting_options import BOTH_SPELLINGS
 from manyhands.control.messages.launch_request import LaunchRequest
 from manyhands.control.security.keys import read_join_file
 from manyhands.errors import UsageError
-from manyhands.launcher.launch import launch_command, worker_environment
+from manyhands.launcher.launch import forks_workers, launch_command, worker_environment
 from manyhands.launcher.machine import this_machine
 from manyhands.spec.load import environment, resolve
 from manyhands.spec.placement import Placement
@@ -24,14 +24,14 @@ __all__ = ["agent"]
 @click.option("--join", "join_file", metavar="FILE", required=True, help="The join file that `mh run` wrote.")
 @click.option("-n", "--workers", type=int, help="Workers on this host. Default: one per accelerator, else one.")
 @click.option("--threads", type=int, help="Threads per worker. Default: cores / workers.")
-@click.option("--listen", metavar="ADDR", help="Address that tensors reach this host at. Default: the one on the way.")
+@click.option("--listen", metavar="ADDR", help="Address for tensors to this host. Default: by the route.")
 @click.option("--dir", "folder", metavar="DIR", help="Directory that the workers run in. Default: this one.")
 @click.option("--ui", type=click.Choice(["auto", "live", "plain", "none"]), help="How to show progress.")
 @click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
 def agent(join_file: str, folder: str | None, as_json: bool, **options: Any) -> int:
-    """Lend this host to a run: start its workers here, and end with it.
+    """Add this host to a run: start workers of the run here, and end when it ends.
 
-    What to run comes from the run itself; the script and its data have to be here under the same path.
+    The run provides the command; the script and its data have to be on this host under the same path.
     """
     ticket, environ = read_join_file(join_file), environment()
     resolved = resolve(flags=options, environ=environ)
@@ -43,8 +43,9 @@ def agent(join_file: str, folder: str | None, as_json: bool, **options: Any) -> 
         join=ticket,
         workers=launch.workers or this_machine(environ).default_workers,
         threads=launch.threads,
+        forks=forks_workers(resolved, environ),
         listen=launch.listen,
-        # Gloo between hosts was agreed to where the run was started; joining it is agreeing.
+        # Unencrypted Gloo between hosts was accepted when the run was started; joining accepts it as well.
         insecure_data_plane=True,
         environment=worker_environment(resolved, environ),
     )

@@ -1,4 +1,4 @@
-"""`mh chaos`: a script's run under random faults, and whether it came through."""
+"""`mh chaos`: injects random faults into a script's run, and reports whether it recovered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from manyhands import exact_json
-from manyhands.chaos.chaos_report import Outcome, Report, Weights
+from manyhands.chaos.chaos_report import ChaosReport, FaultOutcome, Weights
 from manyhands.chaos.fault_schedule import KINDS, ON_SERVERS, Fault, Kind, schedule
 from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
@@ -23,29 +23,28 @@ from manyhands.trials.tuning_search import words_of
 
 __all__ = ["chaos"]
 
-# Settings of a run that make sense here; where it goes, how it is shown and other hosts do not.
+# Settings of a run that make sense here; run directory, display and other hosts do not.
 TAKEN = (
     *("max_restarts", "heartbeat_s", "hang_s", "strategy", "precision", "slices", "accumulate", "exact"),
     *("clip_norm", "workers", "servers", "threads", "elastic", "allocator", "memory_format", "plane", "timeout_s"),
+    "start",
     *("bucket_bytes", "reducer", "every_steps", "every_s", "keep_last"),
 )
 WORKERS = 4
-# Deaths that we cause are no reason to give up.
+# The faults that we inject must not exhaust the restart budget.
 MAX_RESTARTS = 1000
 
 
 @click.command(context_settings={**BOTH_SPELLINGS, "allow_interspersed_args": False, "max_content_width": 110})
-@click.option("--seed", type=int, default=0, help="Which faults strike when, and whom. Default: 0.")
-@click.option(
-    "--mtbf", "mtbf_s", type=float, default=10.0, help="Seconds from fault to fault, on average. Default: 10."
-)
-@click.option("--minutes", type=float, default=1.0, help="How long faults strike, from the first step on. Default: 1.")
+@click.option("--seed", type=int, default=0, help="Determines the faults, their times and targets. Default: 0.")
+@click.option("--mtbf", "mtbf_s", type=float, default=10.0, help="Mean seconds between faults. Default: 10.")
+@click.option("--minutes", type=float, default=1.0, help="How long to inject faults, from the first step. Default: 1.")
 @click.option(
     "--faults", "kinds", metavar="KIND,...",
-    help=f"Of {', '.join(KINDS)}. Default: all that can strike this run.",
+    help=f"Some of {', '.join(KINDS)}. Default: all that apply to this run.",
 )  # fmt: skip
-@click.option("--agents", type=int, default=1, help="As if on so many hosts, all on this one. Default: 1.")
-@click.option("--reference/--no-reference", default=True, help="Also run it undisturbed, and compare. Default: yes.")
+@click.option("--agents", type=int, default=1, help="Simulate this many hosts on this one. Default: 1.")
+@click.option("--reference/--no-reference", default=True, help="Also run it without faults, and compare. Default: yes.")
 @click.option(
     "--wait", "wait_s", type=float, default=300.0,
     help="Seconds that the run may take to its first step, and to its end after the faults. Default: 300.",
@@ -75,14 +74,15 @@ def chaos(
     module: bool,
     **options: Any,
 ) -> int:
-    """Run SCRIPT as an elastic run, strike it with random faults, and report what became of each.
+    """Run SCRIPT as an elastic run, inject random faults, and report the outcome of each.
 
-    Faults: kill (SIGKILL to a worker), stop (SIGSTOP), hang (a deadlock that holds the interpreter), slow (half of a
-    worker's time is taken), coordinator (SIGKILL), disk (no worker can write to files), agent (SIGKILL to one that is
-    not the first, and so to its workers; another comes), kill-server and stop-server (a parameter server, with
-    --servers). By default 4 workers, 1 to 4; with --agents, -n is for each.
-    The script runs to its end, twice: let it take about as long as faults are to strike. Exit code 0 if the run came
-    through everything and ended with the weights of the undisturbed run (asynchronous servers: at its step), else 1.
+    Faults: kill (SIGKILL to a worker), stop (SIGSTOP), hang (a deadlock that holds the interpreter lock), slow (the
+    worker is stopped half of the time), coordinator (SIGKILL), disk (no worker can write to files), agent (SIGKILL to
+    one that is not the first, and so to its workers; another one starts), kill-server and stop-server (a parameter
+    server, with --servers). By default 4 workers, elastic 1:4; with --agents, -n is per agent.
+    The script runs to its end, twice: it should take about as long as faults are injected. Exit code 0 if the run
+    recovered from every fault and ended with the weights of the run without faults (asynchronous servers: at the same
+    step), else 1.
     """
     command = script_command(script, arguments, is_module=module)
     _check(mtbf_s, minutes, wait_s)
@@ -125,33 +125,33 @@ def _size(workers: int, servers: int) -> str:
 
 
 def _completed(settings: dict[str, Any], agents: int) -> dict[str, Any]:
-    """With what nobody asked for."""
+    """The settings with the defaults of `mh chaos`."""
     if agents < 1:
-        raise UsageError(f"--agents is {agents}, but a run has one at least.", where="--agents", fix=["--agents 2"])
+        raise UsageError(f"--agents is {agents}, but must be at least 1.", where="--agents", fix=["--agents 2"])
     workers = settings.get("workers", WORKERS)
-    usual = {"max_restarts": MAX_RESTARTS, "workers": workers, "elastic": f"1:{agents * workers}"}
-    return {**usual, **({"strategy": "multi_worker"} if agents > 1 else {}), **settings}
+    defaults = {"max_restarts": MAX_RESTARTS, "workers": workers, "elastic": f"1:{agents * workers}"}
+    return {**defaults, **settings}
 
 
 def _kinds(text: str | None, agents: int, servers: int) -> list[Kind]:
     if agents > 1 and servers:
-        raise UsageError(
-            "Parameter servers are struck where all of a run has one agent.", where="--agents", fix=["--agents 1"]
-        )
+        raise UsageError("Faults on parameter servers need a run with one agent.", where="--agents", fix=["--agents 1"])
     possible = [kind for kind in KINDS if (kind != "agent" or agents > 1) and (kind not in ON_SERVERS or servers)]
     if text is None:
         return possible
     asked = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in asked if word not in get_args(Kind)]
     if unknown or not asked:
-        what = f"--faults has no {', '.join(unknown)}" if unknown else "--faults names none"
-        raise UsageError(f"{what}; there are {', '.join(KINDS)}.", where="--faults", fix=["--faults kill,stop"])
+        what = f"There is no fault {', '.join(unknown)}" if unknown else "--faults names no fault"
+        raise UsageError(f"{what}; faults are {', '.join(KINDS)}.", where="--faults", fix=["--faults kill,stop"])
     if "agent" in asked and agents == 1:
         raise UsageError(
-            "The only agent of a run is its launcher, and the run ends with it.", where="--faults", fix=["--agents 2"]
+            "The first agent of a run is its launcher, and the run ends with it.", where="--faults", fix=["--agents 2"]
         )
-    if not servers and (vain := [kind for kind in ON_SERVERS if kind in asked]):
-        raise UsageError(f"{vain[0]} strikes a server, and this run has none.", where="--faults", fix=["--servers 2"])
+    if not servers and (no_target := [kind for kind in ON_SERVERS if kind in asked]):
+        raise UsageError(
+            f"{no_target[0]} needs a server, but this run has none.", where="--faults", fix=["--servers 2"]
+        )
     return [kind for kind in possible if kind in asked]
 
 
@@ -165,7 +165,7 @@ def _check(mtbf_s: float, minutes: float, wait_s: float) -> None:
 
 def _listed(faults: Sequence[Fault]) -> str:
     rows = [f"{one.number:>3}  {one.at_s:8.2f} s  {one.kind:<11}  {_where(one)}".rstrip() for one in faults]
-    return "\n".join(rows) if rows else "No fault strikes in this time."
+    return "\n".join(rows) if rows else "No fault is scheduled in this time."
 
 
 def _where(fault: Fault) -> str:
@@ -174,19 +174,19 @@ def _where(fault: Fault) -> str:
     return "" if fault.slot is None or fault.kind == "agent" else f"worker {fault.slot}"
 
 
-def _document(faults: Sequence[Fault], report: Report, home: Path) -> bytes:
+def _document(faults: Sequence[Fault], report: ChaosReport, home: Path) -> bytes:
     facts = {"passed": report.passed, "folder": str(home), "faults": faults, **msgspec.structs.asdict(report)}
     return exact_json.encode(facts, indent=2)
 
 
-def _text(report: Report, title: str, home: Path) -> str:
+def _text(report: ChaosReport, title: str, home: Path) -> str:
     rows = [("", "at", "fault", "detected", "recovered", "steps lost", ""), *map(_cells, report.outcomes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([title, *table, "", *_findings(report), f"everything is in {home}"])
 
 
-def _cells(one: Outcome) -> tuple[str, ...]:
+def _cells(one: FaultOutcome) -> tuple[str, ...]:
     recovered = "skipped" if one.skipped else _seconds(one.recovered_s, "never")
     fault = one.kind if one.who == one.kind else f"{one.kind} {one.who}"
     lost = "" if one.skipped else str(one.steps_lost)
@@ -197,17 +197,17 @@ def _seconds(value: float | None, without: str) -> str:
     return without if value is None else f"{value:.2f} s"
 
 
-def _findings(report: Report) -> list[str]:
-    struck = [one for one in report.outcomes if not one.skipped]
+def _findings(report: ChaosReport) -> list[str]:
+    injected = [one for one in report.outcomes if not one.skipped]
     ledger = report.ledger
-    share = f", {report.goodput:.0%} of the undisturbed run's in equal time" if report.goodput is not None else ""
-    unrecorded = f" ({ledger.unrecorded} known from their neighbours only)" if ledger.unrecorded else ""
+    share = f", {report.goodput:.0%} of the run without faults in equal time" if report.goodput is not None else ""
+    unrecorded = f" ({ledger.unrecorded} inferred from the steps around them)" if ledger.unrecorded else ""
     lines = [
-        f"faults: {len(struck)} of {report.scheduled} struck{_why_fewer(report)}, "
-        f"{sum(one.is_bad for one in struck)} not recovered from; the run ended with {report.exit_code}",
+        f"faults: {len(injected)} of {report.scheduled} injected{_why_fewer(report)}, "
+        f"{sum(one.is_bad for one in injected)} not recovered from; the run ended with exit code {report.exit_code}",
         f"steps: {report.steps} in {report.seconds:.1f} s{share}; {report.recovering_s:.1f} s in recovery",
         f"ledger: steps 1 to {ledger.last_step} committed once each{unrecorded} over {ledger.generations} generations; "
-        f"{ledger.steps_lost} taken back, samples lost {ledger.samples_lost}, repeated {ledger.samples_repeated}"
+        f"{ledger.steps_lost} rolled back, samples lost {ledger.samples_lost}, repeated {ledger.samples_repeated}"
         if not ledger.problems
         else "ledger: " + "; ".join(ledger.problems),
     ]
@@ -217,29 +217,31 @@ def _findings(report: Report) -> list[str]:
     return [*lines, "passed" if report.passed else "FAILED"]
 
 
-def _why_fewer(report: Report) -> str:
+def _why_fewer(report: ChaosReport) -> str:
     skipped, late = sum(one.skipped for one in report.outcomes), report.scheduled - len(report.outcomes)
-    reasons = [f"{skipped} found nobody"] * bool(skipped) + [f"the run was over before {late}"] * bool(late)
+    reasons = [f"{skipped} had no target"] * bool(skipped) + [f"the run ended before {late}"] * bool(late)
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _compared(weights: Weights, exact: bool) -> str:
-    promise = "" if exact else "; without exact=True that is not promised: --exact"
+    promise = "" if exact else "; only exact=True promises that: --exact"
     if weights.equal:
-        return f"weights: all {weights.tensors} tensors equal the undisturbed run's, bit for bit{promise}"
+        return f"weights: all {weights.tensors} tensors equal those of the run without faults, bit for bit{promise}"
     if not weights.same_step:
         return _other_step(weights)
     names = ", ".join(weights.different[:3]) + (", ..." if len(weights.different) > 3 else "")
     return f"weights: {len(weights.different)} of {weights.tensors} tensors DIFFER ({names}){promise}"
 
 
-def _reached(report: Report) -> str:
+def _reached(report: ChaosReport) -> str:
     assert report.weights is not None
     if not report.weights.same_step:
         return _other_step(report.weights)
     found = "equal" if report.weights.equal else "different"
-    return f"weights: {found} at step {report.weights.step}; with mode={report.mode!r} they depend on who is how fast"
+    return (
+        f"weights: {found} at step {report.weights.step}; with mode={report.mode!r} they depend on the workers' speed"
+    )
 
 
 def _other_step(weights: Weights) -> str:
-    return f"weights: step {weights.step} was saved last, the undisturbed run's was {weights.reference_step}"
+    return f"weights: the last saved step is {weights.step}, that of the run without faults {weights.reference_step}"

@@ -1,4 +1,4 @@
-"""`mh demo`: train on digits with 2 workers, kill one, stop half-way, go on with 1, and say what happened."""
+"""`mh demo`: trains on digits with 2 workers, kills one, stops half-way, resumes with 1, and reports."""
 
 from __future__ import annotations
 
@@ -34,51 +34,51 @@ __all__ = ["demo"]
 
 EPOCHS = 15
 KILL_AT, STOP_AT = 0.3, 0.5
-"""Shares of the run's steps."""
+"""Fractions of the run's steps."""
 RECIPE = "manyhands.recipes.digits"
 
 
 @click.command()
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run goes. Default: runs/<time>-demo.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The run directory. Default: runs/<time>-demo.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def demo(run_dir: Path | None, as_json: bool) -> int:
     """Train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1 worker, report."""
     home = run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
     started = time.monotonic()
     _say(f"1. Two workers train on handwritten digits. Run directory: {home}", as_json)
-    trouble = Trouble(_display(home, 2, as_json), quiet=as_json)
-    code = _train(home, 2, trouble)
-    if not trouble.has_stopped:
+    display = FaultyDisplay(_display(home, 2, as_json), quiet=as_json)
+    code = _train(home, 2, display)
+    if not display.has_stopped:
         return _interrupted(code, home)
     if code != 75:
-        raise EnvironmentProblem(f"The first half ended with {code}, not with 75.", fix=[f"mh logs {home}"])
+        raise EnvironmentProblem(f"The first half ended with exit code {code}, not with 75.", fix=[f"mh logs {home}"])
     _say(f"3. SIGTERM has stopped the run at step {_last_checkpoint(home)}, with a checkpoint: exit code 75.", as_json)
-    _say("4. One worker goes on from there; the result is the same as with any other number.", as_json)
-    code = _train(home, 1, Trouble(_display(home, 1, as_json), quiet=as_json, kill_at=None, stop_at=None))
+    _say("4. One worker resumes there; the result is the same for any number of workers.", as_json)
+    code = _train(home, 1, FaultyDisplay(_display(home, 1, as_json), quiet=as_json, kill_at=None, stop_at=None))
     if code != 0:
         return _interrupted(code, home)
     report = _report(home, time.monotonic() - started)
-    click.echo(exact_json.encode(report) if as_json else _told(report))
+    click.echo(exact_json.encode(report) if as_json else _text(report))
     return 0
 
 
 def _say(line: str, as_json: bool) -> None:
-    """Between two runs, when no bar stands on the terminal."""
+    """Print between two runs, when there is no progress bar on the terminal."""
     if not as_json:
         click.secho(line, bold=True, err=True)
 
 
 def _interrupted(code: int, home: Path) -> int:
-    """The user has stopped it, or it failed and has said how."""
+    """The exit code if the user stopped the run; raises if it failed, which it has reported already."""
     if code in (75, 130, 143):
         return 143 if code == 143 else 130
-    raise EnvironmentProblem(f"The run ended with {code}.", fix=[f"mh logs {home}"])
+    raise EnvironmentProblem(f"The run ended with exit code {code}.", fix=[f"mh logs {home}"])
 
 
-class Trouble:
-    """A display that makes trouble for the run that it shows: it kills a worker, and stops the run later.
+class FaultyDisplay:
+    """A display that also injects faults: it kills a worker, and later stops the run.
 
-    In the launcher's own process, so that what it says stands above the progress bar.
+    It runs in the launcher's process, so that its lines appear above the progress bar.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Trouble:
         if isinstance(event, WorkerStarted):
             self._pids[event.slot] = event.pid
         if isinstance(event, StepDone) and event.total_steps:
-            self._look(event.step / event.total_steps)
+            self._inject(event.step / event.total_steps)
 
-    def _look(self, share: float) -> None:
+    def _inject(self, share: float) -> None:
         if self._kill_at is not None and share >= self._kill_at:
             self._kill_at, victim = None, self._pids[max(self._pids)]
             os.kill(victim, signal.SIGKILL)
-            self.say(f"2. kill -9 {victim}: one of the two is gone. The other goes on, and another takes its place.")
+            self.say(f"2. kill -9 {victim}: one worker is dead. The other continues, and a replacement starts.")
         elif self._stop_at is not None and share >= self._stop_at:
             self._stop_at, self.has_stopped = None, True
             os.kill(os.getpid(), signal.SIGTERM)
@@ -129,7 +129,7 @@ def _display(home: Path, workers: int, as_json: bool) -> Display:
 
 
 def _train(home: Path, workers: int, display: Display) -> int:
-    """Run the digits in this process, as `mh run` does; the run's exit code."""
+    """Run the digits recipe with the launcher in this process, as `mh run` does; returns the run's exit code."""
     environ, command = environment(), script_command(RECIPE, ["--epochs", str(EPOCHS)], is_module=True)
     resolved = resolve(flags=_settings(home, workers), environ=environ)
     placement = place(resolved, environ)
@@ -167,7 +167,7 @@ def _report(home: Path, seconds: float) -> dict[str, Any]:
 
 
 def _recovery(events: list[Event]) -> dict[str, Any]:
-    """The loss of the worker that was killed, and the first step that was committed without it."""
+    """When the killed worker was lost, and the first step that was committed without it."""
     lost = next(event for event in events if isinstance(event, WorkerLost))
     newer = next(one for one in events if isinstance(one, GenerationStarted) and one.time_s >= lost.time_s)
     steps = sorted((event for event in events if isinstance(event, StepDone)), key=lambda step: step.time_s)
@@ -186,10 +186,10 @@ def _later(events: list[Event], than: Event) -> list[Event]:
     return [event for event in events if event.time_s > than.time_s]
 
 
-def _told(report: dict[str, Any]) -> str:
+def _text(report: dict[str, Any]) -> str:
     first, second, killed = report["workers"][0], report["workers"][-1], report["killed"]
     joined = "another joined" if killed["replaced"] else "another was starting when the run was stopped"
-    sound = "; ".join(report["problems"]) or (
+    audited = "; ".join(report["problems"]) or (
         f"{report['steps_done_twice']} steps done twice, {report['samples_lost']} samples lost, "
         f"{report['samples_repeated']} repeated"
     )
@@ -197,11 +197,11 @@ def _told(report: dict[str, Any]) -> str:
         [
             "",
             f"What happened: {report['steps']} steps in {report['slices']} slices each, the first "
-            f"{report['stopped_and_resumed_at']} by {first} workers, but for the one killed, the rest by {second}; "
-            f"{sound}.",
-            f"Killed: rank {killed['rank']} (pid {killed['pid']}). {killed['went_on_after_s']:.2f} s after that "
-            f"was seen, step {killed['next_step']} was committed without it; {joined}.",
-            f"Held-out digits: {report['accuracy']:.2%} of {report['examples_evaluated']} right, each counted once.",
+            f"{report['stopped_and_resumed_at']} by {first} workers (until one was killed), the rest by {second}; "
+            f"{audited}.",
+            f"Killed: rank {killed['rank']} (pid {killed['pid']}). {killed['went_on_after_s']:.2f} s after it was "
+            f"detected, step {killed['next_step']} was committed without that worker; {joined}.",
+            f"Held-out digits: {report['accuracy']:.2%} of {report['examples_evaluated']} correct, each counted once.",
             f"It took {report['seconds']} s. Everything is in {report['run_dir']}:",
             f"  mh status {report['run_dir']}",
             f"  mh ckpt ls {report['run_dir']}",

@@ -1,4 +1,4 @@
-"""`mh run`: workers for a script or module, by our own flags or torchrun's."""
+"""`mh run`: starts workers for a script or module, with our flags or torchrun's."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ TORCHRUN_HELP = {
     "node_rank": "torchrun: number of this host, from 0.",
     "master_addr": "torchrun: address of host 0. Default: 127.0.0.1.",
     "master_port": "torchrun: port on host 0. Default: 29500.",
-    "standalone": "torchrun: this host alone.",
-    "rdzv_backend": "torchrun: static (by --node-rank), or c10d (numbers are given out).",
-    "rdzv_endpoint": "torchrun: HOST:PORT where hosts meet.",
-    "local_addr": "torchrun: address that other hosts reach this one at.",
+    "standalone": "torchrun: only this host.",
+    "rdzv_backend": "torchrun: static (by --node-rank), or c10d (the coordinator assigns host numbers).",
+    "rdzv_endpoint": "torchrun: HOST:PORT of the rendezvous.",
+    "local_addr": "torchrun: address at which other hosts reach this one.",
 }
 SHORT = {"redirects": "-r", "tee": "-t"}
 
 EXAMPLES = {
     "mh run -n 2 train.py": "two workers on this machine",
-    "mh run -n 2 train.py --epochs 3": "what follows the script is the script's own",
-    "mh run -n 4 --elastic 2:4 train.py": "workers may die; the others go on, and new ones join",
-    "mh run -n 2 --strategy sharded train.py": "the model's memory divided over the workers (FSDP)",
-    "mh run --run-dir runs/a -n 2 train.py": "the same command again goes on where it was stopped",
+    "mh run -n 2 train.py --epochs 3": "what follows the script is passed to it",
+    "mh run -n 4 --elastic 2:4 train.py": "workers may die; the others continue, and new ones join",
+    "mh run -n 2 --strategy sharded train.py": "model and optimizer sharded over the workers (FSDP)",
+    "mh run --run-dir runs/a -n 2 train.py": "the same command again resumes a stopped run",
 }
 GROUPS = {
     "Workers": ("workers", "strategy", "elastic", "servers", "threads"),
@@ -56,21 +56,21 @@ GROUPS = {
         *("run_dir", "overwrite", "group_readable", "seed", "config_file", "module", "recipe", "max_restarts"),
         "grace_s",
     ),
-    "What is shown": ("verbose", "ui", "as_json", "dry_run"),
+    "Output": ("verbose", "ui", "as_json", "dry_run"),
     "Checkpoints": ("every_steps", "every_s", "keep_last", "keep_best"),
     "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane"),
     "Maths": ("precision", "slices", "accumulate", "exact", "clip_norm", "reducer"),
-    "Watching over the run": (
+    "Monitoring": (
         *("heartbeat_s", "hang_s", "balance", "straggler_factor", "straggler_steps", "check_every", "audit"),
         "timeout_s",
     ),
-    "Speed": ("allocator", "memory_format", "manage_gc", "plane", "bucket_bytes"),
+    "Speed": ("start", "allocator", "memory_format", "manage_gc", "plane", "bucket_bytes"),
 }
-"""Options by the heading that they have in --help; the rest are torchrun's."""
+"""Options by their heading in --help; the rest are torchrun's."""
 
 
 class RunCommand(click.Command):
-    """Help in groups, with examples; and a hint where a flag of the script's stands before it."""
+    """Prints help in groups, with examples; suggests the right order if a flag of the script comes before it."""
 
     examples = EXAMPLES
 
@@ -84,7 +84,7 @@ class RunCommand(click.Command):
                 raise
             close = [flag for flag in error.possibilities or () if flag != "--help"][:1]
             raise UsageError(
-                f"mh run has no flag {error.option_name}. Flags of the script stand behind it.",
+                f"mh run has no flag {error.option_name}. Flags of the script go after it.",
                 where="the command line",
                 fix=[*(f"{flag}, if that was meant" for flag in close), shlex.join(["mh", "run", *meant])],
             ) from None
@@ -121,11 +121,11 @@ def torchrun_options(command: Command) -> Command:
 @click.option("--config", "config_file", metavar="FILE", help="A TOML file of settings; see `mh config show`.")
 @settings_options
 @click.option("-m", "--module", is_flag=True, default=None, help="SCRIPT is a module, as in `python -m`.")
-@click.option("--recipe", metavar="NAME", help=f"A training of ours instead of SCRIPT: {' or '.join(RECIPES)}.")
-@click.option("--join-file", metavar="PATH", help="Where the join file for other hosts is written.")
+@click.option("--recipe", metavar="NAME", help=f"A built-in training instead of SCRIPT: {' or '.join(RECIPES)}.")
+@click.option("--join-file", metavar="PATH", help="The join file to write for other hosts.")
 @click.option("--dry-run", is_flag=True, help="Print hosts, ranks, environment and command, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
-@click.option("--no-python", is_flag=True, default=None, help="torchrun: SCRIPT is a program; it has to be Python.")
+@click.option("--no-python", is_flag=True, default=None, help="torchrun: SCRIPT is an executable; it has to be Python.")
 @torchrun_options
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -141,10 +141,11 @@ def run(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Train: start workers for SCRIPT, or with -m for a module; whatever follows it is the script's own.
+    """Train: start workers for SCRIPT, or with -m for a module; arguments after it are passed to the script.
 
-    With --recipe, what follows `--` is the recipe's. The script's output is that of its chief; the others' goes to the
-    logs in the run directory. Further hosts join with `mh agent`, or run the same command with torchrun's flags.
+    With --recipe, arguments after `--` are passed to the recipe. The output of the chief is shown; that of the other
+    workers goes to the logs in the run directory. Further hosts join with `mh agent`, or run the same command with
+    torchrun's flags.
     """
     environ = environment()
     defaults = torchrun_defaults(environ)
@@ -172,7 +173,7 @@ def run(
         command,
         placement,
         environ,
-        # Only a flag is sure to be the last word: what the script itself says wins over the environment and the file.
+        # Only a flag is final: the script's constructor arguments override the environment and the config file.
         run_dir=settings.get("run_dir"),
         resume=_resume(sys.argv[1:], settings),
         torchrun=bool(torchrun),
@@ -185,7 +186,7 @@ def run(
 
 
 def _text_of(command: WorkerCommand) -> str | None:
-    """The source of what is to run, as far as it is one file that can be found without importing anything."""
+    """The source of the script or module, if it is one file that can be found without importing anything."""
     path = Path(command.target)
     if command.kind == "module":
         folder = Path(*command.target.split("."))
@@ -197,14 +198,14 @@ def _text_of(command: WorkerCommand) -> str | None:
 
 
 def _recipe(name: str, script: str | None, arguments: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The recipe's module, and its own arguments: all that is not ours."""
+    """The recipe's module and its arguments: those that `mh run` did not take."""
     if name not in RECIPES:
         raise UsageError(f"There is no recipe {name!r}.", where="--recipe", fix=[f"--recipe {one}" for one in RECIPES])
     return f"manyhands.recipes.{name}", (*([script] if script is not None else []), *arguments)
 
 
 def _torchrun_flags(options: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
-    """torchrun's flags that were given, here or as PET_<FLAG>."""
+    """torchrun's flags that were given, on the command line or as PET_<FLAG>."""
     given = {name: options[name] for name in TORCHRUN_FLAGS if options[name] not in (None, False)}
     given = {name: defaults[name] for name in TORCHRUN_FLAGS if name in defaults} | given
     if "standalone" in given and not _is_set(None, str(given["standalone"])):
@@ -223,7 +224,7 @@ def _whole(text: str, name: str) -> int:
 
 
 def _program(program: str, arguments: Sequence[str]) -> WorkerCommand:
-    """--no-python: workers are Python processes here, so the program has to be Python or a Python script."""
+    """--no-python: workers are Python processes, so the program has to be Python or a Python script."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
         words = [word for word in arguments if word != "-u"]
         if words[:1] == ["-m"] and len(words) > 1:
@@ -239,7 +240,7 @@ def _program(program: str, arguments: Sequence[str]) -> WorkerCommand:
 
 
 def _resume(words: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """The same command on the same directory."""
+    """The command line that resumes this run in its directory."""
     position = words.index("run") + 1 if "run" in words else 0
     directory = [] if "run_dir" in settings else ["--run-dir", "{run_dir}"]
     again = [word for word in words[position:] if word != "--overwrite"]

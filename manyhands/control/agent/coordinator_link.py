@@ -1,7 +1,7 @@
-"""An agent's line to the coordinator: local over ipc, remote over tcp with CURVE.
+"""An agent's connection to the coordinator: local over ipc, remote over tcp with CURVE.
 
-Messages queue while the coordinator is away and ZeroMQ reconnects by itself. For a host that joins, the socket's own
-monitor tells "nobody there" from "they do not accept this key".
+Messages queue while the coordinator is unreachable, and ZeroMQ reconnects. For a joining host, the socket's monitor
+shows whether no run listens there, or the run does not accept this key.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from manyhands.control.messages.agent_messages import FromCoordinator
 from manyhands.control.security.keys import client_curve
 from manyhands.errors import EnvironmentProblem, JoinRefused
 
-__all__ = ["Link"]
+__all__ = ["CoordinatorLink"]
 
-# A run that accepts the key answers within milliseconds of the handshake; a refused handshake is tried again and again.
+# A run that accepts the key answers within milliseconds of the handshake; ZeroMQ retries a refused one again and again.
 REFUSALS_BEFORE_GIVING_UP = 3
 
 
-class Link:
+class CoordinatorLink:
     def __init__(self, context: zmq.Context[Any], endpoint: str, agent: str, key: bytes | None = None) -> None:
         curve = client_curve(key) if key is not None else None
         self.endpoint = endpoint
         self.port: Port[FromCoordinator] = open_port(
             context, zmq.DEALER, endpoint, FromCoordinator, identity=agent.encode(), curve=curve
         )
-        self.heard_at = time.monotonic()
-        self.ever_heard = False
+        self.received_at = time.monotonic()
+        self.has_received = False
         self._refused = 0
         self._monitor = self.port.socket.get_monitor_socket() if key is not None else None
 
@@ -41,16 +41,16 @@ class Link:
     def receive(self) -> list[FromCoordinator]:
         messages = [message for _, message in self.port.receive()]
         if messages:
-            self.heard_at, self.ever_heard = time.monotonic(), True
+            self.received_at, self.has_received = time.monotonic(), True
         return messages
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self.heard_at
+        return time.monotonic() - self.received_at
 
     def check_joining(self, timeout_s: float) -> None:
-        """Before the first answer: raise when there will be none."""
-        if self.ever_heard or self._monitor is None:
+        """Before the first answer: raise if none can be expected."""
+        if self.has_received or self._monitor is None:
             return
         while self._monitor.poll(0):
             kind = recv_monitor_message(self._monitor)["event"]
@@ -63,7 +63,7 @@ class Link:
         if self._refused >= REFUSALS_BEFORE_GIVING_UP:
             raise JoinRefused(
                 f"The run at {self.endpoint} refused this host's key.",
-                fix=["the join file that this very run wrote", "the same MANYHANDS_KEY_FILE on every host"],
+                fix=["the join file that this run wrote", "the same MANYHANDS_KEY_FILE on every host"],
             )
         if self.silent_s > timeout_s:
             raise EnvironmentProblem(

@@ -1,13 +1,13 @@
-"""What is wrong with a launch before anything is started, and which addresses it will use.
+"""Checks a launch before anything is started, and chooses the addresses that it will use.
 
-Raises `UsageError` and `EnvironmentProblem` with what to type instead. Starts nothing, and leaves nothing bound.
+Raises `UsageError` and `EnvironmentProblem` with what to type instead. Starts nothing, and leaves no port bound.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
-import ipaddress
 import platform
 import re
 import socket
@@ -18,20 +18,20 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from manyhands.control.messages.agent_messages import Job
+from manyhands.control.messages.agent_messages import JobDescription
 from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest, WorkerCommand
 from manyhands.control.security.keys import key_of, local_key, new_key
-from manyhands.errors import ClusterError, EnvironmentProblem, JoinRefused, UsageError
+from manyhands.errors import EnvironmentProblem, JoinRefused, UsageError
 from manyhands.native import why_not
+from manyhands.spec.addresses import is_loopback, parse_address
 from manyhands.spec.undecodable_names import check_name
 
 __all__ = [
     "Addresses",
     "check_command",
     "imports_manyhands",
-    "is_loopback",
     "job_of",
-    "parse_address",
+    "may_import_torch",
     "resolve",
     "versions",
 ]
@@ -40,7 +40,7 @@ IMPORTING_US = re.compile(rb"^\s*(import\b[^#\n]*\bmanyhands\b|from manyhands\b)
 
 
 class Addresses:
-    """Where this host's agent meets the others: it listens, it joins, or (one host) neither."""
+    """How this host's agent reaches the others: it listens, it joins, or (one host) neither."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Addresses:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on every host."""
+    """Versions that must be the same on every host."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("manyhands", "torch"):
         try:
@@ -66,11 +66,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def job_of(request: LaunchRequest) -> Job | None:
-    """What every host's workers do; None where the run that is joined says so."""
+def job_of(request: LaunchRequest) -> JobDescription | None:
+    """What every host's workers run; None if this host joins a run, which sends it."""
     if request.command is None:
         return None
-    return Job(
+    return JobDescription(
         command=check_command(request.command),
         flags=request.flags,
         grace_s=request.grace_s,
@@ -85,18 +85,18 @@ def job_of(request: LaunchRequest) -> Job | None:
 
 
 def check_command(command: WorkerCommand) -> WorkerCommand:
-    """The command with its path made absolute, or the reason why it cannot run."""
+    """The command with its path made absolute. Raises `UsageError` if it cannot run."""
     for number, argument in enumerate(command.args, 1):
         check_name(argument, f"The script's argument {number},")
     if command.kind == "script":
         path = _existing(command.target)
         _check_syntax(command.target)
         return replace(command, target=path)
-    place = command.target.rpartition(":")[0] if command.kind == "call" else command.target
-    if command.kind == "call" and place.endswith(".py"):
-        return replace(command, target=f"{_existing(place)}:{command.target.rpartition(':')[2]}")
-    if not place or _find(place) is None:
-        raise UsageError(f"There is no module named {place!r}.", fix=["a name that `python -m` would find from here"])
+    module = command.target.rpartition(":")[0] if command.kind == "call" else command.target
+    if command.kind == "call" and module.endswith(".py"):
+        return replace(command, target=f"{_existing(module)}:{command.target.rpartition(':')[2]}")
+    if not module or _find(module) is None:
+        raise UsageError(f"There is no module named {module!r}.", fix=["a name that `python -m` would find from here"])
     return command
 
 
@@ -109,8 +109,8 @@ def _existing(path: str) -> str:
 
 
 def _check_syntax(path: str) -> None:
-    """Every worker would fail at it; here it is one message, before any of them has started."""
-    if not path.endswith(".py"):  # a zip file, say
+    """Raise one error before any worker starts, rather than the same one in each of them."""
+    if not path.endswith(".py"):  # for example a zip file
         return
     try:
         with warnings.catch_warnings(action="ignore"):  # the workers warn
@@ -123,13 +123,30 @@ def _check_syntax(path: str) -> None:
 
 
 def imports_manyhands(command: WorkerCommand) -> bool:
-    """Whether the program's first file does, so that its workers can be expected to join the run; a function's do."""
+    """Whether the program's main file does, so that its workers will join the run; those of a "call" always do."""
     if command.kind == "call":
         return True
     try:
         return IMPORTING_US.search(_source(command).read_bytes()) is not None
     except OSError:
         return False
+
+
+def may_import_torch(command: WorkerCommand) -> bool:
+    """Whether the program's main file imports more than Python's own modules: any other one may import torch."""
+    if command.kind == "call":
+        return True
+    try:
+        tree = ast.parse(_source(command).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0] if not node.level else "")
+    return not names <= sys.stdlib_module_names - {"importlib", "runpy"}
 
 
 def _source(command: WorkerCommand) -> Path:
@@ -151,45 +168,20 @@ def _find(name: str) -> ModuleSpec | None:
     for number in range(len(parts)):
         spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
         if spec is None and number == 0:
-            spec = importlib.util.find_spec(parts[0])  # built in; an editable install has a finder of its own, too
+            spec = importlib.util.find_spec(parts[0])  # built in, or an editable install with its own finder
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])
     return spec
 
 
-def parse_address(text: str, default_port: int = 0) -> tuple[str, int]:
-    """ADDR or ADDR:PORT, [IPv6]:PORT included."""
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif text.count(":") == 1:
-        host, _, port = text.partition(":")
-    else:
-        host, port = text, ""
-    if not host or (port and not (port.isdigit() and int(port) < 65536)):
-        raise ClusterError(f"{text!r} is not an address.", fix=["ADDR or ADDR:PORT, such as 10.0.0.1:29500"])
-    if host in ("0.0.0.0", "::", "*"):
-        raise UsageError(
-            f"{host} is every interface; a run listens on one.", fix=["the one address the other hosts use"]
-        )
-    return host, int(port) if port else default_port
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def resolve(request: LaunchRequest) -> Addresses:
-    """Who listens, who joins, on which addresses, with which key; refuses what would be open or in the clear."""
+    """Whether this host listens or joins, where, and with which key; refuses what would be open or unencrypted."""
     join = _ticket(request)
     if join is not None:
         host, port = parse_address(join.address)
-        data = parse_address(request.listen)[0] if request.listen else _way_to(host, port)
-        _agree_to_clear_text(data, request)
+        data = parse_address(request.listen)[0] if request.listen else _local_address_to(host, port)
+        _require_clear_text_consent(data, request)
         return Addresses(data, join=(host, port), key=key_of(join), run=join.run)
     if request.hosts_wanted == 1 and request.listen is None and request.master is None:
         return Addresses("127.0.0.1")
@@ -201,9 +193,9 @@ def resolve(request: LaunchRequest) -> Addresses:
         )
     parse_address(f"{listen[0]}:{listen[1]}" if ":" not in listen[0] else f"[{listen[0]}]:{listen[1]}")
     if request.hosts_wanted > 1 or request.elastic:
-        _agree_to_clear_text(listen[0], request)
+        _require_clear_text_consent(listen[0], request)
     key = request.key or (_shared_key(listen[0]) if request.master else new_key())
-    return Addresses(listen[0], listen=_free(*listen), key=key)
+    return Addresses(listen[0], listen=_free_port(*listen), key=key)
 
 
 def _ticket(request: LaunchRequest) -> JoinTicket | None:
@@ -226,18 +218,18 @@ def _shared_key(host: str) -> bytes:
     )
 
 
-def _agree_to_clear_text(host: str, request: LaunchRequest) -> None:
+def _require_clear_text_consent(host: str, request: LaunchRequest) -> None:
     if is_loopback(host) or request.insecure_data_plane:
         return
     raise EnvironmentProblem(
-        f"Tensors between hosts would travel in the clear at {host}: Gloo and NCCL have neither encryption nor "
+        f"Tensors between hosts would be sent unencrypted at {host}: Gloo and NCCL have neither encryption nor "
         "authentication. Control messages are encrypted either way.",
-        fix=["--insecure-data-plane, on a network where nobody else listens"],
+        fix=["--insecure-data-plane, on a network that only trusted hosts can read"],
     )
 
 
-def _free(host: str, port: int) -> tuple[str, int]:
-    """The port, or a free one for 0. Found by binding, so a taken one is an error before anything starts."""
+def _free_port(host: str, port: int) -> tuple[str, int]:
+    """The port, or a free one for 0. Found by binding, so that a port in use is an error before anything starts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,7 +243,7 @@ def _free(host: str, port: int) -> tuple[str, int]:
         return host, int(probe.getsockname()[1])
 
 
-def _way_to(host: str, port: int) -> str:
+def _local_address_to(host: str, port: int) -> str:
     """The local address that packets to `host` leave from."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -259,4 +251,4 @@ def _way_to(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EnvironmentProblem(f"There is no way from here to {host}: {error}.") from error
+        raise EnvironmentProblem(f"There is no route from this host to {host}: {error}.") from error

@@ -1,7 +1,7 @@
-"""The run directory as an agent keeps it: adopted when its name is known, and the agent's own events in it.
+"""The agent's side of the run directory: adopts it when its name is known, and writes the agent's events to it.
 
-On the launching host the book owns and locks the directory; on others it only writes logs and events there. Until the
-directory is known, events wait in bounded memory.
+On the launching host `AgentRecord` owns and locks the directory; on other hosts it only writes logs and events there.
+Until the directory is known, events wait in bounded memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from manyhands.errors import EnvironmentProblem
 from manyhands.events import Event, encode
 from manyhands.private_files import make_directory, open_private
 
-__all__ = ["Book"]
+__all__ = ["AgentRecord"]
 
 EARLY_EVENTS = 1000
 
 
-class Book:
+class AgentRecord:
     def __init__(self, run: str, command: list[str], endpoint: str, *, group_readable: bool = False) -> None:
         self.run = run
         self.directory: RunDirectory | None = None
@@ -43,23 +43,23 @@ class Book:
         return str(self.directory.path) if self.directory else None
 
     def term_floor(self) -> int:
-        """Higher than any term in this directory, and than earlier launches had: the directory may be named later."""
+        """Higher than any term in this directory or of an earlier launch: the directory may be named later."""
         before = self.directory.last_generation if self.directory else None
         return max(int(time.time()), parse_generation(before)[0] + 1 if before else 0)
 
     def adopt(self, path: str | None, overwrite: bool, generation: str | None = None) -> bool:
         """Own the directory; without a path, one named after the run. True when the directory changed.
 
-        A default that was taken only because time passed gives way to a name the script gives later.
+        A default that was adopted only because time passed is replaced if the script names one later.
         """
         if self.directory is not None:
             same = path is None or Path(path).absolute() == self.directory.path
             if same or not self._provisional:
                 return False
         before = self.directory
-        place = path if path is not None else default_path(self.run)
+        target = path if path is not None else default_path(self.run)
         directory = RunDirectory.adopt(
-            place,
+            target,
             overwrite,
             group_readable=self._group_readable,
             run=self.run,
@@ -89,13 +89,13 @@ class Book:
         )
 
     def discard_provisional(self) -> None:
-        """Remove a default directory that was given up; its logs have moved by now."""
+        """Remove a default directory that was replaced; its logs have been moved."""
         if self._discard is not None:
             shutil.rmtree(self._discard, ignore_errors=True)
             self._discard = None
 
     def leave_provisional(self) -> None:
-        """Give up, and remove, a directory that was taken only because time passed."""
+        """Release and remove a directory that was adopted only because time passed."""
         if self.directory is not None and self._provisional:
             self._close_events()
             self.directory.release()
@@ -103,7 +103,7 @@ class Book:
             self.directory = None
 
     def visit(self, path: str, log_base: int) -> bool:
-        """Another host's directory: write logs into it where that is possible."""
+        """Write logs into another host's directory, if that is possible."""
         if self.directory is not None:
             return False
         try:

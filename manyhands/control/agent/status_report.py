@@ -1,75 +1,83 @@
-"""How a host stands, as its agent tells it: to the coordinator in reports, to people in answers."""
+"""Builds the host's status report for the coordinator, and the reply to `mh status`."""
 
 from __future__ import annotations
 
 import time
 
-from manyhands.control.agent.host_workers import Crew
-from manyhands.control.agent.resources import Premises
-from manyhands.control.agent.wishes import Wishes
-from manyhands.control.agent.worker_channel import Desk
+from manyhands.control.agent.host_workers import HostWorkers
+from manyhands.control.agent.resources import AgentResources
+from manyhands.control.agent.user_requests import UserRequests
+from manyhands.control.agent.worker_channel import WorkerChannel
 from manyhands.control.messages.agent_messages import HostReport
 from manyhands.control.messages.launch_request import LaunchRequest
 from manyhands.control.messages.status_messages import Status
 
-__all__ = ["Account"]
+__all__ = ["StatusReport"]
 
 
-class Account:
-    def __init__(self, host: str, request: LaunchRequest, premises: Premises, wishes: Wishes, desk: Desk) -> None:
-        self._host, self._request, self._at, self._wishes, self._desk = host, request, premises, wishes, desk
+class StatusReport:
+    def __init__(
+        self,
+        host: str,
+        request: LaunchRequest,
+        resources: AgentResources,
+        user_requests: UserRequests,
+        channel: WorkerChannel,
+    ) -> None:
+        self._host, self._request, self._resources = host, request, resources
+        self._user_requests, self._channel = user_requests, channel
 
     def report(
-        self, crew: Crew | None, now: float, *, generation: str, term: int, has_job: bool, leaving: bool
+        self, host_workers: HostWorkers | None, now: float, *, generation: str, term: int, has_job: bool, leaving: bool
     ) -> HostReport:
-        at, book = self._at, self._at.book
-        stop, stop_signal = self._wishes.stop or (None, 0)
+        resources, run_record = self._resources, self._resources.run_record
+        stop, stop_signal = self._user_requests.stop or (None, 0)
         return HostReport(
-            run=book.run,
-            agent=at.name,
+            run=run_record.run,
+            agent=resources.name,
             host=self._host,
             slots=self._request.workers,
-            workers_wanted=self._wishes.workers,
-            replica=self._wishes.replica,
-            servers_wanted=self._wishes.servers,
-            servers=at.servers_offered(self._wishes.servers),
+            workers_wanted=self._user_requests.workers,
+            replica=self._user_requests.replica,
+            servers_wanted=self._user_requests.servers,
+            servers=resources.servers_offered(self._user_requests.servers),
             term=term,
-            versions=at.versions,
-            data_address=at.addresses.data,
+            versions=resources.versions,
+            data_address=resources.addresses.data,
             host_rank=self._request.host_rank,
-            local=at.coordinator is not None,
-            master=at.meeting.master if at.meeting else None,
+            local=resources.coordinator is not None,
+            master=resources.torch_store.master if resources.torch_store else None,
             generation=generation or None,
-            members=crew.reports(now) if crew else [],
-            clear=crew is None or crew.clear,
+            members=host_workers.reports(now) if host_workers else [],
+            clear=host_workers is None or host_workers.clear,
             stop=stop,
             stop_signal=stop_signal,
-            run_dir=book.path,
-            log_base=book.log_base,
-            committed=self._desk.committed,
+            run_dir=run_record.path,
+            log_base=run_record.log_base,
+            committed=self._channel.committed,
             has_job=has_job,
             leaving=leaving,
-            failed_server=crew.servers.failure(crew.plan.attempt, now) if crew else None,
-            backup=at.backup.endpoint if at.backup else "",
+            failed_server=host_workers.servers.failure(host_workers.plan.attempt, now) if host_workers else None,
+            backup=resources.backup.endpoint if resources.backup else "",
         )
 
-    def status(self, crew: Crew | None, generation: str) -> Status:
-        coordinator, now = self._at.coordinator, time.monotonic()
+    def status(self, host_workers: HostWorkers | None, generation: str) -> Status:
+        coordinator, now = self._resources.coordinator, time.monotonic()
         return Status(
             elastic=self._request.elastic,
-            workers_wanted=self._wishes.workers,
-            servers_wanted=self._wishes.servers,
-            run_call=self._desk.run_call,
-            run=self._at.book.run,
-            run_dir=self._at.book.path,
+            workers_wanted=self._user_requests.workers,
+            servers_wanted=self._user_requests.servers,
+            run_call=self._channel.run_call,
+            run=self._resources.run_record.run,
+            run_dir=self._resources.run_record.path,
             generation=generation or None,
-            attempt=crew.plan.attempt if crew else 0,
-            hosts=crew.plan.num_hosts if crew else 0,
+            attempt=host_workers.plan.attempt if host_workers else 0,
+            hosts=host_workers.plan.num_hosts if host_workers else 0,
             host=self._host,
-            stop=self._wishes.stop_kind,
+            stop=self._user_requests.stop_kind,
             coordinator_pid=coordinator.pid if coordinator else 0,
-            members=crew.statuses(now) if crew else [],
-            servers=crew.servers.statuses(now) if crew else [],
-            spare=crew.servers.spare.status(now) if crew else None,
-            committed=self._desk.committed,
+            members=host_workers.statuses(now) if host_workers else [],
+            servers=host_workers.servers.statuses(now) if host_workers else [],
+            spare=host_workers.servers.spare.status(now) if host_workers else None,
+            committed=self._channel.committed,
         )

@@ -1,7 +1,6 @@
-"""The run's key-value stores, one for each generation: pure bookkeeping of values and of who waits for them.
+"""The run's key-value stores, one for each generation: pure bookkeeping of values and of requests that wait for them.
 
-Bounded in keys, bytes and waiters. The coordinator is its shell: it hands in requests with the time, and sends the
-replies.
+Bounded in keys, bytes and waiters. The coordinator passes in requests with the time, and sends the replies.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import msgspec
 
 from manyhands.control.messages.worker_messages import StoreReply, StoreRequest
 
-__all__ = ["Client", "KeyValues", "Stores", "generation_is_over"]
+__all__ = ["Client", "KeyValueStore", "Stores", "generation_is_over"]
 
 MAX_KEYS = 100_000
 MAX_BYTES = 64 * 2**20
@@ -25,7 +24,7 @@ Client = tuple[str, bytes]
 
 
 def generation_is_over(generation: str) -> str:
-    """What is answered to those who speak for a generation that is not this store's."""
+    """The reply to a request for a generation that is not this store's."""
     return f"generation {generation} is over"
 
 
@@ -35,7 +34,7 @@ class _Waiter(msgspec.Struct):
     until: float
 
 
-class KeyValues:
+class KeyValueStore:
     def __init__(self, generation: str | None = None) -> None:
         self.generation = generation
         self._values: dict[str, bytes] = {}
@@ -43,7 +42,7 @@ class KeyValues:
         self._waiters: list[_Waiter] = []
 
     def handle(self, client: Client, request: StoreRequest, now: float) -> Iterator[tuple[Client, StoreReply]]:
-        """Replies that are due because of this request: to it, and to those who waited for what it set."""
+        """Replies that are due because of this request: to it, and to requests that waited for what it set."""
         error = self._objection(request)
         if error:
             yield client, StoreReply(ticket=request.ticket, ok=False, error=error)
@@ -58,7 +57,7 @@ class KeyValues:
             yield from self.due(now)
 
     def due(self, now: float) -> Iterator[tuple[Client, StoreReply]]:
-        """Replies to waiters whose keys are there or whose time is up."""
+        """Replies to waiting requests whose keys are set or whose time is up."""
         waiting = []
         for waiter in self._waiters:
             reply = self._answer(waiter, now)
@@ -69,14 +68,14 @@ class KeyValues:
         self._waiters = waiting
 
     def close(self) -> Iterator[tuple[Client, StoreReply]]:
-        """Refusals to whoever waits: the generation is over."""
+        """Refusals to all waiting requests: the generation is over."""
         for waiter in self._waiters:
             error = generation_is_over(self.generation or "")
             yield waiter.client, StoreReply(ticket=waiter.request.ticket, ok=False, error=error)
         self._waiters = []
 
     def put_back(self, generation: str, values: dict[str, bytes]) -> None:
-        """Values an agent kept while the coordinator was away; what is already here is newer."""
+        """Restore values that an agent kept while no coordinator ran; values that are already here are newer."""
         if generation != self.generation:
             return
         for key, value in values.items():
@@ -132,20 +131,20 @@ class KeyValues:
 
 
 class Stores:
-    """The stores of the generations that members may speak for. A request for any other is told that it is over."""
+    """The stores of the generations that are open to members. A request for any other is refused as over."""
 
     def __init__(self) -> None:
-        self._open: dict[str, KeyValues] = {}
+        self._open: dict[str, KeyValueStore] = {}
 
     def keep(self, generations: Sequence[str]) -> Iterator[tuple[Client, StoreReply]]:
         """Open these, close all others."""
         closed = [store for generation, store in self._open.items() if generation not in generations]
-        self._open = {generation: self._open.get(generation) or KeyValues(generation) for generation in generations}
+        self._open = {generation: self._open.get(generation) or KeyValueStore(generation) for generation in generations}
         for store in closed:
             yield from store.close()
 
     def handle(self, client: Client, request: StoreRequest, now: float) -> Iterator[tuple[Client, StoreReply]]:
-        return self._open.get(request.generation, KeyValues()).handle(client, request, now)
+        return self._open.get(request.generation, KeyValueStore()).handle(client, request, now)
 
     def due(self, now: float) -> Iterator[tuple[Client, StoreReply]]:
         for store in self._open.values():

@@ -1,4 +1,4 @@
-"""The coordinator's log: the state of the run, on disk before anybody acts on it."""
+"""The coordinator's log: the state of the run, on disk before any agent acts on it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 
 from manyhands.control.membership.state import Membership
 
-__all__ = ["Log"]
+__all__ = ["MembershipLog"]
 
-# Only the last state counts. Weeks of changes and commits would make the log long, and a successor's start slow.
+# Only the last state counts. Weeks of changes and commits would make the log long, and a restart slow.
 MAX_BYTES = 4 * 2**20
 
 
-class Log:
-    """States, one a line, each with its checksum; a torn last line is ignored. On disk before `append` returns.
+class MembershipLog:
+    """States, one per line, each with a checksum; an incomplete last line is ignored. On disk before `append` returns.
 
     The first state that an object writes begins a new file, and so does one that would make it too long: nothing is
-    ever written behind a line that a predecessor left torn.
+    ever written after an incomplete line of a predecessor.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
@@ -42,13 +42,13 @@ class Log:
         body = msgspec.json.encode(state)
         line = b"%08x %s\n" % (zlib.crc32(body), body)
         if self._num_bytes is None or self._num_bytes + len(line) > self._max_bytes:
-            self._begin_anew(line)
+            self._begin_new_file(line)
         else:
             self._write(self._path, line)
             self._num_bytes += len(line)
 
-    def _begin_anew(self, line: bytes) -> None:
-        """Whoever reads finds the file before or the file after, and either has the last state."""
+    def _begin_new_file(self, line: bytes) -> None:
+        """A reader finds either the old file or the new one, and both have the last state."""
         temporary = self._path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
         self._write(temporary, line)
@@ -58,7 +58,7 @@ class Log:
 
     def _write(self, path: Path, line: bytes) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:  # which goes on where a single write stops short
+        with os.fdopen(fd, "wb") as file:  # which continues after a short write
             file.write(line)
             file.flush()
             os.fsync(fd)

@@ -1,9 +1,9 @@
 """The coordinator process: the thin shell around `react` and `key_value_store`.
 
 Run as `python -m manyhands.control.coordinator.process` by an agent, which writes one `CoordinatorConfig` to its
-standard input and keeps that pipe open: its end means that the agent is gone, and the coordinator goes too. It owns two
+standard input and keeps that pipe open: its end means that the agent is gone, and the coordinator exits. It owns two
 sockets (ipc for its own host, tcp with CURVE for others), the log that makes generations durable, and the clock. It is
-not on the step path: while it is away training goes on, and a successor replays the log under a higher term.
+not on the step path: training continues without it, and its successor replays the log under a higher term.
 """
 
 from __future__ import annotations
@@ -21,15 +21,24 @@ from msgspec.structs import replace
 from manyhands import signals
 from manyhands.comm.transport import Port, open_port
 from manyhands.control.coordinator.key_value_store import Client, Stores
-from manyhands.control.coordinator.membership_log import Log
+from manyhands.control.coordinator.membership_log import MembershipLog
 from manyhands.control.membership.elastic import open_generations
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import begin, react, restored
-from manyhands.control.membership.state import Heard, Membership, Output, Persist, Refuse, Settings, Tell, Ticked
+from manyhands.control.membership.state import (
+    Membership,
+    MembershipSettings,
+    Output,
+    Persist,
+    Refuse,
+    ReportReceived,
+    SendOrders,
+    Ticked,
+)
 from manyhands.control.messages.agent_messages import FromAgent, HostReport, Orders, Relay, Replay
 from manyhands.control.messages.worker_messages import Refusal, StoreReply
 from manyhands.control.security.keys import client_curve, server_curve
-from manyhands.control.security.rejected_peers import DoorKeeper
+from manyhands.control.security.rejected_peers import PeerGate
 
 __all__ = ["Coordinator", "CoordinatorConfig", "main", "read_exactly"]
 
@@ -38,17 +47,17 @@ MAX_NOTES = 20
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    settings: Settings
+    settings: MembershipSettings
     directory: str
     term_floor: int
-    """The first term is at least this: generations must not repeat over the life of a run directory."""
+    """The first term is at least this: generations must never repeat in a run directory."""
     listen: tuple[str, int] | None = None
     key: bytes | None = None
 
 
 class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
-        self._log = Log(Path(config.directory) / "membership.log")
+        self._log = MembershipLog(Path(config.directory) / "membership.log")
         self._state = self._first_state(config)
         self._values = Stores()
         self._keep_stores()
@@ -58,7 +67,7 @@ class Coordinator:
         self._ports: dict[str, Port[FromAgent]] = {
             "ipc": open_port(self._context, zmq.ROUTER, f"ipc://{config.directory}/coordinator", FromAgent, bind=True)
         }
-        self._door: DoorKeeper | None = None
+        self._gate: PeerGate | None = None
         self._notes: list[str] = []
         if config.listen is not None and config.key is not None:
             self._listen(config.listen, config.key)
@@ -73,12 +82,12 @@ class Coordinator:
         return state
 
     def _listen(self, listen: tuple[str, int], key: bytes) -> None:
-        self._door = DoorKeeper(self._context, client_curve(key).public)
+        self._gate = PeerGate(self._context, client_curve(key).public)
         endpoint = f"tcp://{listen[0]}:{listen[1]}"
         port: Port[FromAgent] = open_port(
             self._context, zmq.ROUTER, endpoint, FromAgent, bind=True, curve=server_curve(key)
         )
-        self._door.watch(port)
+        self._gate.watch(port)
         self._ports["tcp"] = port
 
     def run(self, lifeline: int) -> None:
@@ -86,7 +95,7 @@ class Coordinator:
         poller.register(lifeline, zmq.POLLIN)
         for port in self._ports.values():
             poller.register(port.socket, zmq.POLLIN)
-        for socket in self._door.sockets if self._door else []:
+        for socket in self._gate.sockets if self._gate else []:
             poller.register(socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(round(TICK_S * 1000)))
@@ -94,25 +103,25 @@ class Coordinator:
                 return
             for name, port in self._ports.items():
                 for sender, message in port.receive():
-                    self._take((name, sender), message)
-            self._pass_on_notes()
+                    self._receive((name, sender), message)
+            self._forward_notes()
             self._apply(*react(self._state, Ticked(), time.monotonic()))
             self._send_replies(self._values.due(time.monotonic()))
 
     def close(self) -> None:
         # The last orders ("end") still have to reach the other hosts.
-        if self._door is not None:
-            self._door.close()
+        if self._gate is not None:
+            self._gate.close()
         for port in self._ports.values():
             port.close(linger_ms=1000)
         self._context.term()
 
-    def _take(self, client: Client, message: FromAgent) -> None:
+    def _receive(self, client: Client, message: FromAgent) -> None:
         # Only the local socket may claim to be the coordinator's own host.
         if isinstance(message, HostReport) and not (message.local and client[0] != "ipc"):
             self._where[message.agent] = client
             (self._lacks_job.discard if message.has_job else self._lacks_job.add)(message.agent)
-            self._apply(*react(self._state, Heard(report=message), time.monotonic()))
+            self._apply(*react(self._state, ReportReceived(report=message), time.monotonic()))
         elif isinstance(message, Relay) and self._where.get(message.agent) == client:
             self._send_replies(self._values.handle(client, message, time.monotonic()))
         elif isinstance(message, Replay) and self._where.get(message.agent) == client:
@@ -126,7 +135,7 @@ class Coordinator:
             match output:
                 case Persist(state=durable):
                     self._log.append(durable)
-                case Tell(agent=agent):
+                case SendOrders(agent=agent):
                     self._send(agent, orders_for(state, agent, time.monotonic(), with_job=agent in self._lacks_job))
                 case Refuse(agent=agent, what=what, fix=fix):
                     self._send(agent, Refusal(error="JoinRefused", what=what, fix=fix))
@@ -145,11 +154,11 @@ class Coordinator:
             assert isinstance(reply, StoreReply)
             self._ports[name].send(reply, to=peer)
 
-    def _pass_on_notes(self) -> None:
-        """Refused joins are the launching host's to log; they wait until it has been heard."""
-        if self._door is None:
+    def _forward_notes(self) -> None:
+        """The launching host logs refused joins; they are kept until its first report."""
+        if self._gate is None:
             return
-        self._notes = [*self._notes, *self._door.attend()][:MAX_NOTES]
+        self._notes = [*self._notes, *self._gate.attend()][:MAX_NOTES]
         ours = next((agent for agent, host in self._state.hosts.items() if host.local), None)
         if ours is None or self._state.phase == "ended":
             return
@@ -159,7 +168,7 @@ class Coordinator:
 
 
 def main() -> None:
-    signals.ignore()  # its agent says when
+    signals.ignore()  # its agent decides when it ends
     lifeline = sys.stdin.fileno()
     size = int.from_bytes(read_exactly(lifeline, 4), "big")
     config = msgspec.msgpack.decode(read_exactly(lifeline, size), type=CoordinatorConfig)

@@ -1,6 +1,6 @@
-"""How an attempt ends, once its processes are dead: the run is done, stopped, failed, or begins again.
+"""Decides what follows once all processes of an attempt are dead: the run is done, stopped, failed, or restarts.
 
-Pure, as `react` is, which calls it. Start reading at `conclude`.
+Pure, as its caller `react` is. Start reading at `conclude`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from manyhands.control.membership.failure_policy import attribute, judge, signature
-from manyhands.control.membership.state import Membership, Outcome, Roster
+from manyhands.control.membership.state import AttemptState, Membership, RunOutcome
 from manyhands.control.membership.worker_reports import finished
 from manyhands.control.messages.failure import Failure, WorkerEnd, short
 
 __all__ = ["conclude", "end_run", "give_up_on_silent", "stopped_code"]
 
 
-def conclude(state: Membership, roster: Roster, now: float) -> Membership:
-    """Every process of the generation is dead, by the agents' word. Done, stopped, again, or failed?"""
+def conclude(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """The agents have confirmed that every process of the generation is dead: done, stopped, restart, or failed?"""
     done = [member.exit_code or 0 for member in roster.members if member.status == "done"]
     codes = [*roster.exit_codes, *done]
     elastic = state.settings.elastic is not None
-    # An elastic run does without a worker that died when the chief was done, but not without its chief.
+    # An elastic run is finished if its chief was done, even if other workers died.
     all_well = finished(roster) and not roster.fatal if elastic else len(done) == len(roster.members)
     if all_well:
         code = 75 if 75 in codes else 0
@@ -36,14 +36,14 @@ def conclude(state: Membership, roster: Roster, now: float) -> Membership:
     return _after_failure(state, roster, now)
 
 
-def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
+def _after_failure(state: Membership, roster: AttemptState, now: float) -> Membership:
     if not roster.ends:
-        return end_run(state, now, 70, "workers ended without a reason that anyone saw")
+        return end_run(state, now, 70, "workers ended, and no agent saw a reason")
     first, _, _ = attribute(roster.ends)
     history = (*state.history, signature(first))
     settings = state.settings
     progressed = (roster.last_step or 0) > (roster.first_step or 0)
-    verdict = judge(
+    decision = judge(
         first,
         history,
         restarts=state.restarts + state.deaths,
@@ -52,8 +52,8 @@ def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
         always_restart=settings.always_restart,
     )
     state = replace(state, history=history)
-    if not verdict.restart:
-        return end_run(state, now, verdict.exit_code, verdict.reason, failed=True)
+    if not decision.restart:
+        return end_run(state, now, decision.exit_code, decision.reason, failed=True)
     where = f"from step {state.committed.step}" if state.committed else "from the start"
     attempts = f"attempt {state.restarts + 2} of {settings.job.max_restarts + 1}"
     return replace(
@@ -65,12 +65,12 @@ def _after_failure(state: Membership, roster: Roster, now: float) -> Membership:
     )
 
 
-def give_up_on_silent(state: Membership, roster: Roster, agents: Collection[str], now: float) -> Membership:
+def give_up_on_silent(state: Membership, roster: AttemptState, agents: Collection[str], now: float) -> Membership:
     lost = [state.hosts[agent].name if agent in state.hosts else agent for agent in sorted(agents)]
     state = replace(state, roster=roster)
     if state.stop is not None:
-        return end_run(state, now, stopped_code(state), f"stopped; no word from {', '.join(lost)}")
-    return end_run(state, now, 4, f"{', '.join(lost)} did not come back to say that its workers are dead", failed=True)
+        return end_run(state, now, stopped_code(state), f"stopped; no report from {', '.join(lost)}")
+    return end_run(state, now, 4, f"{', '.join(lost)} did not return to confirm that its workers are dead", failed=True)
 
 
 def stopped_code(state: Membership) -> int:
@@ -80,10 +80,10 @@ def stopped_code(state: Membership) -> int:
 
 def end_run(state: Membership, now: float, code: int, reason: str, *, failed: bool = False) -> Membership:
     failure = _failure(state, state.roster, code, reason) if failed and state.roster and state.roster.ends else None
-    return replace(state, phase="ended", since=now, outcome=Outcome(exit_code=code, reason=reason, failure=failure))
+    return replace(state, phase="ended", since=now, outcome=RunOutcome(exit_code=code, reason=reason, failure=failure))
 
 
-def _failure(state: Membership, roster: Roster, code: int, reason: str) -> Failure:
+def _failure(state: Membership, roster: AttemptState, code: int, reason: str) -> Failure:
     first, others, certain = attribute(roster.ends)
     commit = state.committed
     return Failure(

@@ -1,13 +1,13 @@
-"""An elastic attempt: workers die, come and go while the others stay. Pure, as `react` is, which calls it.
+"""An elastic attempt: workers die, join and leave while the other workers keep running. Pure, as its caller `react` is.
 
-`worker_reports` takes in what agents say of their workers. `advance` decides, one transition at a time, and each is on
-disk before anyone is told:
+`worker_reports` takes in the agents' reports of their workers. `advance` decides, one transition at a time, and each
+transition is on disk before any agent receives it:
 
-    a member is gone          -> a generation of the living, at once
-    a slot is vacant          -> a new incarnation, which starts, and offers itself when it is ready
-    members are asked to go,
-    or newcomers are ready    -> a generation without the ones and with the others, once everyone is in the newest
-    nobody is left            -> the attempt is over, and `attempt_end` says what comes next
+    a member is gone          -> a generation of the live members, at once
+    a slot is vacant          -> a new incarnation, which starts, and reports when it is ready to be admitted
+    members have to leave,
+    or newcomers are ready    -> a generation without the former and with the latter, once all are in the newest one
+    no member is left         -> the attempt is over, and `attempt_end` decides what follows
 
 docs/protocols/elastic.md is the whole protocol. Start reading at `advance`.
 """
@@ -20,42 +20,49 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from manyhands.control.membership.attempt_end import conclude, give_up_on_silent
-from manyhands.control.membership.failure_policy import Ended, attribute, cannot_be_retried
-from manyhands.control.membership.server_hosts import enlist, have_servers, miss_server
-from manyhands.control.membership.slots import bounds, count_death, lay_out, replicas_to_go, staff, surplus
-from manyhands.control.membership.state import Host, Member, Membership, Roster, Slot, begun, next_generation
+from manyhands.control.membership.failure_policy import EndedWorker, attribute, cannot_be_retried
+from manyhands.control.membership.server_hosts import have_servers, include_server_hosts, stop_without_server
+from manyhands.control.membership.slots import (
+    bounds,
+    count_death,
+    replicas_to_remove,
+    surplus,
+    update_slots,
+    workers_per_host,
+)
+from manyhands.control.membership.state import AttemptState, Host, Member, Membership, Slot, begun, next_generation
 from manyhands.control.membership.worker_reports import (
     alive,
     call_of,
-    can_go_on,
     done,
     finished,
-    let_go,
+    has_run_state,
     lose_host,
     lost,
     missing,
     offering,
     quiet,
     stranded,
+    without_dismissed,
 )
 from manyhands.control.messages.failure import WorkerEnd, short
 
 __all__ = ["advance", "could_begin", "enough", "form", "open_generations"]
 
 JOIN_WINDOW_S = 1.0
-"""How long a worker that is ready waits for others that are being started, so that one generation admits them all."""
-APART_S = 0.5
-"""A group that came apart is put together again after this long, if nobody was found to be gone."""
-MAX_APART = 10
+"""How long a ready worker waits for workers that are being started, so that one generation admits them all."""
+STRANDED_S = 0.5
+"""A group in which a collective failed is formed again after this long, if no member was found to be gone."""
+MAX_STRANDED = 10
 DONE_GRACE_S = 5.0
-"""The others are usually done soon after the first. If not, they need a group without it."""
+"""The other members are usually done soon after the first. If not, they need a group without it."""
 
 
 # ---- the first generation of an attempt ------------------------------------------------------------------------
 
 
 def enough(state: Membership, ready: Sequence[Host]) -> bool:
-    """Whether these hosts can begin: all of them at first; later, as many as the lower bound needs."""
+    """Whether these hosts can begin: at first all hosts are needed; later, as many as the lower bound needs."""
     if len(ready) >= state.settings.hosts_wanted:
         return True
     workers = sum(host.slots for host in ready)
@@ -63,9 +70,9 @@ def enough(state: Membership, ready: Sequence[Host]) -> bool:
 
 
 def could_begin(state: Membership, ready: Sequence[Host]) -> bool:
-    """Whether these hosts are enough for a first attempt that others join later: every server, the fewest workers.
+    """Whether these hosts suffice for a first attempt that other hosts join later: every server, the fewest workers.
 
-    The coordinator's own host is always among them.
+    The coordinator's own host has to be among them.
     """
     servers = {number for host in ready for number in host.servers}
     return (
@@ -77,8 +84,8 @@ def could_begin(state: Membership, ready: Sequence[Host]) -> bool:
 
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
-    share = lay_out(state, hosts)
-    places = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
+    share = workers_per_host(state, hosts)
+    local_ranks = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
     members = tuple(
         Member(
             rank=rank,
@@ -89,34 +96,34 @@ def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: flo
             moved_at=now,
             leads_since="" if rank else next_generation(state),
         )
-        for rank, (agent, local_rank) in enumerate(places)
+        for rank, (agent, local_rank) in enumerate(local_ranks)
     )
     slots = {member.slot: Slot(agent=member.agent) for member in members}
-    # Where there are servers, hosts without workers have them, or at least the coordinator.
-    taking_part = tuple(host.agent for host in hosts if share[host.agent] or state.settings.job.servers)
-    return begun(state, members, taking_part, master, now, slots)
+    # In a run with servers, hosts without workers run servers, or at least the coordinator.
+    participating = tuple(host.agent for host in hosts if share[host.agent] or state.settings.job.servers)
+    return begun(state, members, participating, master, now, slots)
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
 
 
-def advance(state: Membership, roster: Roster, now: float) -> Membership:
+def advance(state: Membership, roster: AttemptState, now: float) -> Membership:
     """One transition, if one is due; the same state otherwise."""
-    decisions: tuple[Callable[[Membership, Roster, float], Membership], ...]
+    decisions: tuple[Callable[[Membership, AttemptState, float], Membership], ...]
     if state.phase == "stopping":
         decisions = (_stop,)
     else:
         decisions = (
             _refuse_retrying,
-            miss_server,
-            enlist,
-            _bury,
+            stop_without_server,
+            include_server_hosts,
+            _record_ends,
             _forget_hosts,
             _finish,
-            _lose,
+            _drop_lost,
             _give_up,
-            _staff,
-            _change,
+            _update_slots,
+            _planned_change,
         )
     for decide in decisions:
         after = decide(state, roster, now)
@@ -125,8 +132,8 @@ def advance(state: Membership, roster: Roster, now: float) -> Membership:
     return state
 
 
-def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membership:
-    """A member's usage error, or an error of the maths, ends the run: the others would meet it too."""
+def _refuse_retrying(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """A member's usage error, or a numerical error, ends the run: the other members would run into it too."""
     if state.stop is not None:
         return state
     for member in roster.members:
@@ -135,37 +142,39 @@ def _refuse_retrying(state: Membership, roster: Roster, now: float) -> Membershi
     return state
 
 
-def _bury(state: Membership, roster: Roster, now: float) -> Membership:
-    """Take note, once, of each worker that has ended: in its slot's book, and in the list of what went wrong."""
+def _record_ends(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """Record, once, each worker that has ended: in its slot, and in the attempt's list of ends."""
     if gone := [worker for worker in roster.dismissed if worker.ended]:
-        return replace(state, roster=let_go(roster, gone))
+        return replace(state, roster=without_dismissed(roster, gone))
     for worker in roster.joining:
         if worker.ended or worker.status == "done":
-            return _bury_newcomer(state, roster, worker, now)
+            return _record_newcomer_end(state, roster, worker, now)
     for member in roster.members:
         if member.ended and member.status not in ("dead", "done"):
             end = _end_of(state, member, now)
             members = tuple(replace(m, status="dead") if m is member else m for m in roster.members)
             roster = replace(roster, members=members, ends=(*roster.ends, end))
             return count_death(state, roster, member, end.end, now)
-    return _bury_unborn(state, roster, now)
+    return _record_never_started(state, roster, now)
 
 
-def _bury_unborn(state: Membership, roster: Roster, now: float) -> Membership:
-    """Agents that were asked to stop start nobody: a member that was not started by then will never be."""
-    unborn = [member for member in alive(roster) if state.stop is not None and member.agent in roster.cleared]
-    if not unborn:
+def _record_never_started(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """Agents that were asked to stop start no worker: a member that was not started by then never will be."""
+    never_started = [member for member in alive(roster) if state.stop is not None and member.agent in roster.cleared]
+    if not never_started:
         return state
-    ends = [Ended(end=replace(_end_of(state, member, now).end, kind="stopped"), at=now) for member in unborn]
-    members = tuple(replace(member, status="dead") if member in unborn else member for member in roster.members)
+    ends = [
+        EndedWorker(end=replace(_end_of(state, member, now).end, kind="stopped"), at=now) for member in never_started
+    ]
+    members = tuple(replace(member, status="dead") if member in never_started else member for member in roster.members)
     return replace(state, roster=replace(roster, members=members, ends=(*roster.ends, *ends)))
 
 
-def _bury_newcomer(state: Membership, roster: Roster, worker: Member, now: float) -> Membership:
+def _record_newcomer_end(state: Membership, roster: AttemptState, worker: Member, now: float) -> Membership:
     roster = replace(roster, joining=tuple(other for other in roster.joining if other is not worker))
     end = _end_of(state, worker, now)
     if worker.status == "done" or cannot_be_retried(end.end):
-        # It found nothing left to do, or cannot run here. That is no reason to end a run that goes well without it.
+        # It found nothing left to do, or cannot run here. That is no reason to end a run that works without it.
         slot = roster.slots.get(worker.slot)
         slots = {**roster.slots, worker.slot: replace(slot, retired=True)} if slot else roster.slots
         roster = replace(roster, slots=slots)
@@ -176,19 +185,19 @@ def _bury_newcomer(state: Membership, roster: Roster, worker: Member, now: float
     return count_death(state, roster, worker, end.end, now)
 
 
-def _end_of(state: Membership, worker: Member, now: float) -> Ended:
+def _end_of(state: Membership, worker: Member, now: float) -> EndedWorker:
     if worker.end is not None:
         return worker.end
     host = state.hosts[worker.agent].name if worker.agent in state.hosts else worker.agent
     code = worker.exit_code or 0
     kind = WorkerEnd(rank=worker.rank, host=host, pid=worker.pid, kind="exit", exit_code=code, step=worker.step)
-    return Ended(end=kind, at=now)
+    return EndedWorker(end=kind, at=now)
 
 
-def _forget_hosts(state: Membership, roster: Roster, now: float) -> Membership:
-    """A host that stays away takes its members and slots with it, if somebody lives elsewhere who can go on."""
+def _forget_hosts(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """Drop a host that stays silent, with its members and slots, if a live member elsewhere has the run's state."""
     needed = {member.agent for member in roster.members if member.status == "suspect"}
-    if any(can_go_on(member) for member in alive(roster)):
+    if any(has_run_state(member) for member in alive(roster)):
         needed = set()
     for host in state.hosts.values():
         if host.silent and host.agent not in needed and now - host.heard_at > state.settings.rejoin_wait_s:
@@ -197,44 +206,44 @@ def _forget_hosts(state: Membership, roster: Roster, now: float) -> Membership:
     return state
 
 
-def _finish(state: Membership, roster: Roster, now: float) -> Membership:
-    """Over, when no member is left that could go on. Suspects are waited for unless the chief was done."""
-    if any(can_go_on(member) for member in alive(roster)):
+def _finish(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """The attempt is over when no live member has the run's state. Waits for suspects, unless the chief was done."""
+    if any(has_run_state(member) for member in alive(roster)):
         return state
-    suspects = {member.agent for member in roster.members if member.status == "suspect" and can_go_on(member)}
+    suspects = {member.agent for member in roster.members if member.status == "suspect" and has_run_state(member)}
     if suspects and not finished(roster):
         waited_out = all(
             agent not in state.hosts or now - state.hosts[agent].heard_at > state.settings.rejoin_wait_s
             for agent in suspects
         )
         return give_up_on_silent(state, _with_suspects(state, roster), suspects, now) if waited_out else state
-    # Without an end of their own, its last workers were done too early: the chief that they lost is what went wrong.
+    # If no member failed, the last workers were done too early: the failure is that of the chief that they lost.
     return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.last_loss))
 
 
-def _with_suspects(state: Membership, roster: Roster) -> Roster:
-    """With the suspects among what went wrong."""
+def _with_suspects(state: Membership, roster: AttemptState) -> AttemptState:
+    """With the suspects added to the attempt's ends."""
     suspects = [member for member in roster.members if member.status == "suspect" and member.agent in state.hosts]
     return replace(roster, ends=(*roster.ends, *(lost(state, member) for member in suspects)))
 
 
-def _lose(state: Membership, roster: Roster, now: float) -> Membership:
-    """Go on without those who are gone, or were done long before the others."""
+def _drop_lost(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """Form a generation without members that are gone, or were done long before the other members."""
     living, ready = alive(roster), done(roster)
     early = [member for member in ready if now - member.done_at > DONE_GRACE_S]
-    apart = stranded(roster, now, APART_S)
+    apart = stranded(roster, now, STRANDED_S)
     gone = missing(roster) or early or roster.torn
-    if not (gone or apart) or not any(can_go_on(member) for member in living):
+    if not (gone or apart) or not any(has_run_state(member) for member in living):
         return state
     if not gone:
         again = roster.apart + 1 if roster.apart_at_step == roster.last_step else 1
         roster = replace(roster, apart=again, apart_at_step=roster.last_step)
-        if again > MAX_APART:
+        if again > MAX_STRANDED:
             return replace(
-                state, phase="stopping", since=now, roster=replace(roster, ends=(_apart(state, apart[0], now),))
+                state, phase="stopping", since=now, roster=replace(roster, ends=(_group_failure(state, apart[0], now),))
             )
-    apart_why = "one that was to leave is gone" if roster.torn else "an exchange between workers failed"
-    why = f"{len(early)} done" if early else apart_why
+    stranded_why = "a worker that was to leave is gone" if roster.torn else "an exchange between workers failed"
+    why = f"{len(early)} done" if early else stranded_why
     roster = _with_suspects(state, roster)
     if roster.ends:
         first, others, _ = attribute(roster.ends)
@@ -251,20 +260,20 @@ def _lose(state: Membership, roster: Roster, now: float) -> Membership:
     return _regroup(state, roster, living, (), lost=True, why=why)
 
 
-def _apart(state: Membership, member: Member, now: float) -> Ended:
+def _group_failure(state: Membership, member: Member, now: float) -> EndedWorker:
     end = replace(
         _end_of(state, member, now).end,
         kind="exception",
         error="PeerLost",
-        message=f"the workers lost each other {MAX_APART} times in a row at step {member.step}, and all are alive",
+        message=f"the workers lost each other {MAX_STRANDED} times in a row at step {member.step}, and all are alive",
     )
-    return Ended(end=end, at=now)
+    return EndedWorker(end=end, at=now)
 
 
-def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
-    """Too few members, and nobody to join them: over at once if the budget is spent, else after some patience.
+def _give_up(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """End the attempt if too few members are left and none can join: at once if the budget is spent, else after a wait.
 
-    The few go on to the end of their step, and wait there.
+    Until then the remaining members complete their step, and wait there.
     """
     few = len(alive(roster)) + len(done(roster)) < bounds(state)[0]
     if not (missing(roster) or few) or state.stop is not None:
@@ -284,21 +293,21 @@ def _give_up(state: Membership, roster: Roster, now: float) -> Membership:
     return replace(state, phase="stopping", since=now, roster=replace(roster, ends=roster.ends or roster.last_loss))
 
 
-def _staff(state: Membership, roster: Roster, now: float) -> Membership:
+def _update_slots(state: Membership, roster: AttemptState, now: float) -> Membership:
     if state.stop is not None or done(roster):
         return state
-    return staff(state, roster, now)
+    return update_slots(state, roster, now)
 
 
-def _change(state: Membership, roster: Roster, now: float) -> Membership:
-    """A planned change: members go over at a step's end. One at a time, so it waits for all to be in the newest.
+def _planned_change(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """A planned change: members switch at the end of a step. One change at a time, so all must be in the newest one.
 
-    While one of them cannot come to a step's end, `_lose` comes first: the others have to be told to leave.
+    While a member cannot reach the end of a step, `_drop_lost` has to act first: the other members leave at once.
     """
     if state.stop is not None:
         return state
-    if _missed(roster):
-        return _take_back(state, roster)
+    if _newcomers_too_late(roster):
+        return _withdraw_newcomers(state, roster)
     if not quiet(roster) or stranded(roster, now, 0.0):
         return state
     leaving = _to_dismiss(state, roster)
@@ -306,20 +315,20 @@ def _change(state: Membership, roster: Roster, now: float) -> Membership:
     staying = [member for member in roster.members if member not in leaving]
     if not leaving and not newcomers:
         return state
-    if len(staying) + len(newcomers) < bounds(state)[0] or not any(can_go_on(member) for member in staying):
+    if len(staying) + len(newcomers) < bounds(state)[0] or not any(has_run_state(member) for member in staying):
         return state
-    words = [f"{len(newcomers)} joined"] * bool(newcomers) + [f"{len(leaving)} left"] * bool(leaving)
+    changes = [f"{len(newcomers)} joined"] * bool(newcomers) + [f"{len(leaving)} left"] * bool(leaving)
     gone = {member.slot for member in leaving}
     roster = replace(
         roster,
         slots={number: slot for number, slot in roster.slots.items() if number not in gone},
         dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in leaving)),
     )
-    return _regroup(state, roster, staying, newcomers, lost=False, why=", ".join(words))
+    return _regroup(state, roster, staying, newcomers, lost=False, why=", ".join(changes))
 
 
-def _missed(roster: Roster) -> bool:
-    """Whether the call that newcomers wait in ended before the members came to the end of another step of it."""
+def _newcomers_too_late(roster: AttemptState) -> bool:
+    """Whether the call that newcomers wait in ended before the members completed another step of it."""
     newcomers = {member.incarnation for member in roster.members if member.generation != roster.before}
     return bool(roster.before and roster.call) and any(
         member.call > roster.call and member.generation == roster.before
@@ -328,20 +337,20 @@ def _missed(roster: Roster) -> bool:
     )
 
 
-def _take_back(state: Membership, roster: Roster) -> Membership:
-    """Members go on without those whom they should have admitted; others are started in their slots."""
-    newcomers = [member for member in roster.members if not can_go_on(member)]
-    staying = [member for member in roster.members if can_go_on(member)]
+def _withdraw_newcomers(state: Membership, roster: AttemptState) -> Membership:
+    """Members continue without the newcomers that they should have admitted; new ones are started in their slots."""
+    newcomers = [member for member in roster.members if not has_run_state(member)]
+    staying = [member for member in roster.members if has_run_state(member)]
     roster = replace(roster, dismissed=(*roster.dismissed, *(replace(member, rank=-1) for member in newcomers)))
-    # As after a loss: whoever has gone over to the generation with the newcomers leaves it at once.
+    # As if a worker was lost: members that have switched to the generation with the newcomers leave it at once.
     return _regroup(state, roster, staying, (), lost=True, why="their call ended before newcomers were admitted")
 
 
-def _to_dismiss(state: Membership, roster: Roster) -> list[Member]:
+def _to_dismiss(state: Membership, roster: AttemptState) -> list[Member]:
     going = [member for member in roster.members if not _stays(state, member)]
     rest = [member for member in roster.members if _stays(state, member)]
     if state.replica > 1:
-        replicas = replicas_to_go(state, roster)
+        replicas = replicas_to_remove(state, roster)
         return going + [member for member in rest if member.slot // state.replica in replicas]
     extra = max(0, surplus(state, roster))
     return going + rest[len(rest) - extra :]
@@ -352,10 +361,10 @@ def _stays(state: Membership, member: Member) -> bool:
     return host is not None and not host.leaving
 
 
-def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
-    """Those who offer themselves; nobody yet, while others that are being started may soon be ready too.
+def _ready(state: Membership, roster: AttemptState, now: float) -> list[Member]:
+    """The newcomers to admit; none yet, while workers that are being started may soon be ready too.
 
-    Of a replica that lacks others, nobody: all who train would wait for them.
+    None of a replica that is still incomplete: all members would have to wait for its missing workers.
     """
     ready = offering(state, roster)
     there = Counter(worker.slot // state.replica for worker in (*alive(roster), *ready))
@@ -366,7 +375,13 @@ def _ready(state: Membership, roster: Roster, now: float) -> list[Member]:
 
 
 def _regroup(
-    state: Membership, roster: Roster, staying: Sequence[Member], newcomers: Sequence[Member], *, lost: bool, why: str
+    state: Membership,
+    roster: AttemptState,
+    staying: Sequence[Member],
+    newcomers: Sequence[Member],
+    *,
+    lost: bool,
+    why: str,
 ) -> Membership:
     staying = [replace(member, stranded_at=0.0) for member in staying]
     admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
@@ -392,22 +407,22 @@ def _regroup(
     return replace(state, counter=state.counter + 1, roster=roster)
 
 
-def _stop(state: Membership, roster: Roster, now: float) -> Membership:
-    """Wait until every process is gone, by the agents' word; not for silent hosts once the chief was done."""
+def _stop(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """Wait until the agents confirm that every process has ended; not for silent hosts if the chief was done."""
     well = finished(roster) and not roster.fatal
-    owed = {agent for agent in roster.agents if agent in state.hosts and not state.hosts[agent].silent}
+    awaited = {agent for agent in roster.agents if agent in state.hosts and not state.hosts[agent].silent}
     suspects = {member.agent for member in roster.members if member.status == "suspect"}
     if not well:
-        owed |= suspects
-    if owed <= set(roster.cleared):
+        awaited |= suspects
+    if awaited <= set(roster.cleared):
         return conclude(state, roster, now)
-    silent = owed & suspects
+    silent = awaited & suspects
     hosts = [state.hosts.get(agent) for agent in silent]
     if any(host is None or now - host.heard_at > state.settings.rejoin_wait_s for host in hosts):
         return give_up_on_silent(state, _with_suspects(state, roster), silent, now)
     return state
 
 
-def open_generations(roster: Roster) -> list[str]:
-    """Those that members may speak for: after a planned change also the one before, which they leave in their time."""
+def open_generations(roster: AttemptState) -> list[str]:
+    """Those that members' messages may be for: after a planned change also the previous one, until they switch."""
     return [roster.before, roster.generation] if roster.before else [roster.generation]

@@ -1,7 +1,7 @@
-"""One host's view of the generations of an attempt: who is in them, in which order, and who is still there.
+"""One host's view of the generations of an attempt: their members, in rank order, and which of them are alive.
 
-Pure. The crew asks which planes a death ends and which generations nobody here is in any more; the agent, what to
-tell each worker.
+Pure. `HostWorkers` asks which generations a worker's death affects, and which ones no worker of this host is in any
+longer; the agent asks what group to announce to each worker.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from manyhands.control.membership.state import parse_generation
-from manyhands.control.messages.agent_messages import Place, Plan
+from manyhands.control.messages.agent_messages import GroupMember, HostPlan
 from manyhands.spec.worker_identity import Group
 
-__all__ = ["Groups", "group_for", "is_later"]
+__all__ = ["Generations", "group_for", "is_later"]
 
 
 def is_later(generation: str, than: str) -> bool:
-    """An empty generation is that of a worker in none: earlier than all."""
+    """The empty generation, of a worker that is in none, is earlier than all others."""
     if not generation or not than:
         return bool(generation)
     return parse_generation(generation) > parse_generation(than)
 
 
-def group_for(plan: Plan, incarnation: int) -> Group:
-    """The plan's group as one process sees it; rank -1 if it is not in it."""
-    here = [place.incarnation for place in plan.group if place.host == plan.host]
-    ranks = [place.incarnation for place in plan.group]
+def group_for(plan: HostPlan, incarnation: int) -> Group:
+    """The plan's group as one process sees it; its rank is -1 if the process is not a member."""
+    here = [member.incarnation for member in plan.group if member.host == plan.host]
+    ranks = [member.incarnation for member in plan.group]
     return Group(
         generation=plan.generation,
         rank=ranks.index(incarnation) if incarnation in ranks else -1,
@@ -34,22 +34,22 @@ def group_for(plan: Plan, incarnation: int) -> Group:
         local_world_size=len(here),
         host=plan.host,
         num_hosts=plan.num_hosts,
-        slots=[place.slot for place in plan.group],
-        hosts=[place.host for place in plan.group],
+        slots=[member.slot for member in plan.group],
+        hosts=[member.host for member in plan.group],
         lost=plan.lost,
         call=plan.call,
     )
 
 
-class Groups:
+class Generations:
     """The generations that a worker of this host may still be in, oldest first."""
 
     def __init__(self) -> None:
         self.last_loss = ""
         self._here: dict[str, list[int]] = {}
 
-    def announce(self, plan: Plan) -> list[str]:
-        """A plan with a new generation, or again. The generations before it that are to be left at once."""
+    def announce(self, plan: HostPlan) -> list[str]:
+        """Note a plan, new or repeated. Returns the earlier generations that workers have to leave at once."""
         if plan.generation in self._here:
             return []
         before = list(self._here)
@@ -70,9 +70,9 @@ class Groups:
         return [rank for rank, member in enumerate(self._here.get(generation, [])) if member not in living]
 
     def leave(self, speaks_for: Mapping[int, str]) -> list[str]:
-        """Forget, and return, the generations that all living members here have left; not the newest.
+        """Forget, and return, the generations that all live members on this host have left; never the newest.
 
-        `speaks_for`: the generation that each living process last spoke for.
+        `speaks_for`: the generation that each live process named in its last message.
         """
         newest = next(reversed(self._here), "")
         left = [
@@ -86,5 +86,5 @@ class Groups:
         return left
 
 
-def _local(group: list[Place], host: int) -> list[int]:
-    return [place.incarnation for place in group if place.host == host]
+def _local(group: list[GroupMember], host: int) -> list[int]:
+    return [member.incarnation for member in group if member.host == host]

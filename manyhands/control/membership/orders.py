@@ -1,4 +1,4 @@
-"""What membership has decided, as the orders that each host is sent. Pure; start reading at `orders_for`."""
+"""Turns the membership state into the orders for each host. Pure; start reading at `orders_for`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from msgspec.structs import replace
 
 from manyhands.control.membership.server_hosts import backups_for
 from manyhands.control.membership.slots import bounds
-from manyhands.control.membership.state import Host, Member, Membership, Roster
+from manyhands.control.membership.state import AttemptState, Host, Member, Membership
 from manyhands.control.membership.worker_reports import call_of, finished, living
-from manyhands.control.messages.agent_messages import Orders, Place, Plan, PlannedWorker
+from manyhands.control.messages.agent_messages import GroupMember, HostPlan, Orders, PlannedWorker
 from manyhands.control.messages.worker_messages import WorkerPosition
 
 __all__ = ["orders_for"]
 
 
 def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = False) -> Orders:
-    """How this host should stand."""
+    """The state that this host should be in."""
     roster, outcome = state.roster, state.outcome
     orders = Orders(
         term=state.term,
@@ -66,7 +66,7 @@ def _missing(state: Membership) -> str:
 
 
 def _needed(state: Membership, ready: Sequence[Host]) -> list[str]:
-    """What an elastic run lacks to begin without all of its hosts."""
+    """What an elastic run still needs to begin without all of its hosts."""
     there = {number for host in ready for number in host.servers}
     servers = sorted(set(range(state.settings.job.servers)) - there)
     workers = bounds(state)[0] - sum(host.slots for host in ready)
@@ -76,9 +76,9 @@ def _needed(state: Membership, ready: Sequence[Host]) -> list[str]:
     ]
 
 
-def _plan(roster: Roster, agent: str) -> Plan:
+def _plan(roster: AttemptState, agent: str) -> HostPlan:
     mine = [member for member in roster.members if member.agent == agent]
-    return Plan(
+    return HostPlan(
         generation=roster.generation,
         attempt=roster.attempt,
         world_size=len(roster.members),
@@ -91,11 +91,11 @@ def _plan(roster: Roster, agent: str) -> Plan:
     )
 
 
-def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
-    """As `_plan`, and which processes should be there. A host may have none in the group."""
+def _elastic_plan(state: Membership, roster: AttemptState, agent: str) -> HostPlan:
+    """Like `_plan`, with the processes that should exist. A host may have no member of the group."""
     mine = [member for member in roster.members if member.agent == agent]
-    number = {name: place for place, name in enumerate(roster.agents)}
-    return Plan(
+    number = {name: index for index, name in enumerate(roster.agents)}
+    return HostPlan(
         generation=roster.generation,
         attempt=roster.attempt,
         world_size=len(roster.members),
@@ -110,7 +110,7 @@ def _elastic_plan(state: Membership, roster: Roster, agent: str) -> Plan:
             *(_planned(worker, joining=True) for worker in roster.joining if worker.agent == agent),
         ],
         dismissed=[worker.incarnation for worker in roster.dismissed if worker.agent == agent],
-        group=[Place(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
+        group=[GroupMember(incarnation=m.incarnation, slot=m.slot, host=number[m.agent]) for m in roster.members],
         lost=roster.lost,
         call=roster.call,
         servers=state.settings.job.servers if state.servers_wanted is None else state.servers_wanted,
@@ -124,7 +124,7 @@ def _planned(worker: Member, *, joining: bool) -> PlannedWorker:
     return PlannedWorker(slot=worker.slot, incarnation=worker.incarnation, joining=joining)
 
 
-def _elsewhere(roster: Roster, agent: str, now: float) -> dict[int, WorkerPosition]:
+def _elsewhere(roster: AttemptState, agent: str, now: float) -> dict[int, WorkerPosition]:
     return {
         member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
         for member in roster.members

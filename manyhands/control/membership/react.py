@@ -1,13 +1,14 @@
-"""Who is in the run, decided: `react(state, event, now) -> (state, outputs)`, with no socket, clock or process.
+"""Decides which workers are in the run: `react(state, event, now) -> (state, outputs)`; no socket, clock or process.
 
-Agents report how their hosts stand, `orders` says how they should stand, and between the two lies a small machine:
+Agents report the state of their hosts, `orders` computes the state they should be in; between the two, a state machine:
 
-    gathering --all hosts there--> running --a member failed--> stopping --every host clear--> gathering or ended
+    gathering --all hosts joined-> running --a member failed--> stopping --every host clear--> gathering or ended
                                    running --every host clear-----------------------------------------> ended
 
-A generation is (term, counter): terms grow with every start of a coordinator, counters with every generation, so none
-repeats. A new one needs every agent's word ("clear") that its members of the one before are dead. The shell performs
-outputs in order: `Persist` is on disk before any `Tell` of the same reaction leaves. Start reading at `react`.
+A generation is (term, counter): terms increase with every start of a coordinator, counters with every generation, so
+none repeats. A new one requires that every agent has confirmed ("clear") that its members of the previous one are
+dead. The caller performs outputs in order: `Persist` is on disk before any `SendOrders` of the same reaction is sent.
+Start reading at `react`.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from msgspec.structs import replace
 
 from manyhands.control.membership import elastic, worker_reports
 from manyhands.control.membership.attempt_end import conclude, end_run, give_up_on_silent, stopped_code
-from manyhands.control.membership.failure_policy import Ended
+from manyhands.control.membership.failure_policy import EndedWorker
 from manyhands.control.membership.slots import rescaled
 from manyhands.control.membership.state import (
+    AttemptState,
     Event,
-    Heard,
     Host,
     Member,
     Membership,
+    MembershipSettings,
     Output,
     Persist,
     Refuse,
-    Roster,
-    Settings,
-    Tell,
+    ReportReceived,
+    SendOrders,
     Ticked,
     begun,
     parse_generation,
 )
-from manyhands.control.messages.agent_messages import Commit, HostReport, MemberReport
+from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, MemberReport
 from manyhands.control.messages.failure import WorkerEnd
 
 __all__ = ["begin", "parse_generation", "react", "restored"]
 
 
-def begin(settings: Settings, term: int, now: float) -> Membership:
+def begin(settings: MembershipSettings, term: int, now: float) -> Membership:
     return Membership(settings=settings, term=term, since=now)
 
 
 def restored(state: Membership, term: int, now: float) -> Membership:
-    """The state a restarted coordinator goes on with: a higher term, and nobody heard of yet."""
+    """The state from which a restarted coordinator continues: a higher term, and no host counts as silent yet."""
     assert term > state.term
     hosts = {name: replace(host, heard_at=now, silent=False) for name, host in state.hosts.items()}
     roster = worker_reports.resumed(state.roster) if state.roster and state.settings.elastic else state.roster
@@ -57,27 +58,27 @@ def restored(state: Membership, term: int, now: float) -> Membership:
 def react(state: Membership, event: Event, now: float) -> tuple[Membership, list[Output]]:
     outputs: list[Output] = []
     match event:
-        case Heard(report=report):
+        case ReportReceived(report=report):
             refusal = _objection(state, report)
             if refusal is not None:
                 return state, [refusal]
             known = state
-            state = _hear(state, report, now)
+            state = _apply_report(state, report, now)
             news = _of_interest_to_all(state) != _of_interest_to_all(known)
             if state.servers_wanted != known.servers_wanted:
-                # On disk before anybody starts or ends one: a successor that had forgotten it would take it back.
+                # On disk before any agent starts or ends a server: a restarted coordinator that lacks it would undo it.
                 state = replace(state, revision=state.revision + 1)
                 outputs.append(Persist(state=state))
-            outputs += [Tell(agent=agent) for agent in (state.hosts if news else [report.agent])]
+            outputs += [SendOrders(agent=agent) for agent in (state.hosts if news else [report.agent])]
         case Ticked():
             state = _note_silence(state, now)
     before = state
     while (after := _advance(state, now)) is not state:
         state = after
     if state is not before:
-        # The new state is durable before anyone acts on it; every agent then hears of it, the asking one included.
+        # The new state is durable before any agent acts on it; then all agents get it, the reporting one included.
         state = replace(state, revision=state.revision + 1)
-        outputs = [Persist(state=state), *(Tell(agent=agent) for agent in state.hosts)]
+        outputs = [Persist(state=state), *(SendOrders(agent=agent) for agent in state.hosts)]
     return state, outputs
 
 
@@ -93,7 +94,7 @@ def _of_interest_to_all(state: Membership) -> tuple[object, ...]:
     )
 
 
-# ---- hearing ---------------------------------------------------------------------------------------------------
+# ---- reports ---------------------------------------------------------------------------------------------------
 
 
 def _objection(state: Membership, report: HostReport) -> Refuse | None:
@@ -108,7 +109,7 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
     most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
-    # Where hosts come and go, another may come for one that is silent; if that comes back, both may stay.
+    # In an elastic run, another host may join in place of a silent one; if that one returns, both may stay.
     present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]
     if len(present) >= most_hosts:
         return Refuse(agent=report.agent, what=f"Run {settings.run} has all {most_hosts} of its hosts.")
@@ -117,7 +118,7 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
     return None
 
 
-def _hear(state: Membership, report: HostReport, now: float) -> Membership:
+def _apply_report(state: Membership, report: HostReport, now: float) -> Membership:
     known = state.hosts.get(report.agent)
     host = Host(
         agent=report.agent,
@@ -147,10 +148,10 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
     )
     if state.settings.elastic is not None:
         state = rescaled(state, report.workers_wanted) if report.local else state
-        state = worker_reports.hear(state, state.roster, report, now) if state.roster is not None else state
+        state = worker_reports.apply_report(state, state.roster, report, now) if state.roster is not None else state
     elif report.generation is not None and state.roster is not None:
         if report.generation == state.roster.generation:
-            state = _hear_members(state, state.roster, report, now)
+            state = _apply_member_reports(state, state.roster, report, now)
         elif report.members:
             state = replace(state, stale=state.stale + 1)
     if report.leaving and report.clear:
@@ -158,30 +159,30 @@ def _hear(state: Membership, report: HostReport, now: float) -> Membership:
     return state
 
 
-def _newest(one: Commit | None, other: Commit | None) -> Commit | None:
+def _newest(one: CheckpointCommit | None, other: CheckpointCommit | None) -> CheckpointCommit | None:
     if one is None or other is None:
         return one or other
     return other if other.step >= one.step else one
 
 
-def _hear_members(state: Membership, roster: Roster, report: HostReport, now: float) -> Membership:
-    said = {member.rank: member for member in report.members}
+def _apply_member_reports(state: Membership, roster: AttemptState, report: HostReport, now: float) -> Membership:
+    reports = {member.rank: member for member in report.members}
     ended = {entry.end.rank for entry in roster.ends}
     members, ends, stale = [], list(roster.ends), state.stale
     first_step, last_step = roster.first_step, roster.last_step
     for member in roster.members:
-        word = said.get(member.rank)
-        if member.agent != report.agent or word is None:
+        reported = reports.get(member.rank)
+        if member.agent != report.agent or reported is None:
             members.append(member)
             continue
-        if word.incarnation != member.incarnation:
+        if reported.incarnation != member.incarnation:
             stale += 1
             members.append(member)
             continue
-        members.append(_updated(member, word, report.clear, now))
-        if word.end is not None and member.rank not in ended:
-            ends.append(Ended(end=word.end, at=now - word.ended_s_ago))
-        for step in (word.first_step, word.step, word.end.step if word.end else None):
+        members.append(_updated(member, reported, report.clear, now))
+        if reported.end is not None and member.rank not in ended:
+            ends.append(EndedWorker(end=reported.end, at=now - reported.ended_s_ago))
+        for step in (reported.first_step, reported.step, reported.end.step if reported.end else None):
             if step is not None:
                 first_step = step if first_step is None else min(step, first_step)
                 last_step = max(step, last_step or 0)
@@ -192,21 +193,21 @@ def _hear_members(state: Membership, roster: Roster, report: HostReport, now: fl
     return replace(state, roster=roster, stale=stale)
 
 
-def _updated(member: Member, word: MemberReport, clear: bool, now: float) -> Member:
-    status = "dead" if clear and word.status != "done" else word.status
+def _updated(member: Member, reported: MemberReport, clear: bool, now: float) -> Member:
+    status = "dead" if clear and reported.status != "done" else reported.status
     return replace(
         member,
         status=status,
-        exit_code=word.exit_code,
-        pid=word.pid,
-        step=word.step,
-        phase=word.phase,
-        moved_at=now - word.age_s,
+        exit_code=reported.exit_code,
+        pid=reported.pid,
+        step=reported.step,
+        phase=reported.phase,
+        moved_at=now - reported.age_s,
     )
 
 
 def _leave(state: Membership, agent: str, now: float) -> Membership:
-    """An agent that goes on its own, having given its word. Its members are lost to this generation."""
+    """An agent leaves, after it has confirmed that its workers are dead. Its members are lost to this generation."""
     if state.settings.elastic is not None and state.roster is not None:
         state = worker_reports.lose_host(state, state.roster, agent, gone=True)
     elif state.roster is not None and state.phase == "running" and agent in state.roster.agents:
@@ -229,7 +230,7 @@ def _note_silence(state: Membership, now: float) -> Membership:
     return state
 
 
-def _lose(state: Membership, roster: Roster, agent: str, at: float) -> Membership:
+def _lose(state: Membership, roster: AttemptState, agent: str, at: float) -> Membership:
     members, ends = [], list(roster.ends)
     ended = {entry.end.rank for entry in ends}
     name = state.hosts[agent].name
@@ -238,7 +239,7 @@ def _lose(state: Membership, roster: Roster, agent: str, at: float) -> Membershi
             member = replace(member, status="suspect")
             if member.rank not in ended:
                 end = WorkerEnd(rank=member.rank, host=name, pid=member.pid, kind="lost", step=member.step)
-                ends.append(Ended(end=end, at=at))
+                ends.append(EndedWorker(end=end, at=at))
         members.append(member)
     return replace(state, roster=replace(roster, members=tuple(members), ends=tuple(ends)))
 
@@ -271,7 +272,7 @@ def _gather(state: Membership, now: float) -> Membership:
     if state.settings.elastic is not None and not again and elastic.could_begin(state, ready):
         return _begin_with_fewer(state, _in_order(ready), now)
     if state.could_begin_at is not None:
-        return replace(state, could_begin_at=None)  # one that was needed has gone again
+        return replace(state, could_begin_at=None)  # a host that was needed has left again
     if now - state.since > (state.settings.rejoin_wait_s if again else state.settings.gather_wait_s):
         reason = f"{len(ready)} of {state.settings.hosts_wanted} hosts {'came back' if again else 'joined'}"
         return end_run(state, now, 4 if again else 3, reason)
@@ -279,7 +280,7 @@ def _gather(state: Membership, now: float) -> Membership:
 
 
 def _begin_with_fewer(state: Membership, ready: list[Host], now: float) -> Membership:
-    """After some patience, as a host that joins while the others train costs them a regroup."""
+    """Begin after a wait, because each host that joins during training costs the others a regroup."""
     if state.could_begin_at is None:
         return replace(state, could_begin_at=now)
     patience_s, master = state.settings.begin_with_fewer_s, ready[0].master
@@ -296,7 +297,7 @@ def _enough(state: Membership, ready: Sequence[Host]) -> bool:
 
 
 def _in_order(hosts: Sequence[Host]) -> list[Host]:
-    """The coordinator's own host first, then by the rank that was asked for, then by who came first."""
+    """The coordinator's own host first, then by requested rank, then in order of joining."""
     return sorted(hosts, key=lambda h: (not h.local, h.host_rank if h.host_rank is not None else 2**31, h.order))
 
 
@@ -317,13 +318,13 @@ def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: fl
     return begun(state, tuple(members), tuple(host.agent for host in hosts), master, now)
 
 
-def _watch(state: Membership, roster: Roster, now: float) -> Membership:
+def _watch(state: Membership, roster: AttemptState, now: float) -> Membership:
     if set(roster.cleared) >= set(roster.agents):
         return conclude(state, roster, now)
     missing = [state.hosts.get(agent) for agent in roster.agents if agent not in roster.cleared]
     if any(host is None or (host.silent and now - host.heard_at > state.settings.rejoin_wait_s) for host in missing):
         return give_up_on_silent(state, roster, set(roster.agents) - set(roster.cleared), now)
-    # While a stop is under way the agents' grace time rules; one worker that fails then must not cut it short.
+    # During a stop the agents' grace period applies; a worker that fails then must not cut it short.
     if state.phase == "running" and roster.ends and state.stop is None:
         return replace(state, phase="stopping", since=now)
     return state

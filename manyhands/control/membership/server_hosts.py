@@ -1,4 +1,4 @@
-"""What parameter servers mean to an elastic attempt: which hosts have them, and that it ends without one. Pure."""
+"""Parameter servers in an elastic attempt: which hosts have them, and ending the attempt if one is lost. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from manyhands.control.membership.failure_policy import Ended
-from manyhands.control.membership.slots import open_to
-from manyhands.control.membership.state import Host, Membership, Roster
+from manyhands.control.membership.failure_policy import EndedWorker
+from manyhands.control.membership.slots import accepts_workers
+from manyhands.control.membership.state import AttemptState, Host, Membership
 from manyhands.control.messages.agent_messages import HostReport
 from manyhands.control.messages.failure import WorkerEnd
 
-__all__ = ["backups_for", "enlist", "failed_server", "have_servers", "lost_server", "miss_server"]
+__all__ = ["backups_for", "failed_server", "have_servers", "include_server_hosts", "lost_server", "stop_without_server"]
 
 
 def have_servers(state: Membership, hosts: Sequence[Host]) -> bool:
@@ -22,42 +22,42 @@ def have_servers(state: Membership, hosts: Sequence[Host]) -> bool:
 
 
 def backups_for(state: Membership, agent: str) -> list[str]:
-    """Where other hosts keep logs, from the next host on in their order: so that not all hosts have the same."""
-    if agent not in state.hosts:  # it has left, and may still ask
+    """Endpoints where other hosts keep logs, starting with the next host, so that hosts choose different ones."""
+    if agent not in state.hosts:  # it has left, and may still send a report
         return []
     own = state.hosts[agent].order
     others = [host for host in state.hosts.values() if host.agent != agent and host.backup and not host.silent]
     return [host.backup for host in sorted(others, key=lambda host: (host.order < own, host.order))]
 
 
-def failed_server(roster: Roster, report: HostReport, now: float) -> Ended | None:
-    """One of this attempt that its agent does not start again."""
+def failed_server(roster: AttemptState, report: HostReport, now: float) -> EndedWorker | None:
+    """A server of this attempt that its agent will not restart."""
     failed = report.failed_server
     if failed is None or failed.attempt != roster.attempt:
         return None
-    return Ended(end=failed.end, at=now - failed.ended_s_ago)
+    return EndedWorker(end=failed.end, at=now - failed.ended_s_ago)
 
 
-def lost_server(state: Membership, agent: str) -> Ended | None:
-    """One that is gone with its host, if no other host has come with it."""
+def lost_server(state: Membership, agent: str) -> EndedWorker | None:
+    """A server that was lost with its host, if no other host has it."""
     host = state.hosts[agent]
     elsewhere = {number for other in state.hosts.values() if other.agent != agent for number in other.servers}
     for number in sorted(set(host.servers) - elsewhere):
         end = WorkerEnd(rank=number, role="server", host=host.name, pid=0, kind="lost")
-        return Ended(end=end, at=host.heard_at)
+        return EndedWorker(end=end, at=host.heard_at)
     return None
 
 
-def miss_server(state: Membership, roster: Roster, now: float) -> Membership:
-    """Workers get nowhere without a server that is not started again. In a stop, their time to end runs anyway."""
+def stop_without_server(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """End the attempt: workers cannot continue without that server. During a stop, the grace period applies anyway."""
     if state.stop is not None or roster.failed_server is None:
         return state
     roster = replace(roster, ends=(roster.failed_server,), fatal=True)
     return replace(state, phase="stopping", since=now, roster=roster)
 
 
-def enlist(state: Membership, roster: Roster, now: float) -> Membership:
-    """A host that came with a server has no slot to be filled, and gets its orders all the same."""
-    agents = [host.agent for host in state.hosts.values() if host.servers and open_to(state, host.agent)]
+def include_server_hosts(state: Membership, roster: AttemptState, now: float) -> Membership:
+    """A host that joined with only a server has no slot to be filled, but has to receive orders."""
+    agents = [host.agent for host in state.hosts.values() if host.servers and accepts_workers(state, host.agent)]
     new = sorted(set(agents) - set(roster.agents))
     return replace(state, roster=replace(roster, agents=(*roster.agents, *new))) if new else state

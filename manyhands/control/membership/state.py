@@ -1,6 +1,6 @@
-"""The state that membership decides over, as frozen values: hosts, members, the roster of a generation, the run.
+"""The state of membership as frozen values: hosts, members, the current attempt (the roster), the run.
 
-What happens to it is in `react`. The whole state goes to disk as it is, so a restarted coordinator has all of it.
+Its transitions are in `react`. The state is written to disk as it is, so a restarted coordinator has all of it.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from manyhands.control.membership.failure_policy import Ended, Signature
-from manyhands.control.messages.agent_messages import Commit, HostReport, Job
+from manyhands.control.membership.failure_policy import EndedWorker, Signature
+from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, JobDescription
 from manyhands.control.messages.failure import Failure
 
 __all__ = [
+    "AttemptState",
     "Event",
-    "Heard",
     "Host",
     "Member",
     "Membership",
-    "Outcome",
+    "MembershipSettings",
     "Output",
     "Persist",
     "Refuse",
-    "Roster",
-    "Settings",
+    "ReportReceived",
+    "RunOutcome",
+    "SendOrders",
     "Slot",
-    "Tell",
     "Ticked",
     "begun",
     "next_generation",
@@ -39,25 +39,25 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-class Settings(_Value, frozen=True, kw_only=True):
+class MembershipSettings(_Value, frozen=True, kw_only=True):
     run: str
-    job: Job
+    job: JobDescription
     versions: dict[str, str]
     hosts_wanted: int = 1
     always_restart: bool = False
     resume: str = ""
     silent_after_s: float = 5.0
-    """An agent unheard for this long is lost."""
+    """An agent that sends nothing for this long counts as lost."""
     rejoin_wait_s: float = 60.0
-    """How long the run waits for a lost host to come back and give its word."""
+    """How long the run waits for a lost host to return and confirm that its workers are dead."""
     gather_wait_s: float = 300.0
     elastic: tuple[int, int] | None = None
     """The fewest and the most workers, over all hosts. None: the run restarts as a whole, with as many as it had."""
     begin_with_fewer_s: float | None = None
-    """Of an elastic run: how long the first attempt waits for further hosts, once those that are there have every
-    server and the fewest workers. None: until all hosts are there."""
+    """Elastic runs: how long the first attempt waits for more hosts, once the present ones have every server and the
+    fewest workers. None: until all hosts have joined."""
     workers_wanted: int | None = None
-    """Of an elastic run, at first. None: as many as its hosts have slots."""
+    """Elastic runs: the initial number. None: as many as its hosts have slots."""
 
 
 class Host(_Value, frozen=True, kw_only=True):
@@ -72,17 +72,17 @@ class Host(_Value, frozen=True, kw_only=True):
     heard_at: float
     silent: bool = False
     servers: dict[int, str] = {}
-    """Those that it has, and where other hosts reach them."""
+    """Endpoint, for other hosts, of each server on this host, by number."""
     backup: str = ""
-    """Where it keeps other hosts' logs."""
+    """Endpoint at which it keeps logs for other hosts' servers."""
     leaving: bool = False
-    """Its agent is going: it takes no new workers, and those it has are dismissed."""
+    """Its agent shuts down: it gets no new workers, and those that it has are dismissed."""
 
 
 class Member(_Value, frozen=True, kw_only=True):
-    """suspect: its host is silent; it may be alive. Only its agent's word makes it dead.
+    """suspect: its host is silent, and it may be alive. It counts as dead only after its agent has said so.
 
-    In an elastic attempt also a worker that is not in the group yet, or not any more; its rank is then -1.
+    In an elastic attempt also a worker that is not in the group yet, or no longer; its rank is then -1.
     """
 
     rank: int
@@ -95,39 +95,39 @@ class Member(_Value, frozen=True, kw_only=True):
     step: int | None = None
     phase: str = ""
     moved_at: float = 0.0
-    # From here on of elastic attempts only.
+    # The fields below are for elastic attempts only.
     slot: int = 0
     ended: bool = False
-    end: Ended | None = None
+    end: EndedWorker | None = None
     generation: str = ""
-    """The one that it speaks for."""
+    """The generation that its messages are for."""
     call: int = 0
     offers: int = 0
     offered_at: float = 0.0
     catch_up: int | None = None
-    """Of a newcomer: the run's step when it was admitted. Until it reports that step it has no state of its own."""
+    """For a newcomer: the run's step when it was admitted. Until it reports that step it lacks the run's state."""
     done_at: float = 0.0
     stranded_at: float = 0.0
-    """When it was first heard to wait for a newer generation than its own; 0: it does not."""
+    """When it first reported that it waits for a newer generation; 0: it does not wait."""
     leads_since: str = ""
     """The generation in which it became the chief."""
 
 
 class Slot(_Value, frozen=True, kw_only=True):
-    """A place for a worker on one host, and what is known of those who died in it."""
+    """Capacity for one worker on a host, and the record of workers that died in it."""
 
     agent: str
     died_at_step: int | None = None
     died_of: Signature | None = None
     quick_deaths: int = 0
-    """In a row, counted against the budget."""
+    """Consecutive deaths that count against the budget."""
     refill_at: float = 0.0
     retired: bool = False
-    """Not filled again: the budget is spent, or its worker was done."""
+    """Not to be filled again: the budget is spent, or its worker was done."""
 
 
-class Roster(_Value, frozen=True, kw_only=True):
-    """The members of one generation."""
+class AttemptState(_Value, frozen=True, kw_only=True):
+    """One attempt, with the members of its current generation."""
 
     generation: str
     attempt: int
@@ -135,45 +135,45 @@ class Roster(_Value, frozen=True, kw_only=True):
     agents: tuple[str, ...]
     master: tuple[str, int]
     cleared: tuple[str, ...] = ()
-    ends: tuple[Ended, ...] = ()
+    ends: tuple[EndedWorker, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
     why: str = ""
-    # From here on of elastic attempts only.
+    # The fields below are for elastic attempts only.
     joining: tuple[Member, ...] = ()
     dismissed: tuple[Member, ...] = ()
     slots: dict[int, Slot] = {}
     lost: bool = False
     call: int = 0
     before: str = ""
-    """The generation that members leave at a step's end for this one: until then both are open."""
+    """The previous generation, if members switch from it at the end of a step: until then both are valid."""
     torn: bool = False
-    """Someone who was to leave at a step's end is gone before it, so that step will not end."""
+    """A worker that was to leave at the end of a step died before it, so that step cannot complete."""
     exit_codes: tuple[int, ...] = ()
-    """Of workers that were done and are in no later group."""
+    """Exit codes of workers that were done and are in no later group."""
     chief_done_in: str = ""
-    """The generation whose chief was done and left the group: the run is finished if the others were done in it too."""
-    last_loss: tuple[Ended, ...] = ()
-    """What the generation before was lost to."""
+    """The generation whose chief was done and left: the run is finished if its other members are done in it, too."""
+    last_loss: tuple[EndedWorker, ...] = ()
+    """The ends of workers that broke the previous generation."""
     apart: int = 0
-    """How often in a row, without a step in between, the group came apart although nobody was gone."""
+    """How often in a row, without a completed step in between, a collective failed although no member was gone."""
     apart_at_step: int | None = None
     short_since: float | None = None
-    """When the group fell below the lower bound."""
-    failed_server: Ended | None = None
-    """A server that its agent does not start again: without it nobody can go on."""
+    """When the group became smaller than the lower bound."""
+    failed_server: EndedWorker | None = None
+    """A server that its agent will not restart: without it no worker can continue."""
     fatal: bool = False
-    """A worker failed in a way that another try cannot change."""
+    """A worker failed with an error that a retry cannot fix."""
 
 
-class Outcome(_Value, frozen=True, kw_only=True):
+class RunOutcome(_Value, frozen=True, kw_only=True):
     exit_code: int
     reason: str
     failure: Failure | None = None
 
 
 class Membership(_Value, frozen=True, kw_only=True):
-    settings: Settings
+    settings: MembershipSettings
     term: int
     counter: int = 0
     next_incarnation: int = 1
@@ -183,31 +183,31 @@ class Membership(_Value, frozen=True, kw_only=True):
     since: float = 0.0
     """When this phase began."""
     could_begin_at: float | None = None
-    """While hosts are awaited at the start: since when those that are there are enough to begin without the rest."""
-    roster: Roster | None = None
+    """While the run waits for hosts at its start: since when the present ones suffice to begin without the rest."""
+    roster: AttemptState | None = None
     restarts: int = 0
     deaths: int = 0
-    """Of single workers in elastic attempts, as far as they count against the restart budget."""
+    """Deaths of single workers in elastic attempts that count against the restart budget."""
     workers_wanted: int | None = None
     servers_wanted: int | None = None
-    """As `mh scale` said last."""
+    """The numbers of the latest `mh scale`."""
     replica: int = 1
-    """How many workers, in slots that follow each other, go and come together."""
+    """How many workers, in consecutive slots, form one replica and are added and removed together."""
     revision: int = 0
-    """Grows with every state that is persisted; orders carry it, so that an agent can tell older ones."""
+    """Increases with every persisted state; orders carry it, so that an agent recognises older ones."""
     history: tuple[Signature, ...] = ()
     why: str = ""
     stop: str | None = None
     stop_signal: int = 0
-    committed: Commit | None = None
+    committed: CheckpointCommit | None = None
     run_dir: str | None = None
     log_base: int = 0
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     stale: int = 0
-    """Messages refused because they spoke for an older generation or incarnation."""
+    """Number of messages refused because they were for an older generation or incarnation."""
 
 
-class Heard(_Value, frozen=True, kw_only=True):
+class ReportReceived(_Value, frozen=True, kw_only=True):
     report: HostReport
 
 
@@ -219,7 +219,7 @@ class Persist(_Value, frozen=True, kw_only=True):
     state: Membership
 
 
-class Tell(_Value, frozen=True, kw_only=True):
+class SendOrders(_Value, frozen=True, kw_only=True):
     """Send this agent its orders."""
 
     agent: str
@@ -231,8 +231,8 @@ class Refuse(_Value, frozen=True, kw_only=True):
     fix: list[str] = []
 
 
-Event = Heard | Ticked
-Output = Persist | Tell | Refuse
+Event = ReportReceived | Ticked
+Output = Persist | SendOrders | Refuse
 
 
 def parse_generation(text: str) -> tuple[int, int]:
@@ -252,8 +252,8 @@ def begun(
     now: float,
     slots: dict[int, Slot] | None = None,
 ) -> Membership:
-    """An attempt begins with these members; those of an elastic run have slots."""
-    roster = Roster(
+    """The state in which an attempt begins with these members; those of an elastic run have slots."""
+    roster = AttemptState(
         generation=next_generation(state),
         attempt=state.restarts + 1,
         members=members,

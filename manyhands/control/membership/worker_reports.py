@@ -1,7 +1,7 @@
-"""What is known of each worker of an elastic attempt, from what the agents report. Pure; nothing is decided here.
+"""What is known of each worker of an elastic attempt, from the agents' reports. Pure; nothing is decided here.
 
-All of it can be lost: agents repeat their reports, so a coordinator that was restarted soon knows it again. Start
-reading at `hear`; below it are the questions that `elastic` asks of a roster.
+This is soft state: agents repeat their reports, so a restarted coordinator soon has it again. Start reading at
+`apply_report`; below it are the queries that `elastic` makes on a roster.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from manyhands.control.membership.failure_policy import Ended
+from manyhands.control.membership.failure_policy import EndedWorker
 from manyhands.control.membership.server_hosts import failed_server, lost_server
-from manyhands.control.membership.slots import open_to
-from manyhands.control.membership.state import Member, Membership, Roster, parse_generation
+from manyhands.control.membership.slots import accepts_workers
+from manyhands.control.membership.state import AttemptState, Member, Membership, parse_generation
 from manyhands.control.messages.agent_messages import HostReport, MemberReport
 from manyhands.control.messages.failure import WorkerEnd
 
 __all__ = [
     "alive",
+    "apply_report",
     "call_of",
-    "can_go_on",
     "done",
     "finished",
-    "hear",
-    "let_go",
+    "has_run_state",
     "living",
     "lose_host",
     "lost",
@@ -33,26 +32,27 @@ __all__ = [
     "quiet",
     "resumed",
     "stranded",
+    "without_dismissed",
 ]
 
 
-def hear(state: Membership, roster: Roster, report: HostReport, now: float) -> Membership:
-    """What this host says of workers that are planned there. Late reports do no harm: nothing is taken back."""
-    said = {word.incarnation: word for word in report.members}
-    known = {worker.incarnation for worker in _everyone(roster) if worker.agent == report.agent}
-    # Whoever is not known was declared gone, or belongs to an older attempt. It is in no plan, so its agent kills it.
-    strangers = [word for word in report.members if word.incarnation not in known and not word.ended]
+def apply_report(state: Membership, roster: AttemptState, report: HostReport, now: float) -> Membership:
+    """Merge this host's report of the workers that are planned there. Late reports are harmless: they undo nothing."""
+    reports = {reported.incarnation: reported for reported in report.members}
+    known = {worker.incarnation for worker in _all_workers(roster) if worker.agent == report.agent}
+    # An unknown worker was declared gone, or belongs to an older attempt. It is in no plan, so its agent kills it.
+    strangers = [reported for reported in report.members if reported.incarnation not in known and not reported.ended]
 
     def updated(worker: Member) -> Member:
         if worker.agent != report.agent:
             return worker
-        return _merged(worker, said[worker.incarnation], now) if worker.incarnation in said else _awake(worker)
+        return _merged(worker, reports[worker.incarnation], now) if worker.incarnation in reports else _revived(worker)
 
     steps = [
         step
-        for word in report.members
-        if word.incarnation in known
-        for step in (word.first_step, word.step)
+        for reported in report.members
+        if reported.incarnation in known
+        for step in (reported.first_step, reported.step)
         if step is not None
     ]
     cleared = set(roster.cleared) - {report.agent}
@@ -75,32 +75,32 @@ def _some(value: int | None) -> list[int]:
     return [] if value is None else [value]
 
 
-def _everyone(roster: Roster) -> tuple[Member, ...]:
+def _all_workers(roster: AttemptState) -> tuple[Member, ...]:
     return (*roster.members, *roster.joining, *roster.dismissed)
 
 
-def _merged(worker: Member, word: MemberReport, now: float) -> Member:
+def _merged(worker: Member, reported: MemberReport, now: float) -> Member:
     if worker.ended or worker.status in ("dead", "done"):
         return worker
     end = worker.end
-    if word.end is not None and end is None:
-        end = Ended(end=word.end, at=now - word.ended_s_ago)
+    if reported.end is not None and end is None:
+        end = EndedWorker(end=reported.end, at=now - reported.ended_s_ago)
     return replace(
         worker,
-        status=word.status,
-        ended=word.ended,
+        status=reported.status,
+        ended=reported.ended,
         end=end,
-        exit_code=word.exit_code,
-        pid=word.pid,
-        step=max([*_some(worker.step), *_some(word.step)], default=None),
-        phase=word.phase,
-        moved_at=now - word.age_s,
-        generation=max(worker.generation, word.generation, key=_number),
-        call=max(worker.call, word.call),
-        offers=max(worker.offers, word.offers),
-        offered_at=now if word.offers > worker.offers else worker.offered_at,
-        done_at=now if word.status == "done" else 0.0,
-        stranded_at=(worker.stranded_at or now) if word.stranded else 0.0,
+        exit_code=reported.exit_code,
+        pid=reported.pid,
+        step=max([*_some(worker.step), *_some(reported.step)], default=None),
+        phase=reported.phase,
+        moved_at=now - reported.age_s,
+        generation=max(worker.generation, reported.generation, key=_number),
+        call=max(worker.call, reported.call),
+        offers=max(worker.offers, reported.offers),
+        offered_at=now if reported.offers > worker.offers else worker.offered_at,
+        done_at=now if reported.status == "done" else 0.0,
+        stranded_at=(worker.stranded_at or now) if reported.stranded else 0.0,
     )
 
 
@@ -108,110 +108,110 @@ def _number(generation: str) -> tuple[int, int]:
     return parse_generation(generation) if generation else (0, 0)
 
 
-def lose_host(state: Membership, roster: Roster, agent: str, *, gone: bool) -> Membership:
-    """A host is silent, and its workers may live; or it is gone, and they are dead by its agent's word."""
+def lose_host(state: Membership, roster: AttemptState, agent: str, *, gone: bool) -> Membership:
+    """A host is silent, and its workers may be alive; or (`gone`) it has left, and its agent confirmed their death."""
 
     def marked(member: Member) -> Member:
         if member.agent != agent or member.status in ("dead", "done") or member.ended:
             return member
         return replace(member, status="dead" if gone else "suspect", ended=gone)
 
-    theirs = [worker for worker in roster.dismissed if worker.agent == agent]
-    roster = replace(roster, torn=roster.torn or any(tears(roster, worker) for worker in theirs))
+    dismissed_there = [worker for worker in roster.dismissed if worker.agent == agent]
+    roster = replace(roster, torn=roster.torn or any(blocks_step_end(roster, worker) for worker in dismissed_there))
     if gone:
         roster = replace(roster, failed_server=roster.failed_server or lost_server(state, agent))
         roster = replace(
-            let_go(roster, theirs),
+            without_dismissed(roster, dismissed_there),
             joining=tuple(worker for worker in roster.joining if worker.agent != agent),
             ends=(*roster.ends, *(lost(state, m) for m in roster.members if marked(m) is not m)),
         )
     return replace(state, roster=replace(roster, members=tuple(marked(member) for member in roster.members)))
 
 
-def let_go(roster: Roster, workers: Sequence[Member]) -> Roster:
-    """Without these, who were dismissed and are gone. A chief among them may have been done instead of leaving."""
-    led = [worker.generation for worker in workers if worker.leads_since and _by_itself(worker)]
+def without_dismissed(roster: AttemptState, workers: Sequence[Member]) -> AttemptState:
+    """Remove these dismissed workers, which have ended. A chief among them may have been done instead of leaving."""
+    led = [worker.generation for worker in workers if worker.leads_since and _exited_normally(worker)]
     return replace(
         roster,
         dismissed=tuple(worker for worker in roster.dismissed if worker not in workers),
-        torn=roster.torn or any(tears(roster, worker) for worker in workers),
+        torn=roster.torn or any(blocks_step_end(roster, worker) for worker in workers),
         chief_done_in=max([roster.chief_done_in, *led], key=_number),
     )
 
 
-def lost(state: Membership, member: Member) -> Ended:
+def lost(state: Membership, member: Member) -> EndedWorker:
     host = state.hosts[member.agent]
     end = WorkerEnd(rank=member.rank, host=host.name, pid=member.pid, kind="lost", step=member.step)
-    return Ended(end=end, at=host.heard_at)
+    return EndedWorker(end=end, at=host.heard_at)
 
 
-def resumed(roster: Roster) -> Roster:
-    """As a restarted coordinator takes it up: it has heard of nobody yet, so nobody has been silent for long."""
-    return replace(roster, members=tuple(_awake(member) for member in roster.members))
+def resumed(roster: AttemptState) -> AttemptState:
+    """For a restarted coordinator: it has had no time to receive reports yet, so no host counts as silent."""
+    return replace(roster, members=tuple(_revived(member) for member in roster.members))
 
 
-def _awake(member: Member) -> Member:
+def _revived(member: Member) -> Member:
     return replace(member, status="live") if member.status == "suspect" else member
 
 
-# ---- questions ---------------------------------------------------------------------------------------------------
+# ---- queries -----------------------------------------------------------------------------------------------------
 
 
-def alive(roster: Roster) -> list[Member]:
+def alive(roster: AttemptState) -> list[Member]:
     return [m for m in roster.members if m.status not in ("dead", "done", "suspect") and not m.ended]
 
 
-def living(roster: Roster) -> dict[int, int]:
-    """The slots, by incarnation, of workers that are not known to be dead, in the group or not."""
-    return {worker.incarnation: worker.slot for worker in _everyone(roster) if not _is_gone(worker)}
+def living(roster: AttemptState) -> dict[int, int]:
+    """Slot, by incarnation, of each worker that is not known to be dead, in the group or not."""
+    return {worker.incarnation: worker.slot for worker in _all_workers(roster) if not _is_gone(worker)}
 
 
 def _is_gone(worker: Member) -> bool:
     return worker.ended or worker.status == "dead"
 
 
-def missing(roster: Roster) -> list[Member]:
+def missing(roster: AttemptState) -> list[Member]:
     return [member for member in roster.members if member.status in ("dead", "suspect")]
 
 
-def done(roster: Roster) -> list[Member]:
+def done(roster: AttemptState) -> list[Member]:
     return [member for member in roster.members if member.status == "done"]
 
 
-def finished(roster: Roster) -> bool:
-    """The chief was done. One that was done before it knew that it had become the chief does not count as one."""
+def finished(roster: AttemptState) -> bool:
+    """Whether the chief was done. One that was done before it knew that it had become the chief does not count."""
     chief = roster.members[0]
-    veterans = [member for member in roster.members if can_go_on(member)]
+    veterans = [member for member in roster.members if has_run_state(member)]
     over = roster.chief_done_in and all(member.status in ("done", "suspect") for member in veterans)
     if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in veterans):
         return True
     return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
 
 
-def can_go_on(member: Member) -> bool:
-    """It has the run's state: it was there from the start, or has caught up since it was admitted."""
+def has_run_state(member: Member) -> bool:
+    """Whether it has the run's state: it is a member from the start, or has caught up since it was admitted."""
     return member.catch_up is None or (member.step is not None and member.step >= member.catch_up)
 
 
-def tears(roster: Roster, worker: Member) -> bool:
-    """Without this dismissed worker, who has not left yet, members cannot finish the step after which they go over."""
+def blocks_step_end(roster: AttemptState, worker: Member) -> bool:
+    """Whether members need this dismissed worker to complete the step after which they switch generations."""
     waiting = any(member.generation != roster.generation for member in alive(roster))
-    return waiting and worker.generation == roster.before and not _by_itself(worker)
+    return waiting and worker.generation == roster.before and not _exited_normally(worker)
 
 
-def _by_itself(worker: Member) -> bool:
+def _exited_normally(worker: Member) -> bool:
     return worker.status == "done" or (worker.status == "left" and not worker.exit_code)
 
 
-def quiet(roster: Roster) -> bool:
+def quiet(roster: AttemptState) -> bool:
     return all(
         member.status == "live" and not member.ended and member.generation == roster.generation
         for member in roster.members
     )
 
 
-def stranded(roster: Roster, now: float, for_s: float) -> list[Member]:
-    """Members that cannot go on in the newest generation, for so long that somebody's death should be known by now."""
+def stranded(roster: AttemptState, now: float, for_s: float) -> list[Member]:
+    """Members that could not continue in the newest generation for `for_s`, after which a death would be known."""
     return [
         member
         for member in alive(roster)
@@ -219,15 +219,15 @@ def stranded(roster: Roster, now: float, for_s: float) -> list[Member]:
     ]
 
 
-def call_of(roster: Roster) -> int:
+def call_of(roster: AttemptState) -> int:
     """The public call that the run is in."""
     return max((member.call for member in roster.members), default=0)
 
 
-def offering(state: Membership, roster: Roster) -> list[Member]:
+def offering(state: Membership, roster: AttemptState) -> list[Member]:
     call = call_of(roster)
     return [
         worker
         for worker in roster.joining
-        if worker.offers and worker.offers == call and worker.status == "live" and open_to(state, worker.agent)
+        if worker.offers and worker.offers == call and worker.status == "live" and accepts_workers(state, worker.agent)
     ]

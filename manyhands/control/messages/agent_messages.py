@@ -1,9 +1,9 @@
-"""Every message between agents and their coordinator: how a host stands, and how it should stand.
+"""Every message between agents and their coordinator: reports of a host's actual state, orders with its desired state.
 
-Reports and orders are *states*, not commands: an agent says how its host stands, the coordinator says how it should
-stand, both again every second. So a lost, repeated or late message is harmless. Unknown fields and types are
-refused by the decoder, and everything carries the generation and incarnation, or the term, it speaks for. What people
-ask is in `status_messages`.
+Reports and orders are *states*, not commands: the agent sends the state that its host is in, the coordinator the state
+that it should be in, both again every second. So a lost, repeated or late message is harmless. The decoder refuses
+unknown fields and types, and every message names the generation and incarnation, or the term, that it belongs to.
+The messages of `mh status`, `mh stop` and `mh scale` are in `status_messages`.
 """
 
 from __future__ import annotations
@@ -13,65 +13,65 @@ from typing import Any, Literal
 from manyhands.comm.transport import Message
 from manyhands.control.messages.failure import Failure, WorkerEnd
 from manyhands.control.messages.launch_request import WorkerCommand
-from manyhands.control.messages.worker_messages import Refusal, StoreReply, StoreRequest, Value, WorkerPosition
+from manyhands.control.messages.worker_messages import MessagePart, Refusal, StoreReply, StoreRequest, WorkerPosition
 
 __all__ = [
-    "Commit",
+    "CheckpointCommit",
     "FailedServer",
     "FromAgent",
     "FromCoordinator",
+    "GroupMember",
+    "HostPlan",
     "HostReport",
-    "Job",
+    "JobDescription",
     "MemberReport",
     "Orders",
-    "Place",
-    "Plan",
     "PlannedWorker",
     "Relay",
     "Replay",
 ]
 
 
-class Commit(Value, frozen=True, kw_only=True):
+class CheckpointCommit(MessagePart, frozen=True, kw_only=True):
     step: int
     path: str
 
 
-class MemberReport(Value, frozen=True, kw_only=True):
+class MemberReport(MessagePart, frozen=True, kw_only=True):
     """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`.
 
-    left: it was dismissed from an elastic run, and has ended; by itself, if its exit code is 0.
+    left: it was dismissed from an elastic run, and has ended; exit code 0: without being killed.
     """
 
     rank: int
-    """Of a static run's worker. Where the run is elastic, its slot."""
+    """In an elastic run, the worker's slot instead."""
     incarnation: int
     status: Literal["live", "done", "failed", "left"]
     pid: int
     ended: bool = False
-    """The process is gone, by its agent's word: it has been waited for."""
+    """The process has ended: its agent has waited for it (waitpid)."""
     generation: str = ""
-    """The generation that it speaks for; empty for one that has not been admitted yet."""
+    """The generation that its messages are for; empty until it is admitted."""
     call: int = 0
     """The public call that it is in."""
     offers: int = 0
-    """It waits to be admitted, in this public call; 0: it does not."""
+    """The public call in which it waits to be admitted; 0: it does not wait."""
     stranded: bool = False
-    """It cannot go on in its generation, and waits for a newer one."""
+    """It cannot continue in its generation, and waits for a newer one."""
     exit_code: int | None = None
     first_step: int | None = None
-    """Where it began in this generation."""
+    """The step at which it began in this generation."""
     step: int | None = None
     phase: str = ""
     age_s: float = 0.0
     greeted: bool = False
-    """It said Hello: it speaks our protocol."""
+    """It has sent Hello: it uses our protocol."""
     end: WorkerEnd | None = None
     ended_s_ago: float = 0.0
 
 
-class FailedServer(Value, frozen=True, kw_only=True):
-    """A server that its agent does not start again: it died too often, or in a way that another try cannot change."""
+class FailedServer(MessagePart, frozen=True, kw_only=True):
+    """A server that its agent will not restart: it died too often, or of an error that a restart cannot fix."""
 
     attempt: int
     end: WorkerEnd
@@ -79,46 +79,46 @@ class FailedServer(Value, frozen=True, kw_only=True):
 
 
 class HostReport(Message, frozen=True, kw_only=True):
-    """How a host stands. Sent every second and at every change."""
+    """The state of a host. Sent every second and at every change."""
 
     run: str
     agent: str
     host: str
     slots: int
     term: int
-    """The latest coordinator term this agent has heard."""
+    """The latest coordinator term that this agent has received."""
     versions: dict[str, str]
     data_address: str
     host_rank: int | None = None
     local: bool = False
-    """On the coordinator's own host, and its parent: cannot be lost without it."""
+    """This agent is the coordinator's parent process, on the same host: it cannot be lost without the coordinator."""
     master: tuple[str, int] | None = None
     generation: str | None = None
     members: list[MemberReport] = []
     clear: bool = True
-    """No process of `generation` or of any earlier one is left on this host."""
+    """No process of `generation` or of an earlier one is alive on this host."""
     stop: str | None = None
     stop_signal: int = 0
     run_dir: str | None = None
     log_base: int = 0
-    committed: Commit | None = None
+    committed: CheckpointCommit | None = None
     has_job: bool = False
     leaving: bool = False
-    """This agent is going. Its workers are dismissed where the run is elastic; with `clear`, it is gone."""
+    """This agent shuts down. In an elastic run its workers are dismissed; once `clear` is set too, it is gone."""
     workers_wanted: int | None = None
-    """What `mh scale` said last, from the launching agent, which repeats it in every report."""
+    """The number of the latest `mh scale`; the launching agent repeats it in every report."""
     replica: int = 1
-    """How many workers one takes, as this host's say."""
+    """How many workers one replica of the model takes, as reported by this host's workers."""
     servers_wanted: int | None = None
-    """The same of servers."""
+    """The same for servers."""
     servers: dict[int, str] = {}
-    """The numbers of the servers that this host has, and where other hosts reach them; empty where there are none."""
+    """Endpoint, for other hosts, of each server that this host has, by number; empty if it has none."""
     failed_server: FailedServer | None = None
     backup: str = ""
-    """Where other hosts' servers have their logs kept by this host, if it does."""
+    """Endpoint at which this host keeps logs for other hosts' servers, if it does."""
 
 
-class Job(Value, frozen=True, kw_only=True):
+class JobDescription(MessagePart, frozen=True, kw_only=True):
     """What a joining host needs in order to start workers."""
 
     command: WorkerCommand
@@ -133,32 +133,32 @@ class Job(Value, frozen=True, kw_only=True):
     hang_s: float = 10.0
     """Limits for workers of an elastic run; see `control.membership.hang_detection`."""
     servers: int = 0
-    """Parameter servers of the run, at first."""
+    """How many parameter servers the run starts with."""
 
 
-class PlannedWorker(Value, frozen=True, kw_only=True):
-    """A process that should be there, in an elastic run.
+class PlannedWorker(MessagePart, frozen=True, kw_only=True):
+    """A process that should exist, in an elastic run.
 
     An incarnation is started at most once: one that has ended is reported as ended for as long as it is listed. It is
-    started only when the process that had its slot before is gone.
+    started only after the previous process of its slot has ended.
     """
 
     slot: int
     incarnation: int
     joining: bool = False
-    """It is started into a running attempt and offers itself, instead of being a member from its start."""
+    """It is started during an attempt and waits to be admitted, instead of being a member from its start."""
 
 
-class Place(Value, frozen=True, kw_only=True):
-    """One member of a group; its rank is its place in the list."""
+class GroupMember(MessagePart, frozen=True, kw_only=True):
+    """One member of a group; its rank is its index in the list."""
 
     incarnation: int
     slot: int
     host: int
 
 
-class Plan(Value, frozen=True, kw_only=True):
-    """One host's part in a generation. From `workers` on, of elastic runs only."""
+class HostPlan(MessagePart, frozen=True, kw_only=True):
+    """One host's part in a generation. The fields from `workers` on are for elastic runs only."""
 
     generation: str
     attempt: int
@@ -167,39 +167,39 @@ class Plan(Value, frozen=True, kw_only=True):
     host: int
     first_rank: int
     incarnations: list[int]
-    """Of this host's workers, in order of local rank."""
+    """Incarnations of this host's workers, in order of local rank."""
     master: tuple[str, int]
     why: str = ""
-    """What ended the attempt, or the generation, before, in one line."""
+    """What ended the previous attempt or generation, in one line."""
     workers: list[PlannedWorker] = []
-    """This host's, members or not. Whoever is not in this list is killed."""
+    """This host's workers, members or not. The agent kills any worker that is not in this list."""
     dismissed: list[int] = []
-    """Incarnations of this host that are not in the group any more and end by themselves."""
-    group: list[Place] = []
+    """Incarnations of this host that are no longer in the group and are left to exit without being killed."""
+    group: list[GroupMember] = []
     """All members, on every host, by rank."""
     lost: bool = False
-    """A member of the generation before is gone: whoever is in that one goes over at once."""
+    """A member of the previous generation is gone: all workers still in that one switch to this one at once."""
     call: int = 0
-    """With newcomers: the public call that they wait in."""
+    """If workers join with this generation: the public call that they wait in."""
     servers: int = 0
     """How many parameter servers there should be, numbered from 0."""
     servers_at: dict[int, str] = {}
-    """Where those of all hosts are reached from other hosts."""
+    """Endpoint of each server of any host, for other hosts, by number."""
     backups: list[str] = []
-    """Where other hosts keep logs of this host's servers, the one to be preferred first."""
+    """Endpoints where other hosts keep logs of this host's servers, the preferred one first."""
     living: dict[int, int] = {}
-    """The slots, by incarnation, of all workers on every host that are not known to be dead, members or not."""
+    """Slot, by incarnation, of each worker on any host that is not known to be dead, member or not."""
 
 
 class Orders(Message, frozen=True, kw_only=True):
-    """How a host should stand."""
+    """The state that a host should be in."""
 
     term: int
     revision: int = 0
-    """Of the state behind these orders, within the term: lower ones are late, and an agent ignores them."""
+    """Revision, within the term, of the state behind these orders: lower ones are late, and the agent ignores them."""
     run: str
     do: Literal["wait", "run", "stop", "end"]
-    plan: Plan | None = None
+    plan: HostPlan | None = None
     generation: str | None = None
     stop: str | None = None
     stop_signal: int = 0
@@ -207,26 +207,26 @@ class Orders(Message, frozen=True, kw_only=True):
     failure: Failure | None = None
     run_dir: str | None = None
     log_base: int = 0
-    job: Job | None = None
+    job: JobDescription | None = None
     positions: dict[int, WorkerPosition] = {}
     note: str = ""
-    """Something a person should read once, such as a refused join."""
+    """Text to show to the user once, such as a refused join."""
     run_call: int = 0
     """The public call that the members of an elastic run are in."""
     well: bool = False
-    """With "stop": the run is done, and servers have their time to end."""
+    """With "stop": the run is finished, and servers get time to end."""
     waiting_for: str = ""
-    """What the run cannot go on without, while it gathers its hosts."""
+    """Which hosts, servers or workers the run waits for before it can start."""
 
 
 class Relay(StoreRequest, frozen=True, kw_only=True):
-    """A worker's store request on its way through the agent."""
+    """A worker's store request, forwarded by its agent."""
 
     agent: str = ""
 
 
 class Replay(Message, frozen=True, kw_only=True):
-    """Values a restarted coordinator has forgotten and an agent has kept."""
+    """Store values that a restarted coordinator no longer has and an agent has kept."""
 
     agent: str
     generation: str

@@ -1,7 +1,7 @@
-"""What went wrong, as data, and as the one block a person reads.
+"""A failure, as data and as the block of text that the user reads.
 
-`WorkerEnd` is one worker's end as its agent saw it; `Failure` is the run's: who failed first, who only followed, and
-how to go on. Which of the ends was first is decided in `failure_policy`; this module only states and renders.
+`WorkerEnd` describes how one worker ended, as its agent saw it; `Failure` how the run did: which worker failed first,
+which failed as a consequence, and how to resume. `failure_policy` decides which was first; this module only renders.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Failure", "WorkerEnd", "describe", "escape", "render", "short"]
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker, or a server, ended other than well.
+    """How a worker or server ended, unless it ended normally.
 
-    stopped: the agent killed it because of another's end. lost: its host went silent. hung: it got nowhere, so its
-    agent killed it; `message` tells how that was seen, and where it stood.
+    stopped: the agent killed it because another one had ended. lost: its host went silent. hung: it made no progress,
+    so its agent killed it; `message` says how the agent detected that, and where in the code the process was.
     """
 
     rank: int
@@ -34,18 +34,18 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Class name of the exception, as the traceback prints it."""
     message: str = ""
     bases: list[str] = []
-    """Names of the exception's classes up to Exception: what it *is*, for telling causes from consequences."""
+    """Names of the exception's classes up to Exception, to distinguish causes from consequences."""
     traceback: str = ""
     stderr: list[str] = []
     step: int | None = None
     phase: str = ""
     greeted: bool = False
     clock: str = ""
-    """Wall clock of its host, for people."""
+    """Wall clock of its host, for display."""
     role: Literal["worker", "server"] = "worker"
-    """Of a server, `rank` is its number."""
+    """For a server, `rank` is its number."""
     memory: str = ""
-    """Why it may have run out of memory, where there is a sign of that."""
+    """Why it may have run out of memory, if there is an indication."""
     log: str = ""
 
 
@@ -59,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step: int | None
     first: WorkerEnd
     certain: bool
-    """False: the order of two ends was judged by their kind, not by a clock alone."""
+    """False: which worker failed first was decided by the kinds of end, not by the clock alone."""
     followers: list[WorkerEnd] = []
     committed_step: int | None = None
     committed_path: str = ""
@@ -67,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def escape(text: str) -> str:
-    """Without control characters: what a peer sends must not move the reader's cursor."""
+    """Replace control characters: text from a peer must not move the terminal's cursor."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -106,7 +106,7 @@ def short(end: WorkerEnd) -> str:
 
 
 def render(failure: Failure, *, seen: Collection[str] = ()) -> str:
-    """The failure block. Plain text, no colour. Lines of standard error that were `seen` already are left out."""
+    """The failure block. Plain text, no colour. Standard error is left out if all its lines are in `seen`."""
     first = failure.first
     steps = f" at step {failure.step}" if failure.step is not None else ""
     lines = [
@@ -128,14 +128,14 @@ def render(failure: Failure, *, seen: Collection[str] = ()) -> str:
         lines.append(_row("last commit", "none"))
     if first.log:
         lines.append(_row("log", first.log))
-    is_asked_wrongly = failure.exit_code == UsageError.exit_code and failure.committed_step is None
-    if failure.resume and not is_asked_wrongly:  # the same command would end in the same way
+    is_usage_error = failure.exit_code == UsageError.exit_code and failure.committed_step is None
+    if failure.resume and not is_usage_error:  # the same command would fail in the same way
         lines.append(_row("resume", failure.resume))
     return escape("\n".join(lines))
 
 
 def _first(end: WorkerEnd, *, certain: bool) -> str:
-    what = "" if end.traceback else f"  {describe(end)}"  # a traceback ends with it
+    what = "" if end.traceback else f"  {describe(end)}"  # the last line of a traceback says the same
     doubt = "" if certain else "  [judged by the kind of end, not by a clock alone]"
     return f"{who(end)} on {end.host} (pid {end.pid}){what}  at {end.clock}{doubt}"
 

@@ -1,7 +1,7 @@
-"""What a launch is asked to do, and what it may tell the person watching.
+"""What a launch is asked to do, and the interface through which it shows progress to the user.
 
 The command line, `mh.launch` and a script that becomes its own launcher all fill in one `LaunchRequest` and hand it to
-`control.agent.agent.run_agent`. Nothing here starts, opens or reads anything.
+`control.agent.agent.run_agent`. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Display", "JoinTicket", "LaunchRequest", "WorkerCommand"]
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every worker runs, as a vector; no shell ever sees it."""
+    """What every worker runs, as an argument vector; no shell is involved."""
 
     kind: Literal["script", "module", "call"]
     target: str
@@ -34,63 +34,66 @@ class JoinTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
     """ADDR:PORT of the coordinator."""
     run: str
-    """The run's name; empty: whichever run holds this key."""
+    """The run's name; empty: any run that has this key."""
     key: str
     """The run's 32-byte key in hexadecimal. Never put it on a command line or into an environment variable."""
 
 
 class LaunchRequest(msgspec.Struct, kw_only=True):
     command: WorkerCommand | None
-    """None only with `join`: the command then comes from the run that is joined."""
+    """None only with `join`: the joined run then supplies the command."""
     workers: int = 1
-    """Workers on this host. 0: it has a server, or only the coordinator."""
+    """Number of workers on this host. 0: it runs a server, or only the coordinator."""
     threads: int | None = None
     """OMP_NUM_THREADS of each worker. None: as inherited, else cores / workers."""
     run_dir: str | None = None
     overwrite: bool = False
     group_readable: bool = False
     elastic: tuple[int, int] | None = None
-    """The least and the most workers, over all hosts; the run goes on as they come, go and die. None: all or none."""
+    """The least and the most workers over all hosts, between which workers may join, leave and die while the run
+    continues. None: a fixed number; the run restarts as a whole."""
     servers: int = 0
-    """Parameter servers of the run; they are on its first host, unless they are tasks of a cluster."""
+    """Number of parameter servers; they run on the first host, unless they are tasks of a cluster."""
     server_tasks: bool = False
     server: int | None = None
-    """This host is such a task: it has the server of this number and no worker."""
+    """This host is such a task: it runs the server with this number, and no worker."""
     server_address: tuple[str, int] | None = None
-    """Where the cluster has that server."""
+    """The address of that server in the cluster."""
     heartbeat_s: float = 3.0
     hang_s: float = 10.0
-    """Elastic runs only: when a silent worker, and one that gets nowhere, are taken for hung."""
+    """Elastic runs only: after how long a worker without heartbeats, or without progress, counts as hung."""
     hosts_wanted: int = 1
     begin_with_fewer_s: float | None = None
-    """Elastic runs only: how long hosts that are enough to begin wait for the others. None: until all are there."""
+    """Elastic runs only: how long hosts that suffice to begin wait for the rest. None: until all have joined."""
     listen: str | None = None
-    """ADDR or ADDR:PORT that other hosts reach this one at. For a joining host: the address its tensors travel by."""
+    """ADDR or ADDR:PORT at which other hosts reach this one. For a joining host: its address for tensor traffic."""
     join: JoinTicket | None = None
     key: bytes | None = None
-    """The run's key, where the user brought one (MANYHANDS_KEY_FILE); else one is made."""
+    """The run's key, if the user supplies one (MANYHANDS_KEY_FILE); otherwise one is generated."""
     insecure_data_plane: bool = False
     max_restarts: int = 3
     always_restart: bool = False
-    """torchrun's rule: any failure restarts while the budget lasts, also an exception before the first step."""
+    """torchrun's rule: any failure causes a restart while the budget lasts, even an exception before the first step."""
     grace_s: float = 30.0
     flags: dict[str, Any] = {}
     host_rank: int | None = None
-    """torchrun's --node-rank. 0 holds the coordinator at `master`, the others join there."""
+    """torchrun's --node-rank. 0 runs the coordinator at `master`; the other hosts connect to it."""
     master: tuple[str, int] | None = None
-    """Where host_rank 0 listens and the others connect: torchrun's --master-addr and -port, TF_CONFIG's chief."""
+    """Where host_rank 0 listens and the other hosts connect: torchrun's --master-addr and -port, TF_CONFIG's chief."""
     join_file: str | None = None
-    """Where the join file is written. None: in the run's private directory; its path is said on the display."""
+    """Path of the join file to write. None: in the run's private directory; the display shows the path."""
     join_timeout_s: float = 300.0
-    """How long a joining host waits for the run to answer, and the first host for the others."""
+    """How long a joining host waits for the run to answer, and the first host for the other hosts."""
     lost_after_s: float = 15.0
-    """A joined host whose first host is silent for this long ends its workers and itself."""
+    """A joined host that receives nothing from the first host for this long ends its workers and itself."""
     store_after_s: float = 10.0
-    """A TCPStore listens at MASTER_PORT when a script asks for it; unasked, after this long without a word from any
+    """A TCPStore listens at MASTER_PORT once a script needs it; otherwise, after this long without a message from any
     worker. torch's clients keep trying for minutes."""
     environment: dict[str, str] = {}
-    """What workers inherit: the launcher's own environment as `spec.load` read it, plus what the caller adds
-    (allocator settings). The agent adds the seat, torchrun's contract and OMP_NUM_THREADS."""
+    """What workers inherit: the launcher's environment as `spec.load` read it, plus what the caller adds (allocator
+    settings). The agent adds the worker's identity, torchrun's variables and OMP_NUM_THREADS."""
+    forks: bool = False
+    """Workers are forked from a process that has imported torch. False: each is a new interpreter."""
     resume: str | None = None
     """The command that resumes this run, for the failure block; "{run_dir}" in it is replaced."""
     result_file: str | None = None
@@ -103,10 +106,10 @@ class Display(Protocol):
     def event(self, event: Event) -> None: ...
 
     def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
-        """Bytes the chief wrote. The other workers' go to their log files only."""
+        """Bytes that the chief wrote. Output of other workers goes to their log files only."""
 
     def say(self, line: str) -> None:
-        """A line of the launcher itself."""
+        """A line from the launcher itself."""
 
     def failure(self, block: Failure) -> None: ...
 

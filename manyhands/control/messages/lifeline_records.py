@@ -1,6 +1,6 @@
-"""What a worker says through its lifeline, the pipe to its agent: one JSON line each, most of them at its end.
+"""Records that a worker writes to its lifeline, the pipe to its agent: one JSON line each, most of them when it ends.
 
-A pipe and not the message channel, because it needs no thread, no library and no session: it works for any script.
+A pipe rather than the message channel, because it needs no thread, no library and no session: it works for any script.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = [
 
 MAX_RECORD_BYTES = 2**20
 
-# What a worker answers with the stacks of all its threads on standard error, also while one holds the interpreter.
+# On this signal a worker writes the stacks of all its threads to standard error, even while one holds the GIL.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """The user's code is about to run: from here on a signal to this process is the code's business."""
+    """The user's code is about to run: from here on that code handles signals to this process."""
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """The user's code raised; `step` is where the worker last said it was."""
+    """The user's code raised an exception; `step` is the last one that the worker reported."""
 
     error: str
     message: str
@@ -42,10 +42,10 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exit_code: int
     step: int | None = None
     first_step: int | None = None
-    """Where it began; known here because what it reported may arrive later than this."""
+    """The step at which it began; included because its reports may arrive later than this record."""
     phase: str = ""
     prints: str = ""
-    """What the worker is about to print of it, to the letter; empty where that is too long to say twice."""
+    """The exact text that the worker is about to print about it; empty if that is too long to send as well."""
 
 
 class Returned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -55,11 +55,11 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class WantsStore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """The user's code is about to connect to a TCPStore at MASTER_PORT; nothing listens there before."""
+    """The user's code is about to connect to a TCPStore at MASTER_PORT, where nothing listens before this record."""
 
 
 class WantsServers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """The user's code asks for so many parameter servers, and the run has none. The worker waits to be killed."""
+    """The user's code needs this many parameter servers, and the run has none. The worker waits to be killed."""
 
     number: int
 
@@ -72,7 +72,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record | None:
-    """None for anything that is not a record: the worker may have been killed while it wrote."""
+    """None if the line is not a record: the worker may have been killed while writing it."""
     try:
         record: Record = msgspec.json.decode(line, type=Record)
         return record

@@ -1,49 +1,49 @@
-"""What a person asks an agent, by way of `run_client`, and what the agent answers: how its part of the run stands."""
+"""Requests of `mh status`, `mh stop` and `mh scale` to an agent, sent by `run_client`, and its reply: the status."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from manyhands.comm.transport import Message
-from manyhands.control.messages.agent_messages import Commit
-from manyhands.control.messages.worker_messages import Value
+from manyhands.control.messages.agent_messages import CheckpointCommit
+from manyhands.control.messages.worker_messages import MessagePart
 
-__all__ = ["Ask", "MemberStatus", "ServerStatus", "Status"]
+__all__ = ["MemberStatus", "ServerStatus", "Status", "StatusRequest"]
 
 
-class Ask(Message, frozen=True, kw_only=True):
+class StatusRequest(Message, frozen=True, kw_only=True):
     what: Literal["status", "stop", "scale"]
     workers: int | None = None
     servers: int | None = None
-    """scale: how many there should be; None: as before."""
+    """scale: how many there should be; None: unchanged."""
 
 
-class MemberStatus(Value, frozen=True, kw_only=True):
+class MemberStatus(MessagePart, frozen=True, kw_only=True):
     rank: int
-    """-1: it is not in the newest generation (yet, or any more)."""
+    """-1: it is not in the newest generation: not yet, or no longer."""
     pid: int
     status: str
-    """live, done, failed, left; of an elastic run's worker also starting, joining, leaving."""
+    """live, done, failed, left; in an elastic run also starting, joining, leaving."""
     step: int | None
     phase: str
     age_s: float
     slot: int | None = None
-    """Of an elastic run's worker."""
+    """In elastic runs only."""
     generation: str = ""
-    """The one that it speaks for."""
+    """The generation that its messages are for."""
     call: int = 0
 
 
-class ServerStatus(Value, frozen=True, kw_only=True):
+class ServerStatus(MessagePart, frozen=True, kw_only=True):
     server: int
     pid: int
     status: str
-    """starting, live, ending; of one that has ended: failed, left."""
+    """starting, live, ending; once it has ended: failed, left."""
     phase: str
     age_s: float
-    """Since it was last heard."""
+    """Since its last message."""
     step: int | None = None
-    """Of a parameter server: how many updates it has applied. None: it has not said so far."""
+    """Number of updates that a parameter server has applied. None: it has not reported one yet."""
     deaths: int = 0
     role: str = "server"
 
@@ -60,10 +60,10 @@ class Status(Message, frozen=True, kw_only=True):
     members: list[MemberStatus]
     servers: list[ServerStatus] = []
     spare: ServerStatus | None = None
-    """A server that waits for the number of one that dies: starting, or ready."""
-    committed: Commit | None = None
+    """The spare server, which takes the number of one that dies: starting, or ready."""
+    committed: CheckpointCommit | None = None
     elastic: tuple[int, int] | None = None
     workers_wanted: int | None = None
     servers_wanted: int | None = None
-    """What `mh scale` said last."""
+    """The numbers of the latest `mh scale`."""
     run_call: int = 0

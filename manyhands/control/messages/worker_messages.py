@@ -1,7 +1,7 @@
 """Every message between a worker or server and its agent; between agents and coordinator: `agent_messages`.
 
-Unknown fields and types are refused by the decoder, and everything that a worker says carries the generation and
-incarnation it speaks for.
+The decoder refuses unknown fields and types, and every message from a worker names the generation and incarnation
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from manyhands.spec.worker_identity import Group
 __all__ = [
     "Announce",
     "Appointed",
-    "Committed",
+    "CommitNotice",
     "FromWorker",
     "Goodbye",
     "Heartbeat",
-    "Hello",
-    "Living",
+    "LiveWorkers",
     "MemoryReply",
     "MemoryRequest",
+    "MessagePart",
     "Offer",
     "PositionReply",
+    "PositionRequest",
     "Publish",
     "Refusal",
-    "Report",
     "RunFacts",
     "ServersWanted",
     "StopRequest",
     "StoreReply",
     "StoreRequest",
     "ToWorker",
-    "Value",
-    "Welcome",
-    "WhereIsEveryone",
+    "WorkerHello",
     "WorkerPosition",
+    "WorkerReport",
+    "WorkerWelcome",
 ]
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of a message."""
 
 
@@ -52,8 +52,8 @@ class _FromMember(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-class RunFacts(Value, frozen=True, kw_only=True):
-    """What the script's constructor arguments say about the run."""
+class RunFacts(MessagePart, frozen=True, kw_only=True):
+    """Facts about the run that follow from the script's constructor arguments."""
 
     run_dir: str | None = None
     overwrite: bool = False
@@ -62,40 +62,40 @@ class RunFacts(Value, frozen=True, kw_only=True):
     precision: str = ""
     script: str = ""
     spare: bool = False
-    """From a server: one should be kept ready to take over."""
+    """From a server: a spare server should be kept ready to take over."""
     backup: bool = False
-    """Other hosts' servers want their logs kept here."""
+    """This host should keep logs for other hosts' servers."""
     replica: int = 1
-    """How many workers one takes, of which there may be more or fewer."""
+    """How many workers one replica of the model takes; an elastic run adds and removes whole replicas."""
 
 
-class Hello(_FromMember, frozen=True, kw_only=True):
+class WorkerHello(_FromMember, frozen=True, kw_only=True):
     rank: int
     pid: int
     facts: RunFacts
 
 
-class Report(_FromMember, frozen=True, kw_only=True):
+class WorkerReport(_FromMember, frozen=True, kw_only=True):
     step: int
     phase: str
     call: int = 0
-    """The number of the public call that it is in."""
+    """The number of the public call that the worker is in."""
 
 
 class Heartbeat(_FromMember, frozen=True, kw_only=True):
-    """The process lives, and its interpreter runs. Whether it gets anywhere, reports tell."""
+    """The process is alive and its interpreter runs. Progress is in the reports."""
 
     stranded: bool = False
-    """Its group came apart: a collective failed, and it waits for a newer generation."""
+    """A collective of its group failed, and it waits for a newer generation."""
 
 
 class Offer(_FromMember, frozen=True, kw_only=True):
-    """A worker that was started into a running attempt waits in this public call to be admitted."""
+    """A worker that was started during an attempt waits in this public call to be admitted."""
 
     call: int
 
 
-class Committed(_FromMember, frozen=True, kw_only=True):
+class CommitNotice(_FromMember, frozen=True, kw_only=True):
     step: int
     path: str
 
@@ -108,7 +108,7 @@ class Goodbye(_FromMember, frozen=True, kw_only=True):
     pass
 
 
-class WhereIsEveryone(_FromMember, frozen=True, kw_only=True):
+class PositionRequest(_FromMember, frozen=True, kw_only=True):
     ticket: int
 
 
@@ -130,13 +130,13 @@ class StoreReply(Message, frozen=True, kw_only=True):
 
 
 class MemoryRequest(_FromMember, frozen=True, kw_only=True):
-    """A region of the host's shared memory; every worker that asks for `name` gets the same one."""
+    """Request for a region of the host's shared memory; every worker that requests `name` gets the same one."""
 
     ticket: int
     name: str
     num_bytes: int
     ranks: int = 0
-    """Above 0: these ranks meet there, and are woken when one of them is lost."""
+    """Above 0: this many ranks synchronise through the region, and are woken when one of them is lost."""
 
 
 class MemoryReply(Message, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ class MemoryReply(Message, frozen=True, kw_only=True):
     fix: list[str] = []
 
 
-class WorkerPosition(Value, frozen=True, kw_only=True):
+class WorkerPosition(MessagePart, frozen=True, kw_only=True):
     step: int
     phase: str
     age_s: float
@@ -157,18 +157,18 @@ class PositionReply(Message, frozen=True, kw_only=True):
     positions: dict[int, WorkerPosition]
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class WorkerWelcome(Message, frozen=True, kw_only=True):
     run: str
     run_dir: str
     stop: str | None = None
     run_call: int = 0
-    """For a worker that joins: the public call that the run is in."""
+    """For a joining worker: the public call that the run is in."""
     curve: Curve | None = None
-    """Where the run has servers and several hosts: the keys of workers and servers towards each other."""
+    """If the run has servers and several hosts: the keys between workers and servers."""
     clients: bytes = b""
-    """To a server: the public key of those who may come in."""
+    """For a server: the public key of peers that may connect."""
     as_client: Curve | None = None
-    """To a server: with which it comes to servers of other hosts."""
+    """For a server: the keys with which it connects to servers of other hosts."""
 
 
 class Refusal(Message, frozen=True, kw_only=True):
@@ -190,47 +190,56 @@ class Announce(Message, frozen=True, kw_only=True):
     group: Group
     run_call: int = 0
     last_loss: str = ""
-    """The newest generation that began with a loss. A worker that missed it tells from this that it has to hurry."""
+    """The latest generation that was formed because a worker was lost. A worker that skipped it must switch at once."""
 
 
-class Living(Message, frozen=True, kw_only=True):
-    """To a server: the workers of all hosts that are alive, or not known to be dead."""
+class LiveWorkers(Message, frozen=True, kw_only=True):
+    """To a server: the workers of all hosts that are not known to be dead."""
 
     workers: dict[int, int]
-    """Their slots, by incarnation."""
+    """Slot by incarnation."""
 
 
 class ServersWanted(Message, frozen=True, kw_only=True):
-    """To workers and servers: how many servers there should be, and where as in a seat.
+    """To workers and servers: how many servers there should be, and their endpoints as in `WorkerIdentity.servers`.
 
-    Those with higher numbers end when they are ready.
+    Servers with higher numbers end when they are ready to.
     """
 
     number: int
     servers: str
     backups: list[str] = []
-    """Where other hosts keep logs."""
+    """Endpoints where other hosts keep logs."""
 
 
 class Appointed(Message, frozen=True, kw_only=True):
-    """To a spare server: which one it is from now on, and where it listens, as in a seat."""
+    """To a spare server: its number from now on, and where it listens, as in `WorkerIdentity.listen`."""
 
     server: int
     listen: str = ""
 
 
 FromWorker = (
-    Hello | Report | Heartbeat | Offer | Committed | Publish | Goodbye | WhereIsEveryone | StoreRequest | MemoryRequest
+    WorkerHello
+    | WorkerReport
+    | Heartbeat
+    | Offer
+    | CommitNotice
+    | Publish
+    | Goodbye
+    | PositionRequest
+    | StoreRequest
+    | MemoryRequest
 )
 ToWorker = (
-    Welcome
+    WorkerWelcome
     | Refusal
     | StopRequest
     | StoreReply
     | PositionReply
     | MemoryReply
     | Announce
-    | Living
+    | LiveWorkers
     | ServersWanted
     | Appointed
 )

@@ -1,7 +1,7 @@
-"""A process of our own that an agent starts: fed its configuration, and ended by the end of its lifeline.
+"""A helper process that an agent starts: it reads its configuration from a pipe, and exits when the pipe is closed.
 
-The configuration, the run's key included, goes through a pipe; nothing secret is in its arguments or environment. The
-same pipe is the lifeline: its end tells the process that the agent is gone, however it went.
+The configuration, with the run's key, goes through the pipe; nothing secret is in its arguments or environment. The
+same pipe is the lifeline: when it is closed the agent is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 
 from manyhands import signals
 
-__all__ = ["Child"]
+__all__ = ["ChildProcess"]
 
 TAIL_BYTES = 4000
 
 
-class Child:
+class ChildProcess:
     def __init__(self, module: str, config: bytes) -> None:
         self._module, self._config = module, config
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,11 +44,11 @@ class Child:
         try:
             self._process.stdin.write(len(self._config).to_bytes(4, "big") + self._config)
             self._process.stdin.flush()
-        except BrokenPipeError:  # Dead already; its pidfd says so next.
+        except BrokenPipeError:  # Dead already; the agent sees that next, by its pidfd.
             pass
 
     def read_stderr(self) -> bool:
-        """Keep the end of what it says; False when there is no more to come."""
+        """Read standard error and keep its end; False at the end of the stream."""
         try:
             data = os.read(self.stderr_fd, 65536)
         except BlockingIOError:
@@ -67,7 +67,7 @@ class Child:
         self._finish()
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """End its lifeline; it finishes what it has to and goes."""
+        """Close its lifeline; the process finishes its work and exits."""
         if self._process is None:
             return
         assert self._process.stdin is not None

@@ -1,8 +1,8 @@
-"""Letting a process that nobody waits for have little of the processors that others want, until somebody does.
+"""Lowers the CPU priority of a process that is not needed yet, and restores it when it is.
 
-Linux only. Where sessions share processors as groups ("autogroup"), whoever owns a session lowers and raises its share.
-Elsewhere each thread has a niceness, which not everybody may take back: who could not leaves it alone, as a process
-that has to hurry later would be held back for good.
+Linux only. With autogroup scheduling, which gives each session a share of the CPUs, the owner of a session may lower
+and raise its share. Otherwise each thread has a niceness, which not every user may lower again: if this user may not,
+it stays unchanged, or a process that is needed later would stay slow for good.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 __all__ = ["hold_back", "let_go"]
 
-# A quarter of a processor that somebody else wants, too. With less, a script would take minutes to get to its end.
+# A quarter of a CPU that another process wants, too. With less, a script would need minutes to run to its end.
 LOWER = 5
 _CAP_SYS_NICE = 23
 
 
 def hold_back(pid: int) -> None:
-    """A process that was just started, and leads its own session, comes after others."""
+    """Lower the priority of a process that was just started and leads its own session."""
     _set_share(pid, LOWER)
-    if _may_take_back(_nice(0)):
+    if _can_undo(_nice(0)):
         _set_nice(pid, LOWER)
 
 
 def let_go(pid: int) -> bool:
-    """From now on it counts as much as this process does, with all its threads. False: not yet, try again."""
+    """Give the process, with all its threads, the priority of this one. False: not done yet, try again."""
     mine = _nice(0)
     for thread in _threads(pid):
         if _nice(thread) > mine:
@@ -38,15 +38,15 @@ def let_go(pid: int) -> bool:
 def _set_share(pid: int, nice: int) -> bool:
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
-    except BlockingIOError:  # the kernel does this ten times a second, for all who ask
+    except BlockingIOError:  # the kernel allows ten changes a second, for all processes together
         return False
     except OSError:  # it has ended, or the kernel has no such groups
         return True
     return True
 
 
-def _may_take_back(nice: int) -> bool:
-    """Whether a process of this one's user can be given a lower niceness again; see getrlimit(2)."""
+def _can_undo(nice: int) -> bool:
+    """Whether this user may lower the niceness of a process again; see getrlimit(2)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NICE)
     return soft == resource.RLIM_INFINITY or soft >= 20 - nice or bool(_capabilities() >> _CAP_SYS_NICE & 1)
 
@@ -66,7 +66,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _nice(thread: int) -> int:
-    """0 is this one; of one that has ended, what is never too high."""
+    """The niceness of a thread (0: this one); the lowest possible if it has ended."""
     with contextlib.suppress(OSError):
         return os.getpriority(os.PRIO_PROCESS, thread)
     return -20

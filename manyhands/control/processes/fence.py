@@ -1,7 +1,7 @@
-"""Making sure that a process that should be gone is gone.
+"""Makes sure that processes that should have ended have ended.
 
-Linux only: parent-death signals, pidfds and sessions. A worker leads a session of its own, so its loader processes and
-other descendants can be found and killed with it. What to kill, and when, others decide.
+Linux only: parent-death signals, pidfds and sessions. Each worker leads its own session, so its loader processes and
+other descendants can be found and killed with it. The callers decide what to kill, and when.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_GUARDS = 5
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on SIGKILL ends this process when its parent ends; at once if that has already happened."""
+    """Have the kernel kill this process when its parent ends; at once if that has already happened."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -36,23 +36,35 @@ def die_with_parent(parent: int) -> None:
 
 def kill_session(leader: int) -> bool:
     """Kill every process of a dead or dying worker's session; True when none is left."""
-    return orphan_guard.kill_all({leader}, rounds=20)
+    killed = orphan_guard.kill_all({leader}, rounds=20)
+    _reap_orphans(leader)
+    return killed
+
+
+def _reap_orphans(session: int) -> None:
+    """Collect the dead of a worker's session. An agent that forks workers becomes the parent of their orphans."""
+    for pid in orphan_guard.zombies_below(os.getpid(), session):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 class Sweep:
-    """What a dead worker has left behind, killed in turns by somebody who has more urgent things to do meanwhile."""
+    """Kills the descendants of a dead worker in short rounds, so that the agent can do urgent work in between."""
 
     def __init__(self, leader: int) -> None:
         self._leader, self._until = leader, time.monotonic() + SWEEP_S
 
     def go_on(self, now: float) -> bool:
-        """One more turn; True when nothing is left, or nothing helps."""
+        """Run one more round; True when no process is left, or the time is up."""
         patient = now < self._until - SWEEP_S / 5
-        return orphan_guard.kill_round({self._leader}, patient=patient) or now >= self._until
+        is_over = orphan_guard.kill_round({self._leader}, patient=patient) or now >= self._until
+        if is_over:
+            _reap_orphans(self._leader)
+        return is_over
 
 
 class Guard:
-    """The agent's end of its guard process. Every worker's session is registered before the worker does anything."""
+    """The agent's handle of its guard process. Each worker's session is registered before the worker does anything."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._sessions = directory, set[int]()
@@ -81,23 +93,23 @@ class Guard:
         self._write(f"-{session}\n")
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # it was killed; `tend` starts another, or `close` does its work
+        with contextlib.suppress(OSError):  # the guard was killed; `tend` starts another, or `close` does its work
             self._pipe.write(line.encode())
             self._pipe.flush()
 
     def tend(self) -> str | None:
-        """Start it again if it was killed; what there is to say of that."""
+        """Restart the guard if it was killed; returns a warning about that."""
         if self._deaths > MOST_GUARDS or self._process.poll() is None:
             return None
         self._deaths += 1
         with contextlib.suppress(OSError):
             self._pipe.close()
         if self._deaths > MOST_GUARDS:
-            return "the guard, which cleans up after a launcher that is killed, died again and is given up"
+            return "the guard, which cleans up after a launcher that is killed, died again and is not restarted"
         self._start()
         for session in self._sessions:
             self._write(f"+{session}\n")
-        return "the guard, which cleans up after a launcher that is killed, died; it was started again"
+        return "the guard, which cleans up after a launcher that is killed, died; it was restarted"
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let the guard clean up, and wait for it; if it was killed, do its work here."""

@@ -1,4 +1,4 @@
-"""Signs that a worker ran out of memory. A SIGKILL leaves no note, so these are hints and are called that."""
+"""Hints that a worker ran out of memory. A SIGKILL leaves no reason, so these are guesses, and are labelled so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_cont
 
 
 class MemoryWatch:
-    """Resident sizes at the last look, the limit they live under, and the cgroup's count of OOM kills."""
+    """Resident sizes at the last sample, their memory limit, and the cgroup's count of OOM kills."""
 
     def __init__(self) -> None:
         self._rss: dict[int, int] = {}
@@ -29,7 +29,7 @@ class MemoryWatch:
                 continue
 
     def hint(self, pid: int) -> str:
-        """Why `pid`, found killed, may have been killed by the kernel; empty without a sign of it."""
+        """Why the kernel may have killed `pid`, which ended by SIGKILL; empty without an indication."""
         rss, limit, kills = self._rss.pop(pid, 0), _limit(), _oom_kills()
         seen = f"rss {_gib(rss)} of {_gib(limit)} when last seen" if rss else "its size was not seen"
         if kills > self._kills:

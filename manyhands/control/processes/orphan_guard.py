@@ -1,9 +1,9 @@
-"""The last one out: when an agent is gone, however it went, end what it left behind.
+"""The guard process: when an agent is gone, however it ended, it kills the processes that the agent left.
 
-Run by path as a small process of its own (`python -I -S guard.py DIRECTORY`), with the agent's pipe as its standard
-input. Lines on it name the sessions of workers; its end means the agent is gone. Then every process of these sessions,
-and every process whose environment names DIRECTORY, is killed, and DIRECTORY is removed. Standard library only, so it
-starts in milliseconds and depends on nothing that can break.
+Run by path as a small separate process (`python -I -S orphan_guard.py DIRECTORY`), with the agent's pipe as its
+standard input. Lines name the sessions of workers; the end of the pipe means that the agent is gone. Then every
+process of these sessions, and every process whose environment names DIRECTORY, is killed, and DIRECTORY is removed.
+Standard library only, so it starts in milliseconds and depends on nothing that can break.
 """
 
 import os
@@ -12,17 +12,17 @@ import signal
 import sys
 import time
 
-__all__ = ["clean_up", "kill_all"]
+__all__ = ["clean_up", "kill_all", "zombies_below"]
 
 ROUNDS = 100
 PAUSE_S = 0.05
-# multiprocessing's own cleaner: once all who used them are dead it removes their semaphores and shared memory, which
-# have names and would stay for ever, and ends.
+# multiprocessing's resource tracker: once all its users are dead it removes their named semaphores and shared memory,
+# which would stay for ever, and exits.
 TRACKER = b"multiprocessing.resource_tracker"
 
 
 def members(sessions: set[int], marker: bytes | None = None) -> list[int]:
-    """Live processes of these sessions, or with `marker` in their environment; zombies and this one do not count."""
+    """Live processes of these sessions, or with `marker` in their environment; not zombies, and not this process."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid() and (_session(name) in sessions or _marked(name, marker)):
@@ -30,14 +30,26 @@ def members(sessions: set[int], marker: bytes | None = None) -> list[int]:
     return found
 
 
+def zombies_below(parent: int, session: int) -> list[int]:
+    """Dead children of `parent` that belong to this session and were not collected yet."""
+    wanted = (b"Z", str(parent).encode(), str(session).encode())
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _state(name) == wanted]
+
+
 def _session(pid: str) -> int:
+    state, _, session = _state(pid)
+    return -1 if state in (b"Z", b"X", b"") else int(session)
+
+
+def _state(pid: str) -> tuple[bytes, bytes, bytes]:
+    """Its state, its parent and its session; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may hold anything; after its last ")" come state, parent, group, session.
-            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            # The name in parentheses may contain anything; after its last ")" come state, parent, group, session.
+            state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
     except (OSError, ValueError):
-        return -1
-    return -1 if state in (b"Z", b"X") else int(session)
+        return b"", b"", b""
+    return state, parent, session
 
 
 def _marked(pid: str, marker: bytes | None) -> bool:
@@ -59,9 +71,9 @@ def _is_tracker(pid: int) -> bool:
 
 
 def kill_all(sessions: set[int], marker: bytes | None = None, rounds: int = ROUNDS) -> bool:
-    """SIGKILL until nobody is left; more than once, since a process may fork while we look. True when all are gone.
+    """SIGKILL until no process is left; repeatedly, since a process may fork meanwhile. True when all are gone.
 
-    Resource trackers are left to end by themselves, and are killed only if they have not by the last rounds.
+    Resource trackers get time to exit, and are killed only in the last rounds.
     """
     for number in range(rounds):
         if kill_round(sessions, marker, patient=number < rounds * 4 // 5):
@@ -71,7 +83,7 @@ def kill_all(sessions: set[int], marker: bytes | None = None, rounds: int = ROUN
 
 
 def kill_round(sessions: set[int], marker: bytes | None = None, *, patient: bool) -> bool:
-    """SIGKILL to all that are there now, but for resource trackers if `patient`; True when nobody was there."""
+    """SIGKILL to all that exist now, but not to resource trackers if `patient`; True when no process existed."""
     pids = members(sessions, marker)
     for pid in pids:
         if patient and _is_tracker(pid):
@@ -84,7 +96,7 @@ def kill_round(sessions: set[int], marker: bytes | None = None, *, patient: bool
 
 
 def clean_up(sessions: set[int], directory: str) -> None:
-    """End what an agent has left behind, and remove its directory."""
+    """Kill the processes that an agent has left, and remove its directory."""
     kill_all(sessions, f"MANYHANDS_AGENT=ipc://{directory}/".encode())
     shutil.rmtree(directory, ignore_errors=True)
 

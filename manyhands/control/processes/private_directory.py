@@ -1,7 +1,7 @@
-"""The private directory that an agent has its sockets in, and how one that was left behind is found and removed.
+"""The private directory of an agent's sockets, and the removal of directories that were left behind.
 
-Whoever owns a directory holds a lock in it, which the kernel gives up with its process. The guard removes the directory
-of an agent that is gone; where the guard was killed as well, the next start on that machine does.
+The owner of a directory has a lock in it, which the kernel releases when the process ends. The guard removes the
+directory of an agent that is gone; if the guard was killed as well, the next launch on that machine does.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def private_directory() -> Path:
 
 
 def lock(directory: Path) -> int:
-    """Mark a directory as in use while the descriptor returned is open. No process that is started inherits it."""
+    """Mark a directory as in use while the returned descriptor is open. Child processes do not inherit it."""
     fd = os.open(directory / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody else removes the directory
+    with contextlib.suppress(OSError):  # a file system without locks: then no other process removes the directory
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(directory / f"{LOCK}.new", directory / LOCK)  # locked before anyone can find it
+        os.rename(directory / f"{LOCK}.new", directory / LOCK)  # locked before another process can find it
     return fd
 
 
 def remove_abandoned(base: str) -> None:
-    """Of this user's directories in there, those whose lock no process holds."""
+    """Remove this user's directories in `base` whose lock no process has."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) and _is_abandoned(entry.path):
@@ -56,7 +56,7 @@ def _is_abandoned(path: str) -> bool:
         if os.lstat(path).st_uid != os.getuid():
             return False
         fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # not ours, or just being made
+    except OSError:  # not ours, or just being created
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as something a poll loop can wait for."""
+"""Signals to the launcher, as a file descriptor for a poll loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StopSignals:
         return self._read.fileno()
 
     def take(self) -> list[int]:
-        """The signals that have come since the last call."""
+        """The signals received since the last call."""
         try:
             while self._read.recv(64):
                 pass

@@ -1,8 +1,8 @@
-"""A TCPStore for scripts that call `init_process_group` themselves, on a socket the agent bound.
+"""A TCPStore for scripts that call `init_process_group` themselves, on a socket that the agent has bound.
 
-Left to itself TCPStore listens on every interface; handed a bound socket it stays there. The socket does not listen
-before a worker asks (`launcher.worker_process.store_requests`), and the process that holds the store is started only
-when something connects, so runs of manyhands' own programs have neither. It has no authentication: on one host it is on
+By default TCPStore listens on every interface; given a bound socket, it uses only that. The socket does not listen
+before a worker needs it (`launcher.worker_process.store_requests`), and the process with the store is started only
+when a client connects, so runs of manyhands programs have neither. It has no authentication: on one host it is on
 loopback, between hosts on the data address, and the docs say so.
 """
 
@@ -22,16 +22,16 @@ from manyhands import signals
 from manyhands.control.processes.fence import die_with_parent
 
 if TYPE_CHECKING:
-    from manyhands.control.processes.worker_process import Worker
+    from manyhands.control.processes.worker_process import WorkerProcess
 
-__all__ = ["TorchMeeting", "main"]
+__all__ = ["TorchStoreProcess", "main"]
 
 
-class TorchMeeting:
-    """MASTER_ADDR and MASTER_PORT of one generation, and the store behind it once somebody comes.
+class TorchStoreProcess:
+    """MASTER_ADDR and MASTER_PORT of one generation, and the store behind it once a client connects.
 
-    Bound at once, so that the port is known and nobody else's. Workers that neither greet nor ask within `patience_s`
-    may connect from where we cannot see it, a child process for instance: then it listens unasked.
+    Bound at once, so that the port is known and reserved. If no worker sends Hello or WantsStore within `patience_s`,
+    one may connect in a way that the agent cannot see, for instance from a child process: then the socket listens too.
     """
 
     def __init__(self, address: str, patience_s: float) -> None:
@@ -45,13 +45,13 @@ class TorchMeeting:
 
     @property
     def waiting_fd(self) -> int | None:
-        """To be watched for the first connection; None when there is nothing to watch."""
+        """To be polled for the first connection; None when there is nothing to poll."""
         return self._socket.fileno() if self._socket and self._listening and self._process is None else None
 
-    def look(self, workers: Sequence[Worker], waited_s: float) -> None:
-        """Listen, or no longer, as the generation's workers have it this long after their start."""
+    def look(self, workers: Sequence[WorkerProcess], waited_s: float) -> None:
+        """Listen, or close, depending on what the generation's workers have sent this long after their start."""
         if not any(worker.alive for worker in workers):
-            return  # what they asked for was this store's predecessor
+            return  # their request was for the previous store
         if any(worker.wants_store for worker in workers):
             self._listen()
         elif any(worker.greeted for worker in workers):
@@ -66,7 +66,7 @@ class TorchMeeting:
             self._listening = True
 
     def serve(self, environment: dict[str, str]) -> None:
-        """Somebody connected: hand the socket to a TCPStore."""
+        """A client connected: pass the socket to a TCPStore process."""
         assert self._socket is not None
         fd = self._socket.fileno()
         with signals.held_back():
@@ -102,12 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    asked = parser.parse_args()
-    die_with_parent(asked.parent)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
     signals.ignore()
-    import torch.distributed as dist  # two seconds that the agent itself need not spend
+    import torch.distributed as dist  # takes two seconds, which the agent itself is spared
 
-    with socket.socket(fileno=os.dup(asked.fd)) as bound:
+    with socket.socket(fileno=os.dup(arguments.fd)) as bound:
         address, port = bound.getsockname()[:2]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -115,7 +115,7 @@ def main() -> None:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=300),
-        master_listen_fd=asked.fd,
+        master_listen_fd=arguments.fd,
     )
     while store:
         signal.pause()  # until it is killed

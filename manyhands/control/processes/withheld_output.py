@@ -1,21 +1,21 @@
-"""What a worker prints of its own failure, kept from the terminal: the failure block shows it once, for all workers.
+"""Keeps a worker's output about its own failure off the terminal: the failure block shows it once, for all workers.
 
-The worker says beforehand, through its lifeline, what it is about to print. Everything else that it writes passes, in
-order; the log files have all of it. Pure. Start reading at `Withheld.passes`.
+The worker sends beforehand, through its lifeline, the text that it is about to print. Everything else that it writes
+is shown, in order; the log files have all of it. Pure. Start reading at `WithheldOutput.passes`.
 """
 
 from __future__ import annotations
 
-__all__ = ["Withheld"]
+__all__ = ["WithheldOutput"]
 
 
-class Withheld:
+class WithheldOutput:
     def __init__(self, text: str) -> None:
         self._text = text.encode(errors="replace")
         self._waiting = b""
 
     def passes(self, data: bytes) -> bytes:
-        """What of this, and of what was kept back before, may be shown now."""
+        """The part of this data, and of data held so far, that may be shown now."""
         if not self._text:
             return data
         self._waiting += data
@@ -26,6 +26,6 @@ class Withheld:
         return before + after
 
     def rest(self) -> bytes:
-        """At the end of the stream: what turned out to be something else."""
+        """At the end of the stream: held data that was not the announced text."""
         waiting, self._text, self._waiting = self._waiting, b"", b""
         return waiting

@@ -1,7 +1,7 @@
-"""What a worker writes, kept: in bounded memory until the run directory is known, then in its log files.
+"""Keeps a worker's output: in bounded memory until the run directory is known, then in its log files.
 
-The last lines of standard error stay in memory for the failure block. A full or read-only log volume loses log lines
-and counts them; it never stops a run.
+The last lines of standard error stay in memory for the failure block. If the log volume is full or read-only,
+log bytes are dropped and counted; that never stops a run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SUFFIX: dict[Stream, str] = {"stdout": "out", "stderr": "err"}
 
 class WorkerLog:
     def __init__(self, name: str) -> None:
-        """`name` begins the names of its files: "rank-0"."""
+        """`name`: the first part of its file names, such as "rank-0"."""
         self._name = name
         self.headline = b""
-        """Written where the files already hold the words of another process: a replacement goes on in them."""
+        """Written if the files already have output of another process: a replacement appends to them."""
         self._early: deque[tuple[Stream, bytes]] = deque()
         self._early_bytes = 0
         self._fds: dict[Stream, int] = {}
@@ -54,7 +54,7 @@ class WorkerLog:
             self.dropped_bytes += lost
 
     def move_to(self, folder: Path) -> None:
-        """Open the log files in `folder` and write down what was kept; files already open elsewhere move along."""
+        """Open the log files in `folder` and write what was kept; files already open elsewhere are copied there."""
         before = Path(self.path).parent if self.path else None
         self.close()
         self._failed = False

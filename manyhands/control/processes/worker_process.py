@@ -1,7 +1,7 @@
-"""One worker or server process: how it is started, and everything the agent holds of it.
+"""One worker or server process: how it is started, and all that the agent knows of it.
 
-Three pipes (stdout, stderr, the lifeline) and a pidfd, all non-blocking; the agent's loop says when to read.
-The worker leads its own session. Which worker runs when is the crew's business.
+Three pipes (stdout, stderr, the lifeline) and a pidfd, all non-blocking; the agent's loop decides when to read.
+The worker leads its own session. `HostWorkers` decides which worker runs when.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from manyhands.control.membership.generations import is_later
-from manyhands.control.membership.hang_detection import Pulse, Verdict, main_stack
+from manyhands.control.membership.hang_detection import Verdict, WorkerActivity, main_stack
 from manyhands.control.messages.agent_messages import MemberReport
 from manyhands.control.messages.failure import WorkerEnd
 from manyhands.control.messages.launch_request import WorkerCommand
@@ -35,26 +35,37 @@ from manyhands.control.messages.lifeline_records import (
     decode,
 )
 from manyhands.control.processes.fence import Sweep, kill_session
-from manyhands.control.processes.withheld_output import Withheld
+from manyhands.control.processes.template_process import ForkedProcess, Template
+from manyhands.control.processes.withheld_output import WithheldOutput
 from manyhands.control.processes.worker_output import Stream, WorkerLog
-from manyhands.spec.worker_identity import Seat, seat_environment
+from manyhands.spec.worker_identity import WorkerIdentity, identity_environment
 
-__all__ = ["Worker", "torchrun_environment"]
+__all__ = ["WorkerProcess", "torchrun_environment"]
 
 READ_BYTES = 65536
-# What a dead worker's pipes still hold, and what a grandchild that outlives it may have put there.
+# The most to read from a dead worker's pipes: a descendant that outlives it may still write to them.
 DRAIN_BYTES = 16 * 2**20
 DONE_CODES = (0, 75)
 DUMP_BYTES = 128 * 1024
 RECENT_STEPS = 100
+_PROGRAM = (sys.executable, "-u", "-m", "manyhands.launcher.worker_process.bootstrap")
 
 
-class Worker:
-    def __init__(self, seat: Seat, command: WorkerCommand, environment: dict[str, str], host: str) -> None:
-        self.seat, self.host = seat, host
-        self.number = seat.server if seat.is_server else seat.slot if seat.most_workers else seat.rank
-        """What it is called in reports and logs: its rank, or where ranks change its slot; a server's is its own."""
-        self.log = WorkerLog(_log_name(seat, self.number))
+class WorkerProcess:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        command: WorkerCommand,
+        environment: dict[str, str],
+        host: str,
+        template: Template | None = None,
+    ) -> None:
+        self.identity, self.host = identity, host
+        self.number = (
+            identity.server if identity.is_server else identity.slot if identity.most_workers else identity.rank
+        )
+        """Its number in reports and logs: its rank, or in an elastic run its slot; for a server, the server number."""
+        self.log = WorkerLog(_log_name(identity, self.number))
         self.started_at = time.monotonic()
         self.greeted = False
         self.peer: bytes | None = None
@@ -62,20 +73,20 @@ class Worker:
         """The user's code runs, or has run."""
         self.wants_store = False
         self.wants_servers = 0
-        """So many, in a run that has none."""
-        self.generation = seat.generation
-        """The one that it last spoke for."""
+        """How many servers it asks for, in a run that has none."""
+        self.generation = identity.generation
+        """The generation of its last message."""
         self.told: object = None
-        """What it was last announced, and when."""
+        """What was last announced to it, and (`told_at`) when."""
         self.told_at = 0.0
         self.dismissed_at: float | None = None
-        self.may_end = not seat.is_server
-        """An exit code of 0 is well. A server's work is not done before it is told so."""
+        self.may_end = not identity.is_server
+        """Exit code 0 is a normal end. A server must not exit before it is asked to."""
         self.was_spare = False
-        """A server that got its number when it was there already, and has to be told."""
+        """A server that was running before it was assigned its number, which has to be sent to it."""
         self.is_held_back = False
         self.told_servers: tuple[int, float] = (0, 0.0)
-        """How many servers it was last told there should be, and when."""
+        """The wanted number of servers that was last sent to it, and when."""
         self.end_reported = False
         self.call, self.offers, self.stranded = 0, 0, False
         self.first_step: int | None = None
@@ -84,35 +95,31 @@ class Worker:
         self.heard_at = self.moved_at = self.stepped_at = time.monotonic()
         self.step_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self.verdict: Verdict = "fine"
-        """Whether it was found to hang, and when its stack was asked for."""
+        """Whether it hangs, as last judged, and (`asked_at`) when its stack was requested."""
         self.asked_at = 0.0
         self.hung = ""
         self._dump: bytes | None = None
         self.raised: Raised | None = None
-        self._withheld: Withheld | None = None
+        self._withheld: WithheldOutput | None = None
         self.returned: Returned | None = None
         self.failed_at: float | None = None
         self.killed_by_us = False
         self.exit_code: int | None = None
         self.end: WorkerEnd | None = None
         self.sweep: Sweep | None = None
-        """While its descendants may be there."""
+        """Set while its descendants may be alive."""
         self._record = b""
-        self._start(command, environment)
+        self._start(command, environment, template)
 
-    def _start(self, command: WorkerCommand, environment: dict[str, str]) -> None:
+    def _start(self, command: WorkerCommand, environment: dict[str, str], template: Template | None) -> None:
         lifeline, write_end = os.pipe()
         try:
-            seated = seat_environment(_with_lifeline(self.seat, write_end))
-            self.process = subprocess.Popen(
-                _argv(command, write_end),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**environment, **seated},
-                pass_fds=[write_end, *([self.seat.memory_fd] if self.seat.memory_fd is not None else [])],
-                start_new_session=True,
-            )
+            all_of_it = {**environment, **identity_environment(_with_lifeline(self.identity, write_end))}
+            fds = [write_end, *([self.identity.memory_fd] if self.identity.memory_fd is not None else [])]
+            arguments = _arguments(command, write_end)
+            forked = template.fork([*_PROGRAM, *arguments], arguments, all_of_it, fds) if template is not None else None
+            self.process: ForkedProcess | subprocess.Popen[bytes]
+            self.process = forked if forked is not None else _spawned(arguments, all_of_it, fds)
         except BaseException:
             os.close(lifeline)
             raise
@@ -128,19 +135,19 @@ class Worker:
             lifeline: None,
         }
         self._lifeline = lifeline
-        if self.seat.joining or self.seat.is_server:
+        if self.identity.joining or self.identity.is_server:
             self.log.headline = self._headline()
         for fd in self.pipes:
             os.set_blocking(fd, False)
 
     def _headline(self) -> bytes:
-        return f"--- {self.seat.role} {self.number} again: pid {self.pid} ---\n".encode()
+        return f"--- {self.identity.role} {self.number} again: pid {self.pid} ---\n".encode()
 
     def appoint(self, number: int, listen: str) -> None:
-        """A spare server is this one from now on, and its life as such begins."""
-        self.seat, self.number, self.was_spare = replace(self.seat, server=number, listen=listen), number, True
+        """A spare server gets this number; its age and steps count from now on."""
+        self.identity, self.number, self.was_spare = replace(self.identity, server=number, listen=listen), number, True
         self.log.close()
-        self.log = WorkerLog(_log_name(self.seat, number))
+        self.log = WorkerLog(_log_name(self.identity, number))
         self.log.headline = self._headline()
         self.started_at = self.moved_at = self.stepped_at = time.monotonic()
         self.first_step, self.step, self.phase, self.told = None, None, "", None
@@ -151,17 +158,17 @@ class Worker:
 
     @property
     def cleared(self) -> bool:
-        """Nothing of it is left: neither itself, nor a process that it started."""
+        """Neither the process nor one that it started is left."""
         return not self.alive and self.sweep is None
 
     def heard(self, generation: str) -> None:
-        """It said something, speaking for this generation."""
+        """A message from it has arrived, for this generation."""
         if is_later(generation, self.generation):
             self.generation, self.offers, self.stranded = generation, 0, False
         self.heard_at = time.monotonic()
 
     def moved(self, step: int, phase: str, call: int = 0) -> None:
-        """The worker says where it is."""
+        """The worker has reported its step, phase and call."""
         now = time.monotonic()
         if self.step is not None and step > self.step and (call, phase) == (self.call, self.phase):
             steps = step - self.step  # quick ones are reported together
@@ -171,32 +178,32 @@ class Worker:
         self.first_step = step if self.first_step is None else self.first_step
         self.step, self.phase, self.call, self.moved_at = step, phase[:100], call, now
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> WorkerActivity:
         at_work = self.step is not None and bool(self.generation)
-        if self.seat.is_server:
+        if self.identity.is_server:
             at_work = self.dismissed_at is None
         joined = self.alive and self.peer is not None
-        return Pulse(
+        return WorkerActivity(
             joined=joined,
             judged=joined and at_work,
-            training=self.phase == "training" and not self.seat.is_server,
+            training=self.phase == "training" and not self.identity.is_server,
             heard_at=self.heard_at,
             moved_at=self.stepped_at,
             step_s=tuple(self.step_s),
         )
 
     def ask_for_stack(self, now: float) -> None:
-        """It writes the stacks of its threads to its standard error, if it can."""
+        """Make it write the stacks of its threads to its standard error, if it can."""
         self.asked_at, self._dump = now, b""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, STACK_SIGNAL)
 
     def stack(self) -> list[str]:
-        """Of its main thread, as far as it has come since it was asked for."""
+        """Its main thread's stack, as far as it was received since the request."""
         return main_stack((self._dump or b"").decode(errors="replace"))
 
     def read(self, fd: int, forward: Callable[[Stream, bytes], None], most: int = READ_BYTES) -> None:
-        """Take what a pipe holds; forget the pipe at its end."""
+        """Read what is in a pipe; close the pipe at its end."""
         while most > 0 and fd in self.pipes:
             try:
                 data = os.read(fd, READ_BYTES)
@@ -219,7 +226,7 @@ class Worker:
 
     def _forward(self, stream: Stream, data: bytes, forward: Callable[[Stream, bytes], None]) -> None:
         if stream == "stderr":
-            if self._lifeline in self.pipes:  # what it says of an error was written before the error is printed
+            if self._lifeline in self.pipes:  # the record of an error is written before the error is printed
                 self.read(self._lifeline, forward)
             data = self._withheld.passes(data) if self._withheld else data
         if data:
@@ -232,7 +239,7 @@ class Worker:
             record: Record | None = decode(line)
             if isinstance(record, Raised) and self.raised is None:
                 self.raised, self.failed_at = record, time.monotonic()
-                self._withheld = Withheld(record.prints)
+                self._withheld = WithheldOutput(record.prints)
                 self.first_step = record.first_step if self.first_step is None else self.first_step
             elif isinstance(record, Returned):
                 self.returned = record
@@ -246,9 +253,9 @@ class Worker:
     def reap(
         self, forward: Callable[[Stream, bytes], None], memory_hint: Callable[[int], str], *, hurry: bool = False
     ) -> None:
-        """The process is dead: end its descendants, take its last words, and state how it ended.
+        """The process is dead: kill its descendants, read the rest of its output, and record how it ended.
 
-        In a `hurry`, when others wait for the news of its death, its descendants are left to `sweep`.
+        With `hurry`, when other workers wait to learn of its death, its descendants are left to `sweep`.
         """
         self.exit_code = self.process.wait()
         if hurry:
@@ -284,7 +291,7 @@ class Worker:
         end = self.end or (self._ending("") if status == "failed" else None)
         return MemberReport(
             rank=self.number,
-            incarnation=self.seat.incarnation,
+            incarnation=self.identity.incarnation,
             pid=self.pid,
             ended=not self.alive,
             generation=self.generation,
@@ -307,7 +314,7 @@ class Worker:
         killed = self.killed_by_us and raised is None
         end = WorkerEnd(
             rank=self.number,
-            role=self.seat.role,
+            role=self.identity.role,
             host=self.host,
             pid=self.pid,
             greeted=self.greeted,
@@ -352,20 +359,28 @@ class Worker:
                 pipe.close()
 
 
-def _log_name(seat: Seat, number: int) -> str:
-    return "server-spare" if seat.is_spare else f"server-{number}" if seat.is_server else f"rank-{number}"
+def _log_name(identity: WorkerIdentity, number: int) -> str:
+    return "server-spare" if identity.is_spare else f"server-{number}" if identity.is_server else f"rank-{number}"
 
 
-def _with_lifeline(seat: Seat, fd: int) -> Seat:
-    return replace(seat, lifeline_fd=fd)
+def _with_lifeline(identity: WorkerIdentity, fd: int) -> WorkerIdentity:
+    return replace(identity, lifeline_fd=fd)
 
 
-def _argv(command: WorkerCommand, lifeline: int) -> list[str]:
+def _spawned(arguments: list[str], environment: dict[str, str], fds: list[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*_PROGRAM, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+def _arguments(command: WorkerCommand, lifeline: int) -> list[str]:
     return [
-        sys.executable,
-        "-u",
-        "-m",
-        "manyhands.launcher.worker_process.bootstrap",
         "--parent",
         str(os.getpid()),
         "--lifeline",
@@ -379,17 +394,19 @@ def _argv(command: WorkerCommand, lifeline: int) -> list[str]:
     ]
 
 
-def torchrun_environment(seat: Seat, run: str, master: tuple[str, int], max_restarts: int) -> dict[str, str]:
-    """The contract that scripts written for torchrun read; RANK and its kin are in the seat's variables."""
+def torchrun_environment(
+    identity: WorkerIdentity, run: str, master: tuple[str, int], max_restarts: int
+) -> dict[str, str]:
+    """Variables that scripts written for torchrun read; RANK and the like are in `identity_environment`."""
     return {
-        "GROUP_RANK": str(seat.host),
-        "GROUP_WORLD_SIZE": str(seat.num_hosts),
+        "GROUP_RANK": str(identity.host),
+        "GROUP_WORLD_SIZE": str(identity.num_hosts),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(seat.rank),
-        "ROLE_WORLD_SIZE": str(seat.world_size),
+        "ROLE_RANK": str(identity.rank),
+        "ROLE_WORLD_SIZE": str(identity.world_size),
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RESTART_COUNT": str(seat.attempt - 1),
+        "TORCHELASTIC_RESTART_COUNT": str(identity.attempt - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run,
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -1,7 +1,7 @@
-"""From one shared 32-byte key to the CURVE keys of a run, and the join file that carries it.
+"""Derives the CURVE keys of a run from one shared 32-byte key, and reads and writes the join file that holds it.
 
-Whoever holds the key may join, and nobody else. Both ends derive the same server and client pair from it, so there is
-nothing to register. The key travels in a join file of mode 0600 and is in no argument, environment or log.
+Exactly the hosts that have the key may join. Both ends derive the same server and client pair from it, so there is
+nothing to register. The key is passed on in a join file of mode 0600, never in an argument, environment or log.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def client_curve(key: bytes) -> Curve:
 
 
 def weights_server_curve(key: bytes) -> Curve:
-    """Of parameter servers towards other hosts. Workers and servers are given these; the key itself they never see."""
+    """Keys of parameter servers for other hosts. Workers and servers get these, never the key itself."""
     public, secret = _pair(key, b"weights server")
     return Curve(public=public, secret=secret)
 
@@ -63,13 +63,13 @@ def weights_client_curve(key: bytes) -> Curve:
 
 
 def _pair(key: bytes, role: bytes) -> tuple[bytes, bytes]:
-    # BLAKE2b with a key is a pseudorandom function: knowing one derived pair tells nothing about the other.
+    # BLAKE2b with a key is a pseudorandom function: one derived pair reveals nothing about the other.
     secret = z85.encode(hashlib.blake2b(role, key=key, digest_size=32, person=b"manyhands.curve1").digest())
     return zmq.curve_public(secret), secret
 
 
 def write_join_file(path: Path, ticket: JoinTicket) -> None:
-    """Write the ticket where only its owner can read it; an older file there is replaced."""
+    """Write the ticket with mode 0600; an older file at this path is replaced."""
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -92,7 +92,7 @@ def read_join_file(path: str | Path) -> JoinTicket:
             where=where,
             fix=[f"chmod 600 {where}, or start the run again for a new key"]
             if found.st_uid == os.geteuid()
-            else [f"a copy of your own, from a source that you trust: install -m 600 {where} run.join"],
+            else [f"make a private copy, if you trust its source: install -m 600 {where} run.join"],
         )
     try:
         ticket = msgspec.json.decode(content, type=JoinTicket)
@@ -107,7 +107,7 @@ def read_join_file(path: str | Path) -> JoinTicket:
 
 
 def why_not_private(found: os.stat_result) -> str | None:
-    """Why what a file holds is not its reader's secret: others can read it, or somebody else wrote it; None if it is.
+    """Why a file's content is no secret of this user: others can read it, or another user wrote it; None if it is one.
 
     Root could read it anyway, and is trusted.
     """
@@ -131,7 +131,7 @@ def key_of(ticket: JoinTicket, where: str = "the join ticket") -> bytes:
 def local_key() -> bytes:
     """The key that agents of one user on one machine share, for runs that stay on loopback.
 
-    Kept in a directory that only this user can enter; anyone else's directory under that name is refused.
+    Kept in a directory that only this user can enter; another user's directory with that name is refused.
     """
     folder = Path(tempfile.gettempdir()) / f"manyhands-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -143,7 +143,7 @@ def local_key() -> bytes:
         fd = os.open(folder / f"new-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump(new_key().hex(), file)
-        os.link(folder / f"new-{os.getpid()}", path)  # the first one wins
+        os.link(folder / f"new-{os.getpid()}", path)  # fails if another process linked its key first
     except FileExistsError:
         pass
     finally:

@@ -1,7 +1,7 @@
-"""The door of a run that listens: who may not come in, and a log line about it that nobody can flood.
+"""Rejects peers that may not connect to a listening run, and logs them at a limited rate, so that none floods the log.
 
-CURVE refuses those without the run's public key by itself, ZAP those without its client key. Both are seen through the
-socket's monitor, and told once per peer and kind.
+CURVE rejects peers without the run's public key, ZAP those without its client key. The socket's monitor shows both,
+and each is logged once per peer and reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from manyhands.comm.transport import Port
 
-__all__ = ["DoorKeeper"]
+__all__ = ["PeerGate"]
 
 NOTES_PER_MINUTE = 10
 MAX_REMEMBERED = 1000
@@ -29,11 +29,11 @@ WRONG_KEY = "a wrong key, or another run's"
 _MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: it spoke without CURVE
 
 
-class DoorKeeper:
-    """Answers ZAP requests and reads the monitor; `attend` returns new lines worth telling."""
+class PeerGate:
+    """Answers ZAP requests and reads the monitor; `attend` returns new log lines."""
 
     def __init__(self, context: zmq.Context[Any], allowed: bytes) -> None:
-        """`allowed`: the public key, in Z85, of those who may come in."""
+        """`allowed`: the public key, in Z85, of peers that may connect."""
         self._allowed = z85.decode(allowed)
         self._zap = context.socket(zmq.ROUTER)
         self._zap.linger = 0
@@ -43,7 +43,7 @@ class DoorKeeper:
         self._peers: dict[int, str] = {}
         self._pending: str | None = None
         self._nameless: dict[str, float] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._recent: list[float] = []
         self.refused = 0
 
@@ -62,7 +62,7 @@ class DoorKeeper:
             note = self._note(recv_monitor_message(self._monitor))
             if note is not None:
                 notes.append(note)
-        return notes + self._tell_nameless()
+        return notes + self._log_nameless()
 
     def _answer_zap(self) -> None:
         while self._zap.poll(0):
@@ -82,7 +82,7 @@ class DoorKeeper:
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._pending = WRONG_KEY
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._pending = self._pending or NO_KEY  # it saw that we ask for one, and hung up before we had read a word
+            self._pending = self._pending or NO_KEY  # it saw that a key is required, and hung up before we read one
         elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             peer, reason, self._pending = self._peers.pop(value, UNKNOWN), self._pending, None
             if reason and peer == UNKNOWN:
@@ -91,21 +91,25 @@ class DoorKeeper:
                 return self._refuse(peer, reason)
         return None
 
-    def _tell_nameless(self) -> list[str]:
-        """Peers that hung up before their address was read. Most come again at once, and are told by name then."""
+    def _log_nameless(self) -> list[str]:
+        """Peers that hung up before their address was read. Most reconnect at once, and are then logged by address."""
         due = [reason for reason, at in self._nameless.items() if time.monotonic() - at > 1.0]
         for reason in due:
             del self._nameless[reason]
-        known = {reason for _, reason in self._told}
+        known = {reason for _, reason in self._logged}
         return [note for reason in due if reason not in known and (note := self._refuse(UNKNOWN, reason))]
 
     def _refuse(self, peer: str, reason: str) -> str | None:
         self.refused += 1
         now = time.monotonic()
         self._recent = [at for at in self._recent if now - at < 60]
-        if (peer, reason) in self._told or len(self._recent) >= NOTES_PER_MINUTE or len(self._told) >= MAX_REMEMBERED:
+        if (
+            (peer, reason) in self._logged
+            or len(self._recent) >= NOTES_PER_MINUTE
+            or len(self._logged) >= MAX_REMEMBERED
+        ):
             return None
-        self._told.add((peer, reason))
+        self._logged.add((peer, reason))
         self._recent.append(now)
         return f"refused a join from {peer}: {reason}"
 

@@ -1,6 +1,6 @@
-"""This host's backup as its agent sees it: started when a run wants one, and again when it dies.
+"""The agent's handle of this host's backup process: started when a run needs one, and restarted when it dies.
 
-The run does not depend on it. What it has acknowledged is the kernel's, so the next one goes on where it was.
+The run does not depend on it. The kernel has all bytes that it has acknowledged, so its successor continues from there.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import time
 
 import msgspec
 
-from manyhands.control.processes.child_process import Child
+from manyhands.control.processes.child_process import ChildProcess
 from manyhands.control.security.keys import weights_client_curve, weights_server_curve
 from manyhands.control.servers.backup_server import BackupConfig
-from manyhands.control.servers.server_ports import hold, tcp_endpoint
+from manyhands.control.servers.server_ports import reserve_port, tcp_endpoint
 
 __all__ = ["BackupProcess"]
 
-# One that has died so often, and never lived for so long, is not started again.
+# A process that died this often, each time within QUICK_S, is not restarted.
 MAX_QUICK_DEATHS = 5
 QUICK_S = 5.0
 # The disk may be slow.
@@ -25,16 +25,16 @@ END_S = 30.0
 
 class BackupProcess:
     def __init__(self, run_dir: str, address: str, key: bytes | None) -> None:
-        """`address`: of this host. Whoever writes to it has the run's key, too."""
-        self._held = hold(address)  # so that the next one gets the same port
-        self.endpoint = tcp_endpoint(address, self._held.getsockname()[1])
+        """`address`: of this host. Servers that write to it need the run's key, too."""
+        self._reserved = reserve_port(address)  # so that a successor gets the same port
+        self.endpoint = tcp_endpoint(address, self._reserved.getsockname()[1])
         config = BackupConfig(
             run_dir=run_dir,
             endpoint=self.endpoint,
             curve=weights_server_curve(key) if key is not None else None,
             clients=weights_client_curve(key).public if key is not None else b"",
         )
-        self._child = Child("manyhands.control.servers.backup_server", msgspec.msgpack.encode(config))
+        self._child = ChildProcess("manyhands.control.servers.backup_server", msgspec.msgpack.encode(config))
         self._quick_deaths = 0
 
     @property
@@ -42,7 +42,7 @@ class BackupProcess:
         return self._child.pid
 
     def tend(self) -> str | None:
-        """Start it again if it has died; what there is to say of that."""
+        """Restart it if it has died; returns a warning about that."""
         child = self._child
         if not self.endpoint or child.is_alive:
             return None
@@ -50,10 +50,12 @@ class BackupProcess:
         child.kill()
         if self._quick_deaths >= MAX_QUICK_DEATHS:
             self.endpoint = ""
-            return f"the backup of other hosts' logs is given up; it said: {child.tail.decode(errors='replace')}"
+            return (
+                f"the backup of other hosts' logs is given up; its last output: {child.tail.decode(errors='replace')}"
+            )
         child.start()
-        return "the backup of other hosts' logs died; starting it again, it lost nothing"
+        return "the backup of other hosts' logs died; restarting it, no data was lost"
 
     def close(self) -> None:
         self._child.close(END_S)
-        self._held.close()
+        self._reserved.close()

@@ -1,8 +1,8 @@
-"""This host's parameter servers in one attempt: started with it, again whenever one dies, and ended after the workers.
+"""This host's parameter servers in one attempt: started with it, restarted when one dies, ended after the workers.
 
-A server is in no group, so its death changes no generation and takes no shared memory along: the next process with
-its number finds both as they were. Servers know processes and clocks; when they end, the crew says. Start reading at
-`Servers.fill`.
+A server is in no group, so its death changes no generation and frees no shared memory: the next process with its
+number finds both unchanged. `HostServers` handles processes and clocks; `HostWorkers` decides when they end. Start
+reading at `HostServers.fill`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from manyhands.control.messages.agent_messages import FailedServer
 from manyhands.control.messages.failure import WorkerEnd
 from manyhands.control.messages.status_messages import ServerStatus
 from manyhands.control.processes.cpu_priority import let_go
-from manyhands.control.processes.worker_process import Worker
-from manyhands.control.servers.spare_server import Spare
+from manyhands.control.processes.worker_process import WorkerProcess
+from manyhands.control.servers.spare_server import SpareServer
 
-__all__ = ["Life", "Servers", "is_hopeless"]
+__all__ = ["HostServers", "ServerLife", "is_hopeless"]
 
 QUICK_DEATHS = 3
 QUICK_S = 10.0
-# As for workers: whoever comes this far does not die of how it begins.
+# As for workers: a server that got this far did not die of its start-up.
 QUICK_STEPS = 10
 
 
-class Life(NamedTuple):
-    """Of one process with a server's number."""
+class ServerLife(NamedTuple):
+    """The life of one process with a server's number."""
 
     seconds: float
     steps: int
-    """That it has taken part in."""
+    """Steps that it served."""
 
     @property
     def is_short(self) -> bool:
         return self.seconds < QUICK_S and self.steps < QUICK_STEPS
 
 
-def is_hopeless(end: WorkerEnd, lives: Sequence[Life]) -> bool:
-    """Whether the next process with this number would end as this one did; `lives` of all that had it, in order."""
+def is_hopeless(end: WorkerEnd, lives: Sequence[ServerLife]) -> bool:
+    """Whether the next process with this number would end in the same way; `lives`: of all that had it, in order."""
     last = lives[-QUICK_DEATHS:]
     return (
         cannot_be_retried(end)
@@ -49,42 +49,44 @@ def is_hopeless(end: WorkerEnd, lives: Sequence[Life]) -> bool:
     )
 
 
-class Servers:
-    def __init__(self, start: Callable[[int, int], Worker], appoint: Callable[[Worker, int], None]) -> None:
-        """`start` makes a process of a server's number and an incarnation; `appoint` gives a spare one a number."""
+class HostServers:
+    def __init__(
+        self, start: Callable[[int, int], WorkerProcess], appoint: Callable[[WorkerProcess, int], None]
+    ) -> None:
+        """`start(number, incarnation)` starts a server process; `appoint` assigns a number to a spare one."""
         self._start, self._appoint = start, appoint
-        self.spare = Spare(start, self._next_incarnation)
+        self.spare = SpareServer(start, self._next_incarnation)
         self._wanted: Sequence[int] = ()
-        self._current: dict[int, Worker] = {}
-        """By number: of those that are wanted, and of those that are not and have not left yet."""
-        self._gone: list[Worker] = []
-        """Ended, and what they have left behind is not swept up yet."""
-        self._lives: dict[int, list[Life]] = {}
+        self._current: dict[int, WorkerProcess] = {}
+        """By number: the wanted servers, and those that are not wanted any more and have not left yet."""
+        self._gone: list[WorkerProcess] = []
+        """Ended, but their descendants may still be alive."""
+        self._lives: dict[int, list[ServerLife]] = {}
         self._newest = 0
-        self._hopeless: Worker | None = None
+        self._hopeless: WorkerProcess | None = None
         self._kill_at: float | None = None
         self.asked_to_end = False
         self._ending = False
-        """Nobody is started any more."""
+        """No server is started any more."""
 
     @property
-    def processes(self) -> list[Worker]:
-        """Those that live, or have something left to be swept up, and the last one of each number."""
+    def processes(self) -> list[WorkerProcess]:
+        """Servers that are alive or have live descendants, and the last one of each number."""
         spare = [self.spare.process] if self.spare.process is not None else []
         return [*self._gone, *self._current.values(), *spare]
 
-    def member(self, incarnation: int) -> Worker | None:
-        """The living one that may speak so."""
-        return next((one for one in self.processes if one.seat.incarnation == incarnation and one.alive), None)
+    def member(self, incarnation: int) -> WorkerProcess | None:
+        """The live server with this incarnation, whose messages are accepted."""
+        return next((one for one in self.processes if one.identity.incarnation == incarnation and one.alive), None)
 
     def want(self, numbers: Sequence[int]) -> None:
-        """These there should be. Others hand over what they have and leave by themselves, with exit code 0."""
+        """Set which servers there should be. Others hand over their state and exit with code 0."""
         self._wanted = numbers
         for number, server in self._current.items():
             server.may_end = number not in numbers or self.asked_to_end
 
     def fill(self) -> None:
-        """A process for each number that has none; also for one that should leave, but died instead."""
+        """Start a process for each number that has none; also for a server that should leave, but died instead."""
         for swept in [server for server in self._gone if server.cleared]:
             swept.log.close()
             self._gone.remove(swept)
@@ -97,7 +99,7 @@ class Servers:
             self._current[number] = self._take_spare(number) or self._start(number, self._next_incarnation())
             self._current[number].may_end = number not in self._wanted
 
-    def _take_spare(self, number: int) -> Worker | None:
+    def _take_spare(self, number: int) -> WorkerProcess | None:
         spare = self.spare.take()
         if spare is not None:
             self._appoint(spare, number)
@@ -112,35 +114,35 @@ class Servers:
             self.spare.keep(self._current.values(), now)
 
     def _next_incarnation(self) -> int:
-        """Unique over the run without asking anybody: far above the workers', and later ones are higher."""
+        """Unique in the run without asking the coordinator: far above those of workers, and increasing."""
         self._newest = max(self._newest + 1, time.time_ns() // 1000)
         return self._newest
 
-    def bury(self, server: Worker) -> None:
-        """It has died, other than as asked to, and `fill` replaces it; unless that would be of no use."""
+    def bury(self, server: WorkerProcess) -> None:
+        """Record an unexpected death; `fill` replaces the server, unless that would be useless."""
         if self._ending or server.end is None:
             return
         if server is self.spare.process:
-            self.spare.bury(time.monotonic())
+            self.spare.note_death(time.monotonic())
             self._gone.append(server)
             return
         lives = self._lives.setdefault(server.number, [])
         steps = (server.step or 0) - (server.first_step or 0)
-        lives.append(Life(time.monotonic() - server.started_at, steps))
+        lives.append(ServerLife(time.monotonic() - server.started_at, steps))
         if is_hopeless(server.end, lives):
             self._hopeless = self._hopeless or server
 
     def failure(self, attempt: int, now: float) -> FailedServer | None:
-        """For the coordinator: who is not started again, and why."""
-        word = self._hopeless.report(now) if self._hopeless is not None else None
-        if word is None or word.end is None:
+        """For the coordinator: the server that is not restarted, and why."""
+        report = self._hopeless.report(now) if self._hopeless is not None else None
+        if report is None or report.end is None:
             return None
-        return FailedServer(attempt=attempt, end=word.end, ended_s_ago=word.ended_s_ago)
+        return FailedServer(attempt=attempt, end=report.end, ended_s_ago=report.ended_s_ago)
 
     # ---- ending ----
 
     def end(self, by: float) -> None:
-        """They are asked to end, and killed when the time comes. One that never joined has nothing to finish."""
+        """Ask servers to end, and kill them at the deadline. One that never joined has nothing to finish."""
         if not self._ending:
             self.asked_to_end = True
             for server in self.processes:
@@ -170,14 +172,12 @@ class Servers:
     def statuses(self, now: float) -> list[ServerStatus]:
         return [self._status(server, now) for _, server in sorted(self._current.items())]
 
-    def _status(self, server: Worker, now: float) -> ServerStatus:
-        standing = (
-            "ending" if self._ending else "leaving" if server.may_end else "live" if server.greeted else "starting"
-        )
+    def _status(self, server: WorkerProcess, now: float) -> ServerStatus:
+        state = "ending" if self._ending else "leaving" if server.may_end else "live" if server.greeted else "starting"
         return ServerStatus(
             server=server.number,
             pid=server.pid,
-            status=standing if server.alive else server.status,
+            status=state if server.alive else server.status,
             phase=server.phase,
             age_s=now - server.heard_at,
             step=server.step,

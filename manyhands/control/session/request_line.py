@@ -1,8 +1,9 @@
-"""A line to another process: one thread owns the socket, any thread may send through a queue or call and wait.
+"""A connection to another process: one thread owns the socket; any thread may queue a message, or call and wait.
 
-`post` never blocks: what finds the queue full is dropped. `call` waits for whoever settles its ticket, with a deadline.
-What the messages say is the owner's business, which is asked on every turn what is due. In a forked child nothing is
-sent and every call refused: the socket belongs to the parent. Start reading at `Line._serve`.
+`post` never blocks: if the queue is full, the message is dropped. `call` waits, with a deadline, until `settle` is
+called with its ticket. The owner of the connection decides what the messages mean; on every turn of the thread its
+`due` supplies more messages to send. In a forked child nothing is sent and every call is refused, because the socket
+belongs to the parent. Start reading at `RequestLine._serve`.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from typing import Any
 
 import zmq
 
+from manyhands.comm.peer_waits import waits_for_peers
 from manyhands.comm.transport import Port, open_port
 from manyhands.errors import EnvironmentProblem, ManyhandsError
 
-__all__ = ["Line"]
+__all__ = ["RequestLine"]
 
-# A turn comes with every message, and at least so often.
+# The thread takes a turn with every message, and at least this often.
 TURN_S = 0.1
 MAX_QUEUED = 10_000
 
 
-class Line:
-    """To `endpoint`, which answers with what `accepts` names. Sends and receives from `start` on.
+class RequestLine:
+    """Connects to `endpoint`, which sends messages of the types in `accepts`. Sends and receives from `start` on.
 
-    `hear` gets each message, and `due` gives what else to send in this turn; it is told whether something is on its way
-    already. Both are called on the line's thread, and must neither block nor raise.
+    `receive` is called with each message; `due` returns what else to send in this turn, and its argument says whether
+    messages are queued already. Both are called on the connection's thread, and must neither block nor raise.
     """
 
     def __init__(
-        self, endpoint: str, accepts: Any, hear: Callable[[Any], None], due: Callable[[bool], Iterable[Any]]
+        self, endpoint: str, accepts: Any, receive: Callable[[Any], None], due: Callable[[bool], Iterable[Any]]
     ) -> None:
         self.is_closing = False
-        self._endpoint, self._accepts, self._hear, self._due = endpoint, accepts, hear, due
+        self._endpoint, self._accepts, self._receive, self._due = endpoint, accepts, receive, due
         self._pid = os.getpid()
         self._tickets = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
@@ -53,11 +55,11 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Neither closed, nor another process's."""
+        """False once closed, and in a forked child."""
         return not self.is_closing and os.getpid() == self._pid
 
     def post(self, message: Any, *, at_once: bool = True) -> None:
-        """Without `at_once`: with the next turn."""
+        """Queue a message. Without `at_once` the thread is not woken: it sends the message in its next turn."""
         if not self.is_open or len(self._outbox) >= MAX_QUEUED:
             return
         self._outbox.append(message)
@@ -65,27 +67,29 @@ class Line:
             self._nudge()
 
     def new_ticket(self) -> int:
-        """Above 0, and never the same."""
+        """Above 0 and unique."""
         return next(self._tickets)
 
+    @waits_for_peers
     def call(
         self,
         ticket: int,
         message: Any,
         timeout_s: float,
         what: str,
-        in_vain: Callable[[], Exception | None] = lambda: None,
+        hopeless: Callable[[], Exception | None] = lambda: None,
     ) -> Any:
-        """Send a message and wait until its ticket is settled. Raises what `in_vain` gives, instead of sending.
+        """Send a message and wait until its ticket is settled. If `hopeless` returns an error, raise that instead.
 
-        It is asked when the ticket can be settled already: whoever learns later that the call is in vain can end it.
+        `hopeless` is called after the ticket is registered, so that a thread that finds out later that no reply can
+        come is able to settle the ticket.
         """
         if not self.is_open:
             raise ManyhandsError("This session is closed, or belongs to the process that forked this one.")
         future: Future[Any] = Future()
         self._waiting[ticket] = future
         try:
-            if (why := in_vain()) is not None:
+            if (why := hopeless()) is not None:
                 raise why
             self.post(message)
             return future.result(timeout_s)
@@ -95,20 +99,20 @@ class Line:
             self._waiting.pop(ticket, None)
 
     def settle(self, ticket: int, result: Any) -> None:
-        """The call with this ticket, if it still waits, returns this, or raises it."""
+        """Make the call with this ticket, if it still waits, return `result`, or raise it if it is an exception."""
         future = self._waiting.get(ticket)
         if future is None or future.done():
             return
         future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
 
     def end(self, message: Any) -> None:
-        """Send what is queued and this, then nothing more."""
+        """Send what is queued and then this message; accept nothing more."""
         self.post(message)
         self.is_closing = True
         self._nudge()
 
     def join(self) -> None:
-        """After `end`: wait until all is sent, and give back what the line had."""
+        """After `end`: wait until all is sent, and release the resources."""
         self._thread.join(5.0)
         os.close(self._wake)
 
@@ -127,7 +131,7 @@ class Line:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             for _, message in port.receive():
-                self._hear(message)
+                self._receive(message)
             self._outbox.extend(self._due(bool(self._outbox)))
             while self._outbox:
                 port.send(self._outbox.popleft())

@@ -1,8 +1,9 @@
-"""A worker's or server's line to its agent: joining the run, its store, where it stands, its group, whether to stop.
+"""A worker's or server's connection to its agent: joining the run, the store, reports, generations, stop requests.
 
-It travels over a `Line`, on a thread of its own. `report`, `committed` and `publish` never block. The thread also sends
-a heartbeat, whatever happens, and in an elastic run hears of newer generations: `newest` tells, `enter` goes over. A
-server, which is in no generation, hears who lives. Start reading at `Session.join`.
+Messages travel over a `RequestLine`, on its thread. `report`, `committed` and `publish` never block. The thread also
+sends heartbeats, independent of what the process is doing, and in an elastic run receives new generations: `newest`
+returns the latest, `enter` switches to it. Servers belong to no generation and receive the list of live workers.
+Start reading at `Session.join`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,49 +22,84 @@ from msgspec.structs import replace
 
 from manyhands import errors, signals
 from manyhands.comm.host_memory import Segment
-from manyhands.comm.transport import Curve
+from manyhands.comm.peer_waits import waits_for_peers
+from manyhands.comm.transport import MAX_MESSAGE_BYTES, Curve
 from manyhands.control.coordinator.key_value_store import generation_is_over
 from manyhands.control.membership.generations import is_later
 from manyhands.control.messages.worker_messages import (
     Announce,
     Appointed,
-    Committed,
+    CommitNotice,
     Goodbye,
     Heartbeat,
-    Hello,
-    Living,
+    LiveWorkers,
     MemoryReply,
     MemoryRequest,
     Offer,
     PositionReply,
+    PositionRequest,
     Publish,
     Refusal,
-    Report,
     RunFacts,
     ServersWanted,
     StopRequest,
     StoreReply,
     StoreRequest,
     ToWorker,
-    Welcome,
-    WhereIsEveryone,
+    WorkerHello,
     WorkerPosition,
+    WorkerReport,
+    WorkerWelcome,
 )
-from manyhands.control.session.request_line import Line
-from manyhands.control.session.store_client import StoreCalls
+from manyhands.control.session.request_line import RequestLine
 from manyhands.errors import EnvironmentProblem, ManyhandsError, PeerLost, PeerTimeout
 from manyhands.events import Event, StepDone
-from manyhands.spec.worker_identity import Group, Seat, server_endpoint
+from manyhands.spec.worker_identity import Group, WorkerIdentity, server_endpoint
 
-__all__ = ["RunFacts", "Session", "WorkerPosition", "latest_position", "was_opened"]
+__all__ = ["RunFacts", "Session", "StoreClient", "WorkerPosition", "latest_position", "was_opened"]
+
+
+# The message holds a key and a header as well as the value.
+MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - 4096
+# For requests whose reply depends on no other worker.
+AT_ONCE_S = 30.0
+
+
+class StoreClient(ABC):
+    """What `comm.store.ControlStore` is built on. Values belong to a generation and are discarded with it."""
+
+    @abstractmethod
+    def _store(self, op: str, keys: list[str], timeout_s: float, **fields: Any) -> StoreReply:
+        """Raises `PeerTimeout` if no reply came in time, and `PeerLost` if none can come."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        return self._store("get", [key], timeout_s).value
+
+    def set(self, key: str, value: bytes) -> None:
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"{key}: {len(value)} bytes are more than a store value may have ({MAX_VALUE_BYTES}).")
+        self._store("set", [key], AT_ONCE_S, value=value)
+
+    def wait(self, keys: list[str], timeout_s: float) -> None:
+        self._store("wait", keys, timeout_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store("add", [key], AT_ONCE_S, amount=amount).number
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store("check", keys, AT_ONCE_S).number)
+
+    def delete(self, key: str) -> bool:
+        return bool(self._store("delete", [key], AT_ONCE_S).number)
+
 
 JOIN_TIMEOUT_S = 120.0
-# The agent clears what it hands out: seconds for many gigabytes.
+# The agent zeroes the memory that it hands out: seconds for many gigabytes.
 MEMORY_TIMEOUT_S = 300.0
 HEARTBEAT_EVERY_S = 0.2
-# Asked for an error's message, which comes without them where nobody answers.
+# Positions go into the text of an error, which leaves them out if the agent does not answer.
 POSITIONS_TIMEOUT_S = 1.0
-# The agent answers "too late" itself; this only covers an agent or coordinator that is away.
+# The agent itself replies when a request timed out; this only covers an agent or coordinator that is unreachable.
 REPLY_SLACK_S = 5.0
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -70,7 +107,7 @@ _was_opened = False
 
 
 def latest_position() -> tuple[int | None, int | None, str]:
-    """The step at which this process began, and the step and phase where it last was, for its failure record."""
+    """This process's first step, and the step and phase that it last reported, for its failure record."""
     for session in _open_sessions:
         if session.position is not None:
             return session.first_step, *session.position
@@ -78,53 +115,54 @@ def latest_position() -> tuple[int | None, int | None, str]:
 
 
 def was_opened() -> bool:
-    """Whether this process ever had a session, also if it is closed by now."""
+    """Whether this process ever opened a session, even if it is closed now."""
     return _was_opened
 
 
-class Session(StoreCalls):
+class Session(StoreClient):
     """Safe from any thread. In a forked child every call but `close` is refused: the socket belongs to the parent."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
-        self.group = seat.group()
-        """The one that this worker is in and speaks for; of one that joins, until `enter`: no generation, rank -1."""
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.identity = identity
+        self.group = identity.group()
+        """The group that this worker is in and sends messages for; for a joining worker, until `enter`: no generation,
+        rank -1."""
         self.run_call = 0
-        """The public call that the run is in, as last heard; for a worker that joins."""
+        """The public call that the run is in, as last received; for a joining worker."""
         self.run_dir = Path()
         self.run = ""
         self.stop_requested: str | None = None
         self.living: dict[int, int] | None = None
-        """A server's: the slots, by incarnation, of workers not known to be dead. None: nothing was heard so far."""
+        """For servers: the slot, by incarnation, of each worker not known to be dead. None: not received yet."""
         self.curve: Curve | None = None
-        """Between workers and servers of different hosts; None where the run has one host."""
+        """Keys between workers and servers of different hosts; None if the run has one host."""
         self.clients = b""
-        """A server's: the public key of those who may come in, for `control.security.rejected_peers.DoorKeeper`."""
+        """For servers: the public key of peers that may connect, for `control.security.rejected_peers.PeerGate`."""
         self.as_client: Curve | None = None
-        """A server's: with which it comes to servers of other hosts."""
+        """For servers: the keys with which this one connects to servers of other hosts."""
         self.backups: list[str] = []
-        """A server's: where other hosts keep logs, the one to be preferred first."""
-        self._servers = seat.servers
-        self.servers_wanted = seat.num_servers
-        """How many servers there should be, as last heard."""
+        """For servers: endpoints where other hosts keep backup logs, the preferred one first."""
+        self._servers = identity.servers
+        self.servers_wanted = identity.num_servers
+        """How many servers there should be, as last received."""
         self.on_change: Callable[[], None] | None = None
-        """Called, on the session's thread, after each change of these two and of `stop_requested`. It must not block
-        nor raise."""
+        """Called on the session's thread after `living`, `servers_wanted` or `stop_requested` changed. It must neither
+        block nor raise."""
         self.position: tuple[int, str] | None = None
         self.first_step: int | None = None
         self.call = 0
-        self._line = Line(seat.agent, ToWorker, self._take, self._due)
-        self._in_vain_after_loss: set[int] = set()
-        """Tickets of calls whose answer depends on members of the group."""
+        self._line = RequestLine(identity.agent, ToWorker, self._receive, self._due)
+        self._group_tickets: set[int] = set()
+        """Tickets of calls whose reply depends on other members of the group."""
         self._heard = threading.Condition()
         self._announced: Announce | None = None
         self._offering = 0
         self._stranded = False
         self._sent_at = 0.0
         self._report_due = False
-        self._heed_signals: Callable[[], None] = lambda: None
-        if seat.memory_fd is not None:
-            os.set_inheritable(seat.memory_fd, False)
+        self._restore_signals: Callable[[], None] = lambda: None
+        if identity.memory_fd is not None:
+            os.set_inheritable(identity.memory_fd, False)
         self._line.start()
         _open_sessions.add(self)
         global _was_opened
@@ -132,10 +170,10 @@ class Session(StoreCalls):
         atexit.register(self.close)
 
     def join(self, facts: RunFacts) -> None:
-        """Say Hello and wait for Welcome. Raises what the agent answers: `RunDirectoryInUse`, `RunFinished`, ..."""
-        # Before the Hello: once the agent has it, it asks by a message, and the signal is for the agent alone.
-        self._heed_signals = signals.leave_to_launcher()
-        hello = Hello(**self._header(), rank=self.seat.rank, pid=os.getpid(), facts=facts)
+        """Send Hello and wait for Welcome. Raises the agent's refusal: `RunDirectoryInUse`, `RunFinished`, ..."""
+        # Before the Hello: once the agent has it, the agent alone handles signals, and asks for a stop with a message.
+        self._restore_signals = signals.leave_to_launcher()
+        hello = WorkerHello(**self._header(), rank=self.identity.rank, pid=os.getpid(), facts=facts)
         welcome = self._line.call(0, hello, JOIN_TIMEOUT_S, "the agent's welcome")
         self.run, self.run_dir = welcome.run, Path(welcome.run_dir)
         self.run_call = max(self.run_call, welcome.run_call)
@@ -145,7 +183,7 @@ class Session(StoreCalls):
         self.curve, self.clients, self.as_client = welcome.curve, welcome.clients, welcome.as_client
 
     def _header(self) -> dict[str, Any]:
-        return {"generation": self.group.generation, "incarnation": self.seat.incarnation}
+        return {"generation": self.group.generation, "incarnation": self.identity.incarnation}
 
     def server_endpoint(self, number: int) -> str:
         """Where a server is reached from here; under `curve` if it is a tcp:// endpoint."""
@@ -155,26 +193,28 @@ class Session(StoreCalls):
 
     @property
     def newest(self) -> Group | None:
-        """The newest generation, if it is later than this worker's; with rank -1, this worker is dismissed from it.
+        """The newest generation, if it is later than this worker's; its rank is -1 if this worker is dismissed.
 
-        `lost` of it tells whether a member of this worker's group, or of one that it missed since, is gone.
+        Its `lost` says whether a member was lost from this worker's group, or from one that this worker skipped since.
         """
         announced, mine = self._announced, self.group.generation
         if announced is None or not is_later(announced.group.generation, mine):
             return None
         if not mine and announced.group.rank < 0:
-            return None  # it offers itself, and others were admitted
+            return None  # this worker waits to be admitted, and others were
         return replace(announced.group, lost=bool(mine) and is_later(announced.last_loss, mine))
 
     def enter(self, group: Group) -> None:
-        """From now on this worker speaks for that generation."""
+        """Switch to that generation: this worker's messages are for it from now on."""
         self.group, self._offering = group, 0
         self._line.post(Heartbeat(**self._header()))
 
+    @waits_for_peers
     def await_group(self, timeout_s: float, *, stranded: bool = False) -> Group:
-        """Wait for a generation later than this worker's; it is not entered yet. `PeerTimeout` if none comes.
+        """Wait for a generation later than this worker's, without entering it. `PeerTimeout` if none is announced.
 
-        `stranded`: its group came apart. If nobody is found to be gone, the coordinator puts it together anew.
+        `stranded`: a collective of its group failed. If no member turns out to be lost, the coordinator forms the same
+        group again.
         """
         self._stranded = stranded
         if stranded and self.newest is None:
@@ -188,13 +228,17 @@ class Session(StoreCalls):
             return newest
         raise PeerTimeout(
             f"No generation after {self.group.generation or 'the first'} was announced within {timeout_s:g} s.",
-            fix=["mh status, for who is missing", "--elastic with a lower bound that the living workers reach"],
+            fix=[
+                "mh status, to see which workers are missing",
+                "--elastic, with a lower bound that the live workers reach",
+            ],
         )
 
+    @waits_for_peers
     def offer(self, call: int, timeout_s: float) -> Group | None:
-        """Ready to be admitted, inside public call number `call`: the group that this worker is admitted to.
+        """Wait to be admitted during public call number `call`; return the group that admitted this worker.
 
-        None: the run has moved past that call. `PeerTimeout` if neither comes to pass.
+        None: the run has moved past that call. `PeerTimeout` if neither happens in time.
         """
         self._offering = call
         self._line.post(Offer(**self._header(), call=call))
@@ -210,6 +254,7 @@ class Session(StoreCalls):
             return None
         raise PeerTimeout(f"The run did not admit this worker to its call {call} within {timeout_s:g} s.")
 
+    @waits_for_peers
     def await_end_of_call(self, call: int, timeout_s: float) -> None:
         """Wait until the run has moved past public call number `call`. `PeerTimeout` if it does not."""
         with self._heard:
@@ -217,12 +262,12 @@ class Session(StoreCalls):
         if self.run_call <= call:
             raise PeerTimeout(f"The run did not end its call {call} within {timeout_s:g} s.")
 
-    def _loss(self) -> PeerLost | None:
+    def _lost_peer(self) -> PeerLost | None:
         newest = self.newest
         if newest is None or not newest.lost:
             return None
         return PeerLost(
-            f"A member of generation {self.group.generation} is gone; {newest.generation} goes on without it."
+            f"A member of generation {self.group.generation} is gone; {newest.generation} continues without it."
         )
 
     # ---- the store -------------------------------------------------------------------------------------------
@@ -232,23 +277,23 @@ class Session(StoreCalls):
         request = StoreRequest(**self._header(), ticket=ticket, op=op, keys=keys, timeout_s=timeout_s, **fields)
         reply: StoreReply = self._call_group(ticket, request, timeout_s + REPLY_SLACK_S, f"{op} {keys[0]}")
         if not reply.ok:
-            over = self.seat.most_workers and reply.error == generation_is_over(request.generation)
+            over = self.identity.most_workers and reply.error == generation_is_over(request.generation)
             raise (PeerLost if over else PeerTimeout)(f"The run's store: {reply.error}.")
         return reply
 
     def _call_group(self, ticket: int, message: Any, timeout_s: float, what: str) -> Any:
-        """A call that other members of the group answer, if only by way of the store: in vain once one is lost."""
-        self._in_vain_after_loss.add(ticket)
+        """A call whose reply needs other members of the group, if only through the store: fails once one is lost."""
+        self._group_tickets.add(ticket)
         try:
-            return self._line.call(ticket, message, timeout_s, what, in_vain=self._loss)
+            return self._line.call(ticket, message, timeout_s, what, hopeless=self._lost_peer)
         finally:
-            self._in_vain_after_loss.discard(ticket)
+            self._group_tickets.discard(ticket)
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
-        """A region that this host's workers share; `EnvironmentProblem`, for each of them, where there is no room."""
-        fd = self.seat.memory_fd
+        """A region that this host's workers share; each of them gets `EnvironmentProblem` if there is no room."""
+        fd = self.identity.memory_fd
         if fd is None:
             raise EnvironmentProblem("This worker's agent has no memory to share.")
         ticket = self._line.new_ticket()
@@ -259,23 +304,26 @@ class Session(StoreCalls):
             raise EnvironmentProblem(reply.error, fix=reply.fix)
         return Segment(fd, num_bytes, reply.offset)
 
-    # ---- telling ---------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------
 
     def report(self, step: int, phase: str, call: int = 0) -> None:
-        """Where this worker is, in which public call. Sent at most ten times a second; the latest always gets there."""
+        """Report step, phase and public call. Sent at most ten times a second; the latest report is always sent."""
         first, self.position, self.call = self.position is None, (step, phase), call
         if first:
             self.first_step = step
-            self._line.post(Report(**self._header(), step=step, phase=phase, call=call))
+            self._line.post(WorkerReport(**self._header(), step=step, phase=phase, call=call))
         else:
             self._report_due = True
 
     def committed(self, step: int, path: str) -> None:
-        self._line.post(Committed(**self._header(), step=step, path=path))
+        self._line.post(CommitNotice(**self._header(), step=step, path=path))
 
     def publish(self, event: Event) -> None:
-        """Updates that servers make may be quick, and each takes whoever hears of it a turn: they go together, ten
-        times a second. Other steps go at once, as nobody tells of them again when this process is killed.
+        """Send an event to the agent.
+
+        Updates on servers may follow each other fast, and each message costs its receiver a turn: their events are
+        sent together, ten times a second. Events of other steps are sent at once, because if this process is killed
+        no other process can report them.
         """
         can_wait = isinstance(event, StepDone) and event.staleness is not None
         self._line.post(Publish(**self._header(), event=event), at_once=not can_wait)
@@ -283,28 +331,30 @@ class Session(StoreCalls):
     def positions(self) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""
         ticket = self._line.new_ticket()
-        question = WhereIsEveryone(**self._header(), ticket=ticket)
+        request = PositionRequest(**self._header(), ticket=ticket)
         try:
-            reply: PositionReply = self._line.call(ticket, question, POSITIONS_TIMEOUT_S, "positions")
+            reply: PositionReply = self._line.call(ticket, request, POSITIONS_TIMEOUT_S, "positions")
         except ManyhandsError:
             return {}
         return reply.positions
 
+    @waits_for_peers
     def await_stop(self) -> None:
-        """Wait until this process is asked to stop; for those who have nothing else to do until then."""
+        """Wait until this process is asked to stop; for processes that have nothing else to do until then."""
         with self._heard:
             self._heard.wait_for(lambda: self.stop_requested is not None or self._line.is_closing)
 
+    @waits_for_peers
     def await_appointment(self) -> bool:
-        """Of a spare server: wait until its seat has a number. False: it is asked to stop instead."""
+        """For a spare server: wait until it is assigned a server number. False: it is asked to stop instead."""
         with self._heard:
             self._heard.wait_for(
-                lambda: not self.seat.is_spare or self.stop_requested is not None or self._line.is_closing
+                lambda: not self.identity.is_spare or self.stop_requested is not None or self._line.is_closing
             )
-        return not self.seat.is_spare and self.stop_requested is None
+        return not self.identity.is_spare and self.stop_requested is None
 
     def close(self) -> None:
-        """Send what is queued, say goodbye, and end the thread. Safe to call twice."""
+        """Send what is queued and a Goodbye, and end the thread. Safe to call twice."""
         if not self._line.is_open:
             return
         for report in self._unsent_report():
@@ -313,14 +363,14 @@ class Session(StoreCalls):
         with self._heard:
             self._heard.notify_all()
         self._line.join()
-        self._heed_signals()
+        self._restore_signals()
         _open_sessions.discard(self)
         atexit.unregister(self.close)
 
-    # ---- on the line's thread --------------------------------------------------------------------------------
+    # ---- on the connection's thread --------------------------------------------------------------------------
 
     def _due(self, is_sending: bool) -> Iterator[Any]:
-        """Where this worker is. Without news a sign of life, which says anew what may have been missed."""
+        """An unsent report, or else a heartbeat or offer, which repeats state that the agent may have missed."""
         now = time.monotonic()
         for report in self._unsent_report():
             is_sending = True
@@ -332,46 +382,46 @@ class Session(StoreCalls):
             beat = Heartbeat(**self._header(), stranded=self._stranded)
             yield Offer(**self._header(), call=call) if call else beat
 
-    def _unsent_report(self) -> Iterator[Report]:
+    def _unsent_report(self) -> Iterator[WorkerReport]:
         if self._report_due and self.position is not None:
             self._report_due = False
             step, phase = self.position
-            yield Report(**self._header(), step=step, phase=phase, call=self.call)
+            yield WorkerReport(**self._header(), step=step, phase=phase, call=self.call)
 
-    def _take(self, message: ToWorker) -> None:
+    def _receive(self, message: ToWorker) -> None:
         match message:
             case StopRequest(kind=kind):
-                self._hear_of(kind, self.living, self.servers_wanted)
-            case Living(workers=workers):
-                self._hear_of(self.stop_requested, workers, self.servers_wanted)
+                self._update(kind, self.living, self.servers_wanted)
+            case LiveWorkers(workers=workers):
+                self._update(self.stop_requested, workers, self.servers_wanted)
             case ServersWanted(number=number, servers=servers, backups=backups):
                 self._servers, self.backups = servers, backups
-                self._hear_of(self.stop_requested, self.living, number)
-            case Appointed() if self.seat.is_spare:
+                self._update(self.stop_requested, self.living, number)
+            case Appointed() if self.identity.is_spare:
                 with self._heard:
-                    self.seat = replace(self.seat, server=message.server, listen=message.listen)
+                    self.identity = replace(self.identity, server=message.server, listen=message.listen)
                     self._heard.notify_all()
             case Announce():
-                self._hear(message)
-            case Welcome():
+                self._note_generation(message)
+            case WorkerWelcome():
                 self._line.settle(0, message)
             case Refusal():
                 self._line.settle(0, _error(message))
             case StoreReply(ticket=ticket) | PositionReply(ticket=ticket) | MemoryReply(ticket=ticket):
                 self._line.settle(ticket, message)
 
-    def _hear(self, announced: Announce) -> None:
+    def _note_generation(self, announced: Announce) -> None:
         before = self._announced
         if before is not None and is_later(before.group.generation, announced.group.generation):
             return
         with self._heard:
             self._announced, self.run_call = announced, max(self.run_call, announced.run_call)
             self._heard.notify_all()
-        if (loss := self._loss()) is not None:
-            for ticket in list(self._in_vain_after_loss):
-                self._line.settle(ticket, loss)
+        if (lost := self._lost_peer()) is not None:
+            for ticket in list(self._group_tickets):
+                self._line.settle(ticket, lost)
 
-    def _hear_of(self, stop: str | None, living: dict[int, int] | None, servers: int) -> None:
+    def _update(self, stop: str | None, living: dict[int, int] | None, servers: int) -> None:
         before = self.stop_requested, self.living, self.servers_wanted
         with self._heard:
             self.stop_requested, self.living, self.servers_wanted = stop, living, servers
@@ -381,6 +431,6 @@ class Session(StoreCalls):
 
 
 def _error(refusal: Refusal) -> ManyhandsError:
-    """Only classes of our own tree can come over the wire."""
+    """Only exception classes of `manyhands.errors` are created from a message."""
     kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
     return (kind or EnvironmentProblem)(refusal.what, where=refusal.where, fix=refusal.fix)

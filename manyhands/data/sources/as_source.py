@@ -1,7 +1,7 @@
-"""Data of every kind: rows by number (`RowSource`), a stream (`StreamSource`) or data per slice (`ApartSource`).
+"""Data of every kind: with row numbers (`RowSource`), a stream (`StreamSource`) or data per slice (`PerSliceSource`).
 
-`as_source` looks at what the user gave and says what it is, or refuses it with the reason. Which rows make a step is
-`order`; who fetches them, and when, is `feeds`.
+`as_source` recognises what the user passed, or refuses it with the reason. `sample_order` decides which rows make a
+step; `feeds` fetches them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from manyhands.data.custom_orders import Order
 from manyhands.data.ready_batches import cannot_tell, may_be_batch
 from manyhands.data.row_exchange import RowExchange, agree
-from manyhands.data.sources.columns import Columns, is_array
+from manyhands.data.sources.columns import ColumnTable, is_array
 from manyhands.data.sources.file_source import open_files
-from manyhands.data.sources.per_slice_source import ApartSource
+from manyhands.data.sources.per_slice_source import PerSliceSource
 from manyhands.data.sources.row_source import Collate, DatasetReader, Reader, RowSource
 from manyhands.data.sources.stream_source import Opener, StreamSource
 from manyhands.data.sources.torch_dataloader import (
@@ -34,14 +34,14 @@ from manyhands.errors import DataError
 
 __all__ = ["InputContext", "Source", "as_source", "describe", "gives_items", "split"]
 
-Source = RowSource | StreamSource | ApartSource
+Source = RowSource | StreamSource | PerSliceSource
 
-# A longer list of tensors is more likely one of examples than one of columns, so it is refused.
-_MOST_COLUMNS_IN_A_LIST = 16
+# A longer list of tensors is more likely a list of examples than of columns, so it is refused.
+_MAX_COLUMNS_IN_A_LIST = 16
 
 
 class InputContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a function of the input context is given: which worker this is of how many, and which slices it computes.
+    """The argument of a data function: which worker this is of how many, and which slices it computes.
 
     Args:
         worker: The number of this worker, from 0.
@@ -69,20 +69,20 @@ def as_source(
     batched: bool | None = None,
     order: Order | None = None,
 ) -> Source:
-    """What the user gave as a source. Raises `DataError` for what cannot work, before anything is read.
+    """The source for the user's data. Raises `DataError` for data that cannot work, before anything is read.
 
-    With `batched` each item of the data is one global batch; False says that it is one example. `order` says which rows
-    an epoch takes, and in which order.
+    With `batched` each item of the data is one global batch; False means one example. `order` sets which rows an epoch
+    uses, and in which order.
 
-    With an `exchange`, every worker must call this at the same place: file listings are put together, and data
-    whose length differs between workers is refused.
+    With an `exchange`, every worker must call this at the same point: file listings are merged, and data whose length
+    differs between workers is refused.
     """
-    if isinstance(data, RowSource | StreamSource | ApartSource):
+    if isinstance(data, RowSource | StreamSource | PerSliceSource):
         return data
-    asked = _Asked(collate, num_workers, context or InputContext(), exchange, batched)
+    options = _Options(collate, num_workers, context or InputContext(), exchange, batched)
     if batched:
         _refuse_batched(data, collate)
-    source = _recognise(data, asked)
+    source = _recognise(data, options)
     if order is not None:
         _put_in_order(source, order)
     source.shuffle = source.shuffle and shuffle
@@ -94,26 +94,25 @@ def as_source(
 
 
 def gives_items(data: Any) -> bool:
-    """Whether the data gives items one by one, which may be batches; tensors and files are rows in any case."""
+    """Whether the data yields items, which may be batches; tensors and files always have rows."""
     return not (isinstance(data, str | os.PathLike) or _are_columns(data))
 
 
 def describe(source: Source) -> str:
-    """What the data was taken for, in words, for the run's first line."""
-    if isinstance(source, ApartSource):
-        return "data of its own for each slice"
+    """How the data was recognised, for the run's first line."""
+    if isinstance(source, PerSliceSource):
+        return "separate data for each slice"
     if isinstance(source, StreamSource):
         return "a stream of batches, each one global batch" if source.batched else "a stream of examples"
     if source.order is not None:
         return f"{source.num_rows} examples, {source.order.describe()}"
-    return f"{source.num_rows} examples, {'shuffled' if source.shuffle else 'in their order'}"
+    return f"{source.num_rows} examples, {'shuffled' if source.shuffle else 'in order'}"
 
 
 def _refuse_batched(data: Any, collate: Collate | None) -> None:
     if not gives_items(data):
         raise DataError(
-            "batched=True is for data that gives whole batches one by one, but this is cut into batches of batch_size "
-            "rows.",
+            "batched=True is for data that yields whole batches, but this is cut into batches of batch_size rows.",
             fix=["no batched=True, and batch_size=32"],
         )
     if collate is not None:
@@ -130,7 +129,7 @@ def _put_in_order(source: Source, order: Order) -> None:
         )
     if not isinstance(source, RowSource):
         raise DataError(
-            "order= chooses among rows by their number, but this data can only be read from its beginning, or is a "
+            "order= chooses among rows by their number, but this data can only be read from its start, or is a "
             "function of the worker.",
             fix=["data with a length: tensors, or a Dataset with __getitem__ and __len__", "no order="],
         )
@@ -143,7 +142,7 @@ def _put_in_order(source: Source, order: Order) -> None:
     source.order = order
 
 
-class _Asked(msgspec.Struct, frozen=True):
+class _Options(msgspec.Struct, frozen=True):
     collate: Collate | None
     num_workers: int | None
     context: InputContext
@@ -151,27 +150,27 @@ class _Asked(msgspec.Struct, frozen=True):
     batched: bool | None = None
 
 
-def _recognise(data: Any, asked: _Asked) -> Source:
+def _recognise(data: Any, options: _Options) -> Source:
     if isinstance(data, str | os.PathLike):
-        reader = open_files(os.fspath(data), asked.collate, asked.exchange, host=asked.context.host)
-        return _from_reader(reader, asked)
+        reader = open_files(os.fspath(data), options.collate, options.exchange, host=options.context.host)
+        return _from_reader(reader, options)
     if isinstance(data, DataLoader):
-        return _from_loader(data, asked)
+        return _from_loader(data, options)
     if _are_columns(data):
-        return _from_columns(data, asked)
+        return _from_columns(data, options)
     if isinstance(data, IterableDataset):
-        return _from_iterable(data, asked)
+        return _from_iterable(data, options)
     if hasattr(data, "__getitem__") and not isinstance(data, type):
-        return _from_dataset(data, asked)
+        return _from_dataset(data, options)
     if isinstance(data, Iterator):
         raise DataError(
             f"A {type(data).__name__} can be read only once, so no second epoch and no resumed run could read it.",
             fix=["the generator function itself, without calling it", "a list, or an object with __iter__"],
         )
     if hasattr(data, "__iter__") and not isinstance(data, type):
-        return _from_iterable(data, asked)
+        return _from_iterable(data, options)
     if callable(data):
-        return _from_function(data, asked)
+        return _from_function(data, options)
     raise DataError(
         f"Data cannot be a {type(data).__name__}.",
         fix=["a tuple of tensors", "a Dataset", "a DataLoader", "a generator function", '"data/*.npy"'],
@@ -179,52 +178,52 @@ def _recognise(data: Any, asked: _Asked) -> Source:
 
 
 def _are_columns(data: Any) -> bool:
-    if isinstance(data, list) and data and all(is_array(item) for item in data) and len(data) > _MOST_COLUMNS_IN_A_LIST:
+    if isinstance(data, list) and data and all(is_array(item) for item in data) and len(data) > _MAX_COLUMNS_IN_A_LIST:
         raise DataError(
             f"A list of {len(data)} tensors may be columns or examples; it does not say which.",
             fix=["tuple(data), if each tensor is a column", "torch.stack(data), if each tensor is an example"],
         )
     if isinstance(data, tuple | list):
-        # A list of tuples of tensors is a list of examples; nested columns are told by the outer tuple or dict.
+        # A list of tuples of tensors is a list of examples; the outer tuple or dict marks nested columns.
         return isinstance(data, tuple) or (bool(data) and all(is_array(item) for item in data))
     return isinstance(data, Mapping) or is_array(data) or type(data) is TensorDataset
 
 
-def _from_columns(data: Any, asked: _Asked) -> Source:
-    # A list, because that is what a DataLoader makes of a TensorDataset.
-    columns = Columns(list(data.tensors) if type(data) is TensorDataset else data)
-    source = _from_reader(columns if asked.collate is None else DatasetReader(columns, asked.collate), asked)
+def _from_columns(data: Any, options: _Options) -> Source:
+    # A list, because a DataLoader of a TensorDataset yields lists.
+    columns = ColumnTable(list(data.tensors) if type(data) is TensorDataset else data)
+    source = _from_reader(columns if options.collate is None else DatasetReader(columns, options.collate), options)
     if source.fetched_by == "thread" and columns.in_memory:
         source.fetched_by = "memory"
     return source
 
 
-def _from_reader(reader: Reader, asked: _Asked) -> RowSource:
-    """Tensors and files: nothing of the user's runs and nothing is drawn, unless there is a collate function."""
-    if asked.collate is not None:
-        return RowSource(reader, fetched_by="caller", num_workers=asked.num_workers or 0)
-    if asked.num_workers:
-        warnings.warn(f"num_workers={asked.num_workers} is ignored: a thread reads tensors and files.", stacklevel=6)
+def _from_reader(reader: Reader, options: _Options) -> RowSource:
+    """Tensors and files: no user code runs and no random numbers are drawn, unless there is a collate function."""
+    if options.collate is not None:
+        return RowSource(reader, fetched_by="caller", num_workers=options.num_workers or 0)
+    if options.num_workers:
+        warnings.warn(f"num_workers={options.num_workers} is ignored: a thread reads tensors and files.", stacklevel=6)
     return RowSource(reader, fetched_by="thread")
 
 
-def _from_dataset(data: Any, asked: _Asked) -> Source:
+def _from_dataset(data: Any, options: _Options) -> Source:
     if hasattr(data, "iloc"):
         raise DataError(
             f"A {type(data).__name__} is indexed by column, not by row.",
             fix=['{"x": frame[names].to_numpy(), "y": frame["y"].to_numpy()}'],
         )
-    reader = DatasetReader(data, asked.collate)
-    if asked.batched:
-        return _from_iterable(_Items(data), asked)
-    # A Dataset's items are examples by torch's own convention; what a plain list has may be either.
-    if asked.batched is None and asked.collate is None and type(data) is list and data and may_be_batch(data[0]):
+    reader = DatasetReader(data, options.collate)
+    if options.batched:
+        return _from_iterable(_Items(data), options)
+    # A Dataset's items are examples by torch's convention; the items of a plain list may be either.
+    if options.batched is None and options.collate is None and type(data) is list and data and may_be_batch(data[0]):
         raise cannot_tell(data[0])
-    return RowSource(reader, fetched_by="caller", num_workers=asked.num_workers or 0)
+    return RowSource(reader, fetched_by="caller", num_workers=options.num_workers or 0)
 
 
 class _Items:
-    """What can be indexed, as something to iterate over: not every dataset ends with an IndexError."""
+    """Makes an indexable dataset iterable: not every dataset ends with an IndexError."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -233,16 +232,16 @@ class _Items:
         return (self._data[number] for number in range(len(self._data)))
 
 
-def _from_iterable(data: Any, asked: _Asked) -> Source:
-    if (asked.num_workers or 0) > 1:
-        warnings.warn(f"num_workers={asked.num_workers}: a stream is read by one loader process.", stacklevel=5)
-    # Hugging Face's streams give examples; elsewhere only the items can tell, and not always.
-    batched = False if asked.batched is None and hasattr(data, "column_names") else asked.batched
-    return StreamSource(data, asked.collate, num_workers=min(1, asked.num_workers or 0), batched=batched)
+def _from_iterable(data: Any, options: _Options) -> Source:
+    if (options.num_workers or 0) > 1:
+        warnings.warn(f"num_workers={options.num_workers}: a stream is read by one loader process.", stacklevel=5)
+    # Hugging Face's streams yield examples; otherwise only the items show it, and not always.
+    batched = False if options.batched is None and hasattr(data, "column_names") else options.batched
+    return StreamSource(data, options.collate, num_workers=min(1, options.num_workers or 0), batched=batched)
 
 
-def _from_function(function: Callable[..., Any], asked: _Asked) -> Source:
-    """No parameter: gives rows. `epoch`: the same, told the epoch. One other: a function of the input context."""
+def _from_function(function: Callable[..., Any], options: _Options) -> Source:
+    """No parameter: yields rows. `epoch`: yields rows of that epoch. One other: a function of the input context."""
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_epoch = any(p.name == "epoch" for p in parameters)
@@ -252,44 +251,48 @@ def _from_function(function: Callable[..., Any], asked: _Asked) -> Source:
             f"A data function takes the input context, `epoch` or nothing, but this needs {', '.join(others)}.",
             fix=["def rows(): ...", "def rows(epoch): ...", "def data(context): ..."],
         )
-    args = (asked.context,) if others else ()
+    args = (options.context,) if others else ()
     if not others or takes_epoch or inspect.isgeneratorfunction(function):
-        return _from_iterable(Opener(function, args, takes_epoch=takes_epoch), asked)
-    made = function(asked.context)
+        return _from_iterable(Opener(function, args, takes_epoch=takes_epoch), options)
+    made = function(options.context)
     if isinstance(made, dict) and made and all(isinstance(key, int) for key in made):
-        return _from_slices(made, asked)
-    return _recognise(made, asked)
+        return _from_slices(made, options)
+    return _recognise(made, options)
 
 
-def _from_slices(made: dict[int, Any], asked: _Asked) -> ApartSource:
-    wanted = asked.context.slices
+def _from_slices(made: dict[int, Any], options: _Options) -> PerSliceSource:
+    wanted = options.context.slices
     missing = [v for v in wanted if v not in made]
     if missing:
         raise DataError(
             f"The data function gave slices {sorted(made)}, but this worker computes {list(wanted)}.",
             fix=["{v: data_of(v) for v in context.slices}"],
         )
-    if asked.batched:
+    if options.batched:
         raise DataError(
-            "batched=True is for whole global batches, but this data function gives each slice data of its own.",
+            "batched=True is for whole global batches, but this data function returns separate data for each slice.",
             fix=["no batched=True, and batch_size=32", "one stream of batches for all"],
         )
-    alone = msgspec.structs.replace(asked, exchange=None, num_workers=0)
-    return ApartSource({v: _recognise(made[v], alone) for v in wanted}, asked.context.num_slices, asked.exchange)
+    slice_options = msgspec.structs.replace(options, exchange=None, num_workers=0)
+    return PerSliceSource(
+        {v: _recognise(made[v], slice_options) for v in wanted}, options.context.num_slices, options.exchange
+    )
 
 
-def _from_loader(loader: DataLoader[Any], asked: _Asked) -> Source:
-    """A DataLoader's dataset, collate_fn, sampler and num_workers; with `batched`, the batches that it makes itself."""
-    if asked.batched:
-        return _from_iterable(LoaderBatches(loader), msgspec.structs.replace(asked, num_workers=asked.num_workers or 0))
+def _from_loader(loader: DataLoader[Any], options: _Options) -> Source:
+    """A DataLoader's dataset, collate_fn, sampler and num_workers; with `batched`, the batches that it yields."""
+    if options.batched:
+        return _from_iterable(
+            LoaderBatches(loader), msgspec.structs.replace(options, num_workers=options.num_workers or 0)
+        )
     refuse_own_batches(loader)
     warn_of_unused(loader)
-    num_workers = loader.num_workers if asked.num_workers is None else asked.num_workers
-    # What it is to make batches of are examples, and it says so.
-    taken = msgspec.structs.replace(
-        asked, collate=asked.collate or own_collate(loader), num_workers=num_workers, batched=False
+    num_workers = loader.num_workers if options.num_workers is None else options.num_workers
+    # A DataLoader that makes batches has examples as items.
+    loader_options = msgspec.structs.replace(
+        options, collate=options.collate or own_collate(loader), num_workers=num_workers, batched=False
     )
-    source = _recognise(loader.dataset, taken)
+    source = _recognise(loader.dataset, loader_options)
     if isinstance(source, RowSource):
         source.shuffle, source.order = order_of(loader, source.num_rows)
     source.loader_batch_size, source.loader_timeout_s = loader.batch_size, loader.timeout or None

@@ -1,8 +1,8 @@
-"""Tensors and arrays as data, and rows put together into a batch of columns.
+"""Tensors and arrays as data, and rows combined into a batch of columns.
 
-`Columns` is a structure (tuple, list or dict, nested as you like) of tensors or arrays that share their first
-dimension; taking rows keeps the structure. `collate_rows` does the same for a list of dicts. Rows are always
-copied: a loss that changes its batch in place must not change the data. No order and no slices here.
+`ColumnTable` is a structure (tuple, list or dict, nested as you like) of tensors or arrays with the same first
+dimension; taking rows keeps the structure. `collate_rows` does the same for a list of dicts. Rows are always copied: a
+loss that changes its batch in place must not change the data. No order and no slices here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from manyhands.errors import DataError
 
-__all__ = ["Columns", "collate_columns", "collate_rows", "is_array"]
+__all__ = ["ColumnTable", "collate_columns", "collate_rows", "is_array"]
 
-# numpy knows neither bfloat16 nor float8; rows of them are moved as integers of the same size.
+# numpy has neither bfloat16 nor float8; rows of these are copied as integers of the same size.
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,7 +27,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-class Columns:
+class ColumnTable:
     """Rows of a structure of arrays; every leaf must have the same number of rows."""
 
     def __init__(self, data: Any) -> None:
@@ -36,16 +36,16 @@ class Columns:
         if not lengths:
             raise DataError(f"The data is an empty {type(data).__name__}.", fix=["a tuple of tensors: (x, y)"])
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{path} has {rows}" for path, rows in lengths.items())
+            found = ", ".join(f"{path} has {rows}" for path, rows in lengths.items())
             raise DataError(
-                f"Columns differ in their number of rows: {told}.", fix=["the same first dimension for all"]
+                f"Columns differ in their number of rows: {found}.", fix=["the same first dimension for all"]
             )
         self.num_rows = next(iter(lengths.values()))
         mapped: list[bool] = []
         _each(self._columns, lambda column: mapped.append(column.mapped))
         self.in_memory = not any(mapped)
-        """Whether no leaf is mapped from a file, which taking rows would have to read."""
-        self._take = _Column.take if self.in_memory else _Column.take_apart
+        """Whether no leaf is memory-mapped, so that taking rows reads no file."""
+        self._take = _Column.take if self.in_memory else _Column.take_in_thread
 
     def __len__(self) -> int:
         return self.num_rows
@@ -58,7 +58,7 @@ class Columns:
 
 
 class _Column:
-    """One leaf: an array that numpy can address (memory-mapped ones stay on disk), or a tensor it cannot."""
+    """One leaf: an array that numpy can address (memory-mapped ones stay on disk), or a tensor that it cannot."""
 
     def __init__(self, leaf: object, path: str, lengths: dict[str, int]) -> None:
         if not isinstance(leaf, Tensor | np.ndarray):
@@ -74,13 +74,13 @@ class _Column:
         lengths[path] = leaf.shape[0]
 
     def take(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """The rows' copies, made by torch's threads: for the thread that computes, which waits for nothing else."""
+        """Copies of the rows, made by torch's threads: for the thread that computes, which is idle meanwhile."""
         if self._tensor is None:
-            return self.take_apart(rows)
+            return self.take_in_thread(rows)
         return self._tensor.index_select(0, torch.from_numpy(rows).to(self._tensor.device))
 
-    def take_apart(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """The same by this thread alone, for one beside that: torch would start a second team of threads there."""
+    def take_in_thread(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The same in this thread only, for a prefetch thread: torch would start a second thread pool there."""
         if self._array is None:
             return self.take(rows)
         taken = torch.empty((len(rows), *self._array.shape[1:]), dtype=self._dtype)
@@ -98,7 +98,7 @@ def _is_range(rows: npt.NDArray[np.int64]) -> bool:
 
 
 def _from_torch(tensor: Tensor) -> tuple[npt.NDArray[Any] | None, torch.dtype]:
-    """The tensor's memory as a numpy array, or None where numpy cannot address it."""
+    """The tensor's memory as a numpy array, or None if numpy cannot address it."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
         return None, tensor.dtype
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -120,7 +120,7 @@ def _from_numpy(array: npt.NDArray[Any], path: str) -> tuple[npt.NDArray[Any], t
 
 
 def _shared_tensor(array: npt.NDArray[Any]) -> Tensor | None:
-    """A tensor on the array's memory; None where torch cannot have one."""
+    """A tensor on the array's memory; None if torch cannot make one."""
     if isinstance(array, np.memmap) or not array.flags.writeable:  # torch warns of memory that it must not write to
         return None
     try:
@@ -140,7 +140,7 @@ def _each(columns: Any, visit: Callable[[_Column], Any]) -> Any:
 
 
 def _walk(data: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
-    """The same structure with every leaf replaced, which is told its path."""
+    """The same structure with `visit(leaf, path)` for every leaf."""
     if isinstance(data, dict):
         return {key: _walk(value, f"{path}[{key!r}]", visit) for key, value in data.items()}
     if isinstance(data, tuple | list):
@@ -150,7 +150,7 @@ def _walk(data: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
 
 
 def collate_rows(rows: Sequence[Any]) -> Any:
-    """A batch from examples: dicts become a dict of columns; anything else goes through torch's default_collate."""
+    """A batch of examples: dicts become a dict of columns; anything else goes through torch's default_collate."""
     if rows and all(type(row) is dict for row in rows):
         names = rows[0].keys()
         for row in rows:
@@ -164,7 +164,7 @@ def collate_rows(rows: Sequence[Any]) -> Any:
 
 
 def collate_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    """Lists of values become tensors where they are numbers of one shape; text and ragged values stay lists."""
+    """Lists of values become tensors if they are numbers of one shape; text and ragged values stay lists."""
     return {name: _column(values) for name, values in columns.items()}
 
 
@@ -186,5 +186,5 @@ def _numbers(values: list[Any]) -> Any:
         return values
     if array.dtype.kind not in "biuf":
         return values
-    # Python floats are doubles only for want of another kind; models are not.
+    # Python floats are doubles because Python has no other float; models use float32.
     return torch.from_numpy(array.astype(np.float32) if array.dtype.kind == "f" else array)

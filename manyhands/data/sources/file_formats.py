@@ -1,7 +1,7 @@
-"""What is in a file: rows of columns (.npy, .npz, .safetensors, .csv) or lines (.jsonl, .txt).
+"""File formats: rows of columns (.npy, .npz, .safetensors, .csv) or lines (.jsonl, .txt).
 
-A file is opened without reading it where the format allows: arrays are memory-mapped, lines are found by their offsets.
-Nothing is unpickled. `read` gives rows in a raw form that can be sent to another worker; `finish` makes a batch of it.
+If the format allows, a file is opened without reading it: arrays are memory-mapped, lines are found by their offsets.
+Nothing is unpickled. `read` returns rows in a raw form that can be sent to another worker; `finish` collates a batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAFETENSORS_TYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "|b1",
 }  # fmt: skip
-_MOST_HEADER_BYTES = 100 * 2**20
+_MAX_HEADER_BYTES = 100 * 2**20
 _SCAN_BYTES = 16 * 2**20
 
 
@@ -108,7 +108,7 @@ def _open_npz(path: Path) -> ColumnFile:
 
 
 def _npz_column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, raw: BinaryIO) -> Array:
-    """Mapped where it lies in the archive, unless it is compressed."""
+    """Memory-mapped within the archive, unless it is compressed."""
     if info.compress_type != zipfile.ZIP_STORED:
         with archive.open(info) as member:
             return np.lib.format.read_array(member, allow_pickle=False)
@@ -127,7 +127,7 @@ def _open_safetensors(path: Path) -> ColumnFile:
     size = path.stat().st_size
     with open(path, "rb") as raw:
         header_bytes = int.from_bytes(raw.read(8), "little")
-        if header_bytes > min(size - 8, _MOST_HEADER_BYTES):
+        if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"its header claims {header_bytes} bytes")
         header = msgspec.json.decode(raw.read(header_bytes))
     header.pop("__metadata__", None)
@@ -147,7 +147,7 @@ def _safetensors_column(path: Path, size: int, start: int, entry: dict[str, Any]
 
 
 def _open_csv(path: Path) -> ColumnFile:
-    """float32 numbers. With a line of names, a column for each; without one, a row is a vector."""
+    """float32 numbers. With a header line, one column per name; without, a row is a vector."""
     with open(path, newline="", encoding="utf-8") as lines:
         first = next(csv.reader(lines), [])
     named = any(not _is_number(field) for field in first)
@@ -177,23 +177,23 @@ _OPENERS: dict[str, Callable[[Path], ColumnFile | LineFile]] = {
 
 
 def merge(parts: list[tuple[npt.NDArray[np.int64], Part]], count: int) -> Part:
-    """One part of `count` rows from several, each with the places its rows go to."""
+    """One part of `count` rows from several, each with the indices of its rows in the result."""
     lines: list[bytes] = [b""] * count
     columns: dict[str, Array] = {}
-    for places, part in parts:
+    for indices, part in parts:
         if isinstance(part, list):
-            for place, line in zip(places.tolist(), part, strict=True):
-                lines[place] = line
+            for index, line in zip(indices.tolist(), part, strict=True):
+                lines[index] = line
             continue
         for name, array in part.items():
             if name not in columns:
                 columns[name] = np.empty((count, *array.shape[1:]), array.dtype)
-            columns[name][places] = array
+            columns[name][indices] = array
     return columns or lines
 
 
 def finish(part: Part, schema: str) -> Any:
-    """A batch: a tensor or a dict of tensors; of .jsonl what `collate_rows` makes of it; of .txt a list of strings."""
+    """A batch: a tensor or a dict of tensors; for .jsonl, `collate_rows` of it; for .txt, a list of strings."""
     if isinstance(part, list):
         return examples(part, schema) if schema == ".txt" else collate_rows(examples(part, schema))
     types = json.loads(schema)
@@ -202,7 +202,7 @@ def finish(part: Part, schema: str) -> Any:
 
 
 def examples(part: Part, schema: str) -> list[Any]:
-    """The same rows one by one, for a user's collate function."""
+    """The same rows as a list, for a user's collate function."""
     if isinstance(part, list):
         return [line.decode("utf-8") if schema == ".txt" else msgspec.json.decode(line) for line in part]
     batch = finish(part, schema)

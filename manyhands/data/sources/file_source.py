@@ -1,8 +1,8 @@
-"""A glob of files as rows by number. Rows are numbered through all files, sorted by name, so the order is pure.
+"""A glob of files as data with row numbers. Rows are numbered through all files in name order, so the order is pure.
 
-Workers on different hosts may see different files: with an exchange, the files of all workers together are the data,
-and rows that a worker lacks are sent to it by one that has them (`take_together`). Nothing is sent where every
-worker has every file. What is in a file is `file_formats`.
+Workers on different hosts may see different files: with an exchange, the data is the union of all workers' files, and
+rows that a worker lacks are sent to it by a worker that has them (`take_together`). Nothing is sent if every worker has
+every file. `file_formats` reads the files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from manyhands.data.sources.file_formats import ColumnFile, LineFile, Part, exam
 from manyhands.data.sources.row_source import Collate
 from manyhands.errors import DataError
 
-__all__ = ["Files", "open_files"]
+__all__ = ["FileRows", "open_files"]
 
 Rows = npt.NDArray[np.int64]
-# A mapped file keeps a file descriptor; a process may have about a thousand.
-_MOST_OPEN = 256
+# A memory-mapped file keeps a file descriptor; a process may have about a thousand.
+_MAX_OPEN = 256
 
 
 class _Listed(msgspec.Struct, frozen=True, array_like=True):
@@ -40,8 +40,8 @@ class _Listed(msgspec.Struct, frozen=True, array_like=True):
     schema: str
 
 
-def open_files(pattern: str, collate: Collate | None, exchange: RowExchange | None, *, host: int = 0) -> Files:
-    """What this host has of a pattern; with an exchange, together with what the others have."""
+def open_files(pattern: str, collate: Collate | None, exchange: RowExchange | None, *, host: int = 0) -> FileRows:
+    """The files that match the pattern on this host; with an exchange, on all hosts."""
     paths = _matching(pattern)
     own = []
     for name, path in paths.items():
@@ -50,12 +50,12 @@ def open_files(pattern: str, collate: Collate | None, exchange: RowExchange | No
     hosts, listings, rank = _gather(own, exchange, host)
     files = _union(pattern, hosts, listings)
     names = [{file.name for file in listing} for listing in listings]
-    held = np.array([[file.name in listing for file in files] for listing in names], dtype=bool)
-    return Files(files, [paths.get(file.name) for file in files], held, rank, collate)
+    has_file = np.array([[file.name in listing for file in files] for listing in names], dtype=bool)
+    return FileRows(files, [paths.get(file.name) for file in files], has_file, rank, collate)
 
 
 def _matching(pattern: str) -> dict[str, Path]:
-    """The files that match, by their name below the fixed part of the pattern."""
+    """The files that match, by their name relative to the fixed part of the pattern."""
     if os.path.isdir(pattern):
         raise DataError(f"{pattern} is a directory, which does not say which files.", fix=[f'"{pattern}/*.npy"'])
     base = Path()
@@ -68,16 +68,17 @@ def _matching(pattern: str) -> dict[str, Path]:
 
 
 def _gather(own: list[_Listed], exchange: RowExchange | None, host: int) -> tuple[list[int], list[list[_Listed]], int]:
-    """Every worker's host and listing, and which of them is ours."""
+    """Every worker's host and listing, and this worker's rank."""
     if exchange is None:
         return [host], [own], 0
     token = os.urandom(16)
     answers = exchange.all_gather_bytes(
         "data/files", encode([token, host, [msgspec.to_builtins(file) for file in own]])
     )
-    told = [decode(answer) for answer in answers]
-    rank = next(number for number, answer in enumerate(told) if answer[0] == token)
-    return [answer[1] for answer in told], [msgspec.convert(answer[2], list[_Listed]) for answer in told], rank
+    listings = [decode(answer) for answer in answers]
+    rank = next(number for number, listing in enumerate(listings) if listing[0] == token)
+    hosts = [listing[1] for listing in listings]
+    return hosts, [msgspec.convert(listing[2], list[_Listed]) for listing in listings], rank
 
 
 def _union(pattern: str, hosts: list[int], listings: list[list[_Listed]]) -> list[_Listed]:
@@ -105,21 +106,21 @@ def _union(pattern: str, hosts: list[int], listings: list[list[_Listed]]) -> lis
     return files
 
 
-class Files:
-    """Rows of many files. `held[rank, file]` says who has what."""
+class FileRows:
+    """Rows of many files. `has_file[rank, file]`: whether that rank has the file."""
 
     def __init__(
         self,
         files: list[_Listed],
         paths: list[Path | None],
-        held: npt.NDArray[np.bool_],
+        has_file: npt.NDArray[np.bool_],
         rank: int,
         collate: Collate | None,
     ) -> None:
-        self._files, self._paths, self._held, self._rank, self._collate = files, paths, held, rank, collate
+        self._files, self._paths, self._has_file, self._rank, self._collate = files, paths, has_file, rank, collate
         self._ends = np.cumsum([file.rows for file in files])
         self.num_rows = int(self._ends[-1])
-        self.complete = bool(held.all())
+        self.complete = bool(has_file.all())
         """Whether every worker has every file."""
         self._opened: dict[int, ColumnFile | LineFile] = {}
         self._opening = threading.Lock()
@@ -132,32 +133,32 @@ class Files:
 
     def take(self, rows: Rows) -> Any:
         """A batch of rows that this worker has."""
-        lacking = rows[~self._held[self._rank, self._file_of(rows)]]
+        lacking = rows[~self._has_file[self._rank, self._file_of(rows)]]
         if lacking.size:
             name = self._files[int(self._file_of(lacking[:1])[0])].name
             raise DataError(f"Row {lacking[0]} is in {name}, which this host does not have.")
         return self._batch(self._read(rows))
 
     def take_together(self, wanted: list[list[Rows]], exchange: RowExchange, name: str) -> list[Callable[[], Any]]:
-        """What each worker wants (by rank); every worker calls this with the same arguments and gets its own batches.
+        """Batches of the rows `wanted`, by rank; every worker calls this with the same arguments and gets its own.
 
-        Who sends what is arithmetic that all do alike, so there is one message per worker, or none if nobody
-        lacks anything. Batches are collated when called for, under whatever randomness is set then.
+        Every worker computes the same assignment of senders, so there is one message per worker, or none if no worker
+        lacks a row. Batches are collated when called, under the randomness that is set then.
         """
         joined = [np.concatenate(lists) if lists else np.empty(0, np.int64) for lists in wanted]
         parts = [self._sent(joined, provider) for provider in range(len(wanted))]
-        if not any(places.size for sent in parts for places in sent):
+        if not any(indices.size for sent in parts for indices in sent):
             return [functools.partial(self.take, rows) for rows in wanted[self._rank]]
         message = {
-            str(to): self._read(joined[to][places]) for to, places in enumerate(parts[self._rank]) if places.size
+            str(to): self._read(joined[to][indices]) for to, indices in enumerate(parts[self._rank]) if indices.size
         }
         answers = [decode(answer) for answer in exchange.all_gather_bytes(name, encode(message))]
         rows = joined[self._rank]
-        own = np.flatnonzero(self._held[self._rank, self._file_of(rows)])
+        own = np.flatnonzero(self._has_file[self._rank, self._file_of(rows)])
         received = [
-            (places, answers[provider][str(self._rank)])
+            (indices, answers[provider][str(self._rank)])
             for provider in range(len(wanted))
-            if (places := parts[provider][self._rank]).size
+            if (indices := parts[provider][self._rank]).size
         ]
         mine = [(own, self._read(rows[own]))] if own.size else []
         whole = merge([*mine, *received], len(rows))
@@ -166,17 +167,17 @@ class Files:
         return [functools.partial(self._batch, piece) for piece in pieces]
 
     def _sent(self, joined: list[Rows], provider: int) -> list[Rows]:
-        """For each worker, the places among its rows that `provider` sends it."""
+        """For each worker, the indices among its rows that `provider` sends."""
         return [
             np.flatnonzero(self._provider_of(rank, self._file_of(rows)) == provider) for rank, rows in enumerate(joined)
         ]
 
     def _provider_of(self, rank: int, files: Rows) -> Rows:
-        """Who sends `rank` the rows of these files; -1 where it has them. Requests are spread over those who can."""
+        """Which rank sends `rank` the rows of these files; -1 if it has them. Spread over the ranks that have them."""
         providers = np.full(len(self._files), -1)
         for file in np.unique(files):
-            if not self._held[rank, file]:
-                holders = np.flatnonzero(self._held[:, file])
+            if not self._has_file[rank, file]:
+                holders = np.flatnonzero(self._has_file[:, file])
                 providers[file] = holders[rank % len(holders)]
         return providers[files]
 
@@ -187,9 +188,9 @@ class Files:
         files = self._file_of(rows)
         parts = []
         for file in np.unique(files).tolist():
-            places = np.flatnonzero(files == file)
+            indices = np.flatnonzero(files == file)
             first = int(self._ends[file]) - self._files[file].rows
-            parts.append((places, self._open(file).read(rows[places] - first)))
+            parts.append((indices, self._open(file).read(rows[indices] - first)))
         return merge(parts, len(rows))
 
     def _open(self, file: int) -> ColumnFile | LineFile:
@@ -197,11 +198,11 @@ class Files:
             opened = self._opened.pop(file, None)
             if opened is None:
                 path = self._paths[file]
-                assert path is not None, "only held files are read"
+                assert path is not None, "only files of this host are read"
                 opened = open_file(path)
             self._opened[file] = opened  # newest last
             mapped = [number for number, other in self._opened.items() if not other.in_memory]
-            if len(mapped) > _MOST_OPEN:
+            if len(mapped) > _MAX_OPEN:
                 del self._opened[mapped[0]]
             return opened
 

@@ -1,8 +1,8 @@
-"""Data that a function of the input context gave slice by slice: slice v of every step comes from v's own data.
+"""Data per slice, from a function of the input context: slice v of every step is read from v's data.
 
-With lengths known, an epoch takes every row of every slice's data once: a slice whose data is used up is empty until
-the longest one is done. With streams, there are no epochs: each is opened again when it ends, and `steps` ends
-the run. Another number of workers deals out the same slices, so nothing changes.
+With known lengths, an epoch uses every row of every slice's data once: a slice whose data is used up is empty until
+the longest one is done. With streams there are no epochs: each stream is opened again when it ends, and `steps` ends
+the run. With another number of workers the slices stay the same, so results do too.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.feeds import STEPS_AHEAD, EpochOrder, Plan, Schedule, cut
-from manyhands.data.fetchers import Fetcher, InCaller, InThread, Job, fetch_now
+from manyhands.data.feeds import STEPS_AHEAD, BatchSchedule, EpochOrder, StepPlan, cut
+from manyhands.data.fetchers import CallerFetcher, Fetcher, SliceRequest, ThreadFetcher, fetch_now
 from manyhands.data.randomness import randomness
 from manyhands.data.row_exchange import RowExchange, decode, encode
-from manyhands.data.sample_order import Division, slice_key
+from manyhands.data.sample_order import SliceDivision, slice_key
 from manyhands.data.sources.stream_source import StreamSource
 from manyhands.errors import DataError, DataFetchFailed, ManyhandsError
 
-__all__ = ["ApartFeed", "ApartSource", "ApartStreamFeed"]
+__all__ = ["PerSliceFeed", "PerSliceSource", "PerSliceStreamFeed"]
 
 
-class ApartSource:
-    """This worker's slices with the data of each, and the lengths of everybody's (None for streams)."""
+class PerSliceSource:
+    """This worker's slices with their data, and the lengths of all slices' data (None for streams)."""
 
     def __init__(self, parts: dict[int, Any], num_slices: int, exchange: RowExchange | None) -> None:
         self.parts, self.num_slices = parts, num_slices
@@ -51,15 +51,16 @@ def _lengths(own: dict[int, int | None], num_slices: int, exchange: RowExchange 
     missing = [v for v in range(num_slices) if v not in known]
     if missing:
         raise DataError(
-            f"Nobody has data for slices {missing} of {num_slices}.", fix=["{v: data_of(v) for v in context.slices}"]
+            f"No worker has data for slices {missing} of {num_slices}.",
+            fix=["{v: data_of(v) for v in context.slices}"],
         )
     return [known[v] for v in range(num_slices)]
 
 
-class ApartFeed:
+class PerSliceFeed:
     """Steps over per-slice data with lengths."""
 
-    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, division: Division) -> None:
+    def __init__(self, source: PerSliceSource, schedule: BatchSchedule, rank: int, division: SliceDivision) -> None:
         assert source.lengths is not None
         self._source, self._schedule, self._lengths = source, schedule, source.lengths
         self._sizes = _sizes(source, schedule)
@@ -78,39 +79,39 @@ class ApartFeed:
         total = self._schedule.first_step - 1 + max(0, left)
         return total if steps is None else min(total, steps)
 
-    def plans(self) -> Iterator[Plan]:
+    def plans(self) -> Iterator[StepPlan]:
         number, epoch, k = self._schedule.first_step, self._schedule.position.epoch, self._done_before
         last = self.total_steps
         while last is None or number <= last:
             edges = [0, *accumulate(stop - start for start, stop in self._ranges(k))]
             bounds = tuple(pairwise(edges))
-            yield Plan(number, epoch, self._rows_before(k), edges[-1], bounds, k + 1 == self.steps_per_epoch)
+            yield StepPlan(number, epoch, self._rows_before(k), edges[-1], bounds, k + 1 == self.steps_per_epoch)
             number, k = number + 1, k + 1
             if k == self.steps_per_epoch:
                 epoch, k = epoch + 1, 0
 
-    def get(self, plan: Plan, v: int) -> Any:
+    def get(self, plan: StepPlan, v: int) -> Any:
         if self._fetcher is None:
             threaded = all(part.fetched_by != "caller" for part in self._source.parts.values())
             jobs = self._jobs()
             ahead = STEPS_AHEAD * max(1, len(self._mine))
-            self._fetcher = InThread(self._take, jobs, ahead) if threaded else InCaller(self._take, jobs)
+            self._fetcher = ThreadFetcher(self._take, jobs, ahead) if threaded else CallerFetcher(self._take, jobs)
         return self._fetcher.get(plan.number, v)
 
-    def again(self, plan: Plan, v: int) -> Any:
+    def again(self, plan: StepPlan, v: int) -> Any:
         if v not in self._source.parts:
-            raise DataError(f"Slice {v} has data of its own, which this worker was not given.")
+            raise DataError(f"Slice {v} has separate data, which this worker was not given.")
         return fetch_now(self._take, self._job(plan, v, self._orders))
 
-    def divide(self, division: Division) -> None:
-        raise _not_shared_out()
+    def divide(self, division: SliceDivision) -> None:
+        raise _cannot_divide()
 
     def close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()
 
     def _ranges(self, k: int) -> list[tuple[int, int]]:
-        """Per slice, the positions in its own order that step k of an epoch takes."""
+        """Per slice, the positions in its order that step k of an epoch uses."""
         pairs = zip(self._lengths, self._sizes, strict=True)
         return [(min(n, k * size), min(n, (k + 1) * size)) for n, size in pairs]
 
@@ -126,7 +127,7 @@ class ApartFeed:
             )
         return k
 
-    def _take(self, job: Job) -> Any:
+    def _take(self, job: SliceRequest) -> Any:
         return self._source.parts[job.v].take(job.rows)
 
     def _new_orders(self) -> dict[int, EpochOrder]:
@@ -136,7 +137,7 @@ class ApartFeed:
             for v, part in self._source.parts.items()
         }
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Iterator[SliceRequest]:
         orders = self._new_orders()
         for plan in self.plans():
             for v in self._mine:
@@ -144,26 +145,24 @@ class ApartFeed:
                 if low < high:
                     yield self._job(plan, v, orders)
 
-    def _job(self, plan: Plan, v: int, orders: dict[int, EpochOrder]) -> Job:
+    def _job(self, plan: StepPlan, v: int, orders: dict[int, EpochOrder]) -> SliceRequest:
         start, stop = self._ranges(self._steps_done(plan.start))[v]
         key = slice_key(self._schedule.position.seed, plan.number, v, "fetch")
-        return Job(plan.number, v, orders[v].rows(plan.epoch, start, stop), key)
+        return SliceRequest(plan.number, v, orders[v].rows(plan.epoch, start, stop), key)
 
 
-class ApartStreamFeed:
-    """Steps over a stream per slice; without an end of its own."""
+class PerSliceStreamFeed:
+    """Steps over one stream per slice; endless."""
 
-    def __init__(self, source: ApartSource, schedule: Schedule, rank: int, division: Division) -> None:
+    def __init__(self, source: PerSliceSource, schedule: BatchSchedule, rank: int, division: SliceDivision) -> None:
         if schedule.steps is None:
-            raise DataError(
-                "Slices with streams of their own have no epochs, so the run has no end.", fix=["steps=1000"]
-            )
+            raise DataError("Slices with separate streams have no epochs, so the run has no end.", fix=["steps=1000"])
         self._source, self._schedule, self._sizes = source, schedule, _sizes(source, schedule)
         self._mine = division.share(rank, source.num_slices)
         self._rows: dict[int, list[Any]] = {}
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
 
-    def plans(self) -> Iterator[Plan]:
+    def plans(self) -> Iterator[StepPlan]:
         schedule = self._schedule
         streams = {v: _endless(self._source.parts[v]) for v in self._mine}
         done = schedule.position.row // schedule.batch_size
@@ -173,24 +172,24 @@ class ApartStreamFeed:
                 continue
             start = (number - schedule.first_step + done) * schedule.batch_size
             bounds = cut(schedule.batch_size, schedule.slices, False)
-            self._plan = Plan(number, 0, start, schedule.batch_size, bounds, False)
+            self._plan = StepPlan(number, 0, start, schedule.batch_size, bounds, False)
             yield self._plan
 
-    def get(self, plan: Plan, v: int) -> Any:
+    def get(self, plan: StepPlan, v: int) -> Any:
         if plan is not self._plan or v not in self._rows:
-            raise DataError(f"Slice {v} of step {plan.number} has a stream of its own, which this worker cannot read.")
+            raise DataError(f"Slice {v} of step {plan.number} has a separate stream, which this worker cannot read.")
         low, high = plan.bounds[v]
         key = slice_key(self._schedule.position.seed, plan.number, v, "fetch")
-        job = Job(plan.number, v, np.arange(plan.start + low, plan.start + high), key)
+        job = SliceRequest(plan.number, v, np.arange(plan.start + low, plan.start + high), key)
         return fetch_now(functools.partial(self._source.parts[v].collate_job, self._rows[v]), job)
 
     again = get
 
-    def divide(self, division: Division) -> None:
-        raise _not_shared_out()
+    def divide(self, division: SliceDivision) -> None:
+        raise _cannot_divide()
 
     def close(self) -> None:
-        pass  # the step under way may still be finished
+        pass  # the current step may still be finished
 
     def _read(self, stream: Iterator[Any], v: int, number: int) -> list[Any]:
         try:
@@ -204,8 +203,8 @@ class ApartStreamFeed:
             ) from error
 
 
-def _not_shared_out() -> ManyhandsError:
-    return ManyhandsError("Slices with data of their own stay with the workers that were given it.")
+def _cannot_divide() -> ManyhandsError:
+    return ManyhandsError("Slices with separate data stay with the workers that were given it.")
 
 
 def _endless(stream: StreamSource) -> Iterator[Any]:
@@ -220,7 +219,7 @@ def _endless(stream: StreamSource) -> Iterator[Any]:
             raise DataError("The stream of a slice gave no rows.", fix=["at least one row each time it is opened"])
 
 
-def _sizes(source: ApartSource, schedule: Schedule) -> list[int]:
+def _sizes(source: PerSliceSource, schedule: BatchSchedule) -> list[int]:
     if source.num_slices != schedule.slices:
         raise ManyhandsError(f"The data was made for {source.num_slices} slices, but the run has {schedule.slices}.")
     return [stop - start for start, stop in cut(schedule.batch_size, schedule.slices, False)]

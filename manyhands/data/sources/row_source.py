@@ -1,7 +1,7 @@
-"""Data whose rows have numbers: tensors and arrays, map-style datasets, and anything with `__getitem__` and `__len__`.
+"""Data with row numbers: tensors and arrays, map-style datasets, and anything with `__getitem__` and `__len__`.
 
-A reader takes row numbers and gives a collated batch; `RowSource` says who may call it. Readers can be sent to a loader
-process, so they are plain objects, never closures. What is which kind is `as_source.as_source`.
+A reader takes row numbers and returns a collated batch; `RowSource` says which thread may call it. Readers are sent to
+loader processes, so they are plain objects, never closures. `as_source.as_source` recognises the kinds of data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.data.custom_orders import Order
-from manyhands.data.fetchers import Job
+from manyhands.data.fetchers import SliceRequest
 from manyhands.data.row_exchange import RowExchange
 from manyhands.data.sources.columns import collate_columns, collate_rows
 from manyhands.errors import DataError
@@ -32,12 +32,12 @@ class Reader(Protocol):
 
 
 class RowSource:
-    """Rows by number, or a contiguous part of them. `take(rows)` gives a batch, collated.
+    """Rows by number, or a contiguous part of them. `take(rows)` returns a collated batch.
 
-    `fetched_by` says who calls it: a "thread" of ours ahead of the step (no user code runs, nothing is drawn), the
-    "caller" of the step with the slice's randomness set, or, for rows in "memory", the caller without: copying them
-    takes less than a thread costs that competes with the step for the same cores. With `num_workers` above 0, loader
-    processes.
+    `fetched_by` says which thread calls it: a prefetch "thread" (no user code runs, no random numbers are drawn), the
+    "caller" of the step with the slice's seed set, or, for rows in "memory", the caller without a seed: copying them
+    costs less than a thread that competes with the step for the same cores. With `num_workers` above 0, loader
+    processes call it.
     """
 
     def __init__(
@@ -53,46 +53,46 @@ class RowSource:
         self.first, stop = bounds if bounds is not None else (0, reader.num_rows)
         self.num_rows = stop - self.first
         self.loader_batch_size: int | None = None
-        """The batch size of the DataLoader that was given, for a `fit` without one."""
+        """The batch size of the DataLoader that was passed, for a `fit` without one."""
         self.loader_timeout_s: float | None = None
-        """How long a slice of a loader process is waited for; None: for ever."""
+        """How long to wait for a slice from a loader process; None: for ever."""
         self.order: Order | None = None
-        """Which rows an epoch takes, where that is not each of them once."""
+        """Which rows an epoch uses, if not each row once."""
         self.kept_loader: Any = None
         """Loader processes of the last evaluation, for the next one; they end with this object."""
 
     def close(self) -> None:
-        """End kept loader processes."""
+        """End the kept loader processes."""
         self.kept_loader = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept_loader": None, "order": None}  # a loader process is given its rows
+        return {**self.__dict__, "kept_loader": None, "order": None}  # a loader process receives row numbers
 
     @property
     def num_positions(self) -> int:
-        """Rows that an epoch takes."""
+        """Number of rows in an epoch."""
         return self.num_rows if self.order is None else self.order.num_positions()
 
     def take(self, rows: Rows) -> Any:
         return self.reader.take(rows + self.first if self.first else rows)
 
-    def take_job(self, job: Job) -> Any:
+    def take_job(self, job: SliceRequest) -> Any:
         return self.take(job.rows)
 
     @property
     def shared(self) -> bool:
-        """Whether some worker lacks some of the rows, so that they are taken together."""
+        """Whether a worker lacks some of the rows, so that workers must exchange them."""
         return not getattr(self.reader, "complete", True)
 
     def take_together(self, wanted: list[list[Rows]], exchange: RowExchange, name: str) -> list[Callable[[], Any]]:
-        """See `Files.take_together`."""
+        """See `FileRows.take_together`."""
         assert self.shared
         moved = [[rows + self.first for rows in lists] for lists in wanted]
         batches: list[Callable[[], Any]] = self.reader.take_together(moved, exchange, name)  # type: ignore[attr-defined]
         return batches
 
     def part(self, start: int, stop: int) -> RowSource:
-        """Rows [start, stop) as a source of their own."""
+        """Rows [start, stop) as a separate source."""
         part = RowSource(
             self.reader,
             fetched_by=self.fetched_by,
@@ -105,7 +105,7 @@ class RowSource:
         return part
 
     def sample(self, rows: int, seed: int) -> RowSource:
-        """So many of its rows, drawn once: the same for everyone who gives the same seed."""
+        """A random subset of `rows` rows: the same for every caller with the same seed."""
         drawn = np.random.default_rng(seed).permutation(self.num_rows)[:rows]
         reader = ChosenRows(self.reader, np.sort(drawn) + self.first)
         return RowSource(reader, fetched_by=self.fetched_by, num_workers=self.num_workers, shuffle=False)
@@ -122,7 +122,7 @@ class ChosenRows:
 
 
 class DatasetReader:
-    """A map-style dataset. Rows are asked for together where it can do that, else one by one."""
+    """A map-style dataset. Rows are read together if it supports that, else one by one."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self._dataset, self._collate = dataset, collate
@@ -153,5 +153,5 @@ class DatasetReader:
 
 
 def is_table(data: object) -> bool:
-    """Whether `data[[0, 1]]` gives a dict of columns, as a Hugging Face Dataset does."""
+    """Whether `data[[0, 1]]` returns a dict of columns, as a Hugging Face Dataset does."""
     return all(hasattr(data, name) for name in ("column_names", "features", "__getitems__"))

@@ -1,8 +1,8 @@
-"""What a torch DataLoader says about its data: taken over, harmless, or refused and warned of by name.
+"""Which settings of a torch DataLoader are used, ignored without effect, ignored with a warning, or refused.
 
-A plain one lends its dataset, `collate_fn`, `num_workers`, `timeout`, `batch_size`, and the order that its sampler
-stands for, where that is a function of (seed, epoch, position). One that makes its batches in a way of its own can only
-be read as it is: a stream of batches, with `batched=True`. Start reading at `refuse_own_batches`.
+A plain DataLoader provides its dataset, `collate_fn`, `num_workers`, `timeout`, `batch_size`, and its sampler's order,
+if that is a function of (seed, epoch, position). One that makes batches in its own way can only be read as it is: a
+stream of batches, with `batched=True`. Start reading at `refuse_own_batches`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from manyhands.errors import DataError
 
 __all__ = ["LoaderBatches", "order_of", "own_collate", "refuse_own_batches", "warn_of_unused"]
 
-# What a subclass can change that decides which batches a DataLoader gives.
+# What a subclass can override that changes the batches of a DataLoader.
 _MAKES_BATCHES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
 _USUAL_PREFETCH = 2
 _AS_IT_IS = (
@@ -40,12 +40,12 @@ _AS_IT_IS = (
 
 
 def refuse_own_batches(loader: DataLoader[Any]) -> None:
-    """`DataError` where the loader's batches are not `batch_size` examples of its dataset in its sampler's order."""
+    """`DataError` unless the loader's batches are `batch_size` examples of its dataset in its sampler's order."""
     own = [name for name in _MAKES_BATCHES if getattr(type(loader), name) is not getattr(DataLoader, name)]
     if own:
         raise DataError(
-            f"This DataLoader is a {type(loader).__name__} with {own[0]} of its own: only it knows its batches.",
-            fix=[_AS_IT_IS, "fit(loader.dataset, batch_size=..., collate=...), to leave it out"],
+            f"This DataLoader is a {type(loader).__name__} with its own {own[0]}, so its batches are not known.",
+            fix=[_AS_IT_IS, "fit(loader.dataset, batch_size=..., collate=...), without the loader"],
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         which = "batch_size=None" if loader.batch_sampler is None else "a batch_sampler"
@@ -60,13 +60,13 @@ def refuse_own_batches(loader: DataLoader[Any]) -> None:
 
 
 def own_collate(loader: DataLoader[Any]) -> Collate | None:
-    """None for torch's own."""
+    """The user's collate function; None for torch's default."""
     collate: Collate = loader.collate_fn
     return None if collate in (default_collate, default_convert) else collate
 
 
 def order_of(loader: DataLoader[Any], num_rows: int) -> tuple[bool, Order | None]:
-    """Whether the sampler shuffles, or the order that it stands for. `DataError` for one that is only itself."""
+    """Whether the sampler shuffles, and its order if it is not a plain one. `DataError` for an unknown sampler."""
     sampler = loader.sampler
     if isinstance(sampler, SequentialSampler | RandomSampler) and len(sampler.data_source) != num_rows:
         raise _own_sampler(sampler)
@@ -90,14 +90,14 @@ def _own_sampler(sampler: object) -> DataError:
     if isinstance(sampler, DistributedSampler):
         fix = ["DataLoader(dataset, shuffle=True), the same on every worker: workers get different slices of a batch"]
     return DataError(
-        f"This DataLoader has a sampler of its own ({name}). Here the order is a function of (seed, epoch, position), "
+        f"This DataLoader has its own sampler ({name}). Here the order is a function of (seed, epoch, position), "
         "so that no row is lost or used twice when workers join, die or resume.",
         fix=fix,
     )
 
 
 def warn_of_unused(loader: DataLoader[Any]) -> None:
-    """Of settings that are given to no purpose. Others that are not used, such as pin_memory, change no result."""
+    """Warn of settings that have no effect here. Others that are not used, such as pin_memory, change no result."""
     if loader.drop_last:
         _warn("drop_last=True is ignored: a short last batch is used, so that no row is lost.")
     if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
@@ -114,13 +114,13 @@ def warn_of_unused(loader: DataLoader[Any]) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"Of the DataLoader, {text}", stacklevel=7)
+    warnings.warn(f"From the DataLoader, {text}", stacklevel=7)
 
 
 class LoaderBatches:
     """A DataLoader as it is, read in this process: once per epoch, and the same each time that an epoch is read.
 
-    What its samplers draw is seeded when it is opened; generators of their own are, too.
+    Its samplers' draws are seeded when it is opened, including draws from a sampler's own generator.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -1,1 +1,5 @@
-"""Code that runs in a worker process before the user's code."""
+"""Code that runs in a worker process before the user's code.
+
+May import `spec` and `control`.
+Start reading at `bootstrap.main`.
+"""

@@ -1,8 +1,8 @@
-"""The first thing a worker process runs: tie it to its agent, then run the user's code as `python` would.
+"""The first code in a worker process: ties it to its agent, then runs the user's code as `python` would.
 
 Run as `python -u -m manyhands.launcher.worker_process.bootstrap --parent PID --lifeline FD --kind KIND --target TARGET
--- args`. If the code raises, the exception goes to the agent through the lifeline before anything is torn down, so the
-first failure is known even if this process hangs on its way out. Exit codes are those of `manyhands.errors`.
+-- args`. If the code raises, the exception is sent to the agent through the lifeline before anything is torn down, so
+the first failure is known even if this process hangs while it exits. Exit codes are those of `manyhands.errors`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from manyhands.control.processes.fence import die_with_parent
 from manyhands.errors import ManyhandsError, PeerLost, Preempted, UsageError
 from manyhands.launcher.worker_process.error_hints import hint_for
 from manyhands.launcher.worker_process.foreign_scripts import watched
-from manyhands.launcher.worker_process.hang_on_signal import hang_when_told
+from manyhands.launcher.worker_process.hang_on_signal import install_hang_handler
 from manyhands.launcher.worker_process.import_hooks import import_to_stay
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
-from manyhands.launcher.worker_process.store_requests import tell_of_stores
-from manyhands.launcher.worker_process.user_tracebacks import told
+from manyhands.launcher.worker_process.store_requests import request_before_connecting
+from manyhands.launcher.worker_process.user_tracebacks import format_error
 from manyhands.spec import load
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.worker_identity import WorkerIdentity
 
 __all__ = ["leave", "main"]
 
@@ -61,21 +61,21 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(asked.parent)
     os.set_inheritable(asked.lifeline, False)
     faulthandler.enable()
-    # For the agent, when this process gets nowhere; also where the script has its standard error elsewhere by then.
+    # For the agent, when this process makes no progress; a copy, as the script may redirect its standard error.
     faulthandler.register(STACK_SIGNAL, file=os.dup(2), all_threads=True)
     if load.under_chaos():
-        hang_when_told()
+        install_hang_handler()
     import_to_stay("torch")
     load_compiler_late()
-    tell_of_stores(load.master_port(), lambda: _tell(asked.lifeline, WantsStore()))
-    _tell(asked.lifeline, Began())
+    request_before_connecting(load.master_port(), lambda: _send(asked.lifeline, WantsStore()))
+    _send(asked.lifeline, Began())
     leave(_run_to_the_end(asked))
 
 
 def _run_to_the_end(asked: argparse.Namespace) -> int:
-    """Run the user's code; the exit code that Python, or the error, would end with."""
+    """Run the user's code; returns the exit code that Python, or the error, would give."""
     try:
-        with watched(_worker_seat() if asked.kind != "call" else None):
+        with watched(_worker_identity() if asked.kind != "call" else None):
             _run(asked.kind, asked.target, asked.args, asked.lifeline)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -86,22 +86,22 @@ def _run_to_the_end(asked: argparse.Namespace) -> int:
         return stopped.exit_code
     except BaseException as error:
         prints = _printed(error)
-        _tell(asked.lifeline, _raised(error, prints if len(prints) <= TRACEBACK_CHARS else ""))
+        _send(asked.lifeline, _raised(error, prints if len(prints) <= TRACEBACK_CHARS else ""))
         print(prints, end="", file=sys.stderr)
         return _exit_code(error)
     return 0
 
 
-def _worker_seat() -> Seat | None:
-    seat = load.seat()
-    return None if seat is None or seat.is_server else seat
+def _worker_identity() -> WorkerIdentity | None:
+    identity = load.own_identity()
+    return None if identity is None or identity.is_server else identity
 
 
 def leave(code: int) -> NoReturn:
-    """End as the interpreter would, but for C++'s destructors.
+    """Exit as the interpreter would, but without C++ destructors.
 
-    A script that leaves its process group open can be aborted in them by torch's own threads, and a worker that has
-    done its work would then count as a crash.
+    If a script leaves its process group open, torch's threads can abort the process in them, and a worker that has
+    finished would count as crashed.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -123,7 +123,7 @@ def _run(kind: str, target: str, args: list[str], lifeline: int) -> None:
             arguments = json.loads(args[0]) if args else {}
             function = _function(target)
             result = function(*arguments.get("args", []), **arguments.get("kwargs", {}))
-            _tell(lifeline, Returned(value=_as_json(result)))
+            _send(lifeline, Returned(value=_as_json(result)))
 
 
 def _function(target: str) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _module_from(path: Path) -> Any:
-    """Import a file under its own name, so that what it defines can be pickled by loader processes."""
+    """Import a file under its own name, so that loader processes can pickle what it defines."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -174,7 +174,7 @@ def _raised(error: BaseException, prints: str) -> Raised:
         error=type(error).__name__,
         message="\n  try: ".join(filter(None, [str(error), hint_for(error)]))[:MESSAGE_CHARS],
         bases=bases,
-        traceback=told(error, whole=load.verbose())[-TRACEBACK_CHARS:],
+        traceback=format_error(error, whole=load.verbose())[-TRACEBACK_CHARS:],
         exit_code=_exit_code(error),
         step=step,
         first_step=first_step,
@@ -184,20 +184,20 @@ def _raised(error: BaseException, prints: str) -> Raised:
 
 
 def _position() -> tuple[int | None, int | None, str]:
-    """Where the worker began and last said it was; nothing is imported that the user's code did not."""
+    """Where the worker began and last reported to be; imports nothing that the user's code did not."""
     session = sys.modules.get("manyhands.control.session.session")
     return session.latest_position() if session is not None else (None, None, "")
 
 
 def _printed(error: BaseException) -> str:
-    """For stderr: what was wrong for a mistake the user can act on, else how it came about."""
+    """For stderr: only the message for an error that the user can act on, else the traceback."""
     if isinstance(error, PeerLost) or (isinstance(error, ManyhandsError) and error.exit_code not in (1, 70)):
-        return f"{type(error).__name__}: {error}\n"  # what a lost peer did wrong stands in its own log
-    return told(error, whole=load.verbose())
+        return f"{type(error).__name__}: {error}\n"  # the log of a lost peer has its own error
+    return format_error(error, whole=load.verbose())
 
 
-def _tell(lifeline: int, record: Record) -> None:
-    # The agent may be gone, and so are we in a moment.
+def _send(lifeline: int, record: Record) -> None:
+    # The agent may be gone; then this process ends in a moment, too.
     with contextlib.suppress(OSError):
         os.write(lifeline, encode(record))
 

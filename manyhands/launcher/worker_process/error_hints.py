@@ -1,4 +1,4 @@
-"""What to type instead, for errors of torch's that a beginner meets and that do not say so themselves."""
+"""What to type instead, for common errors of torch that do not say so themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLED_WITH_MODEL = re.compile(r"argument '(?:input|self)' \(position 1\) must b
 
 
 def hint_for(error: BaseException) -> str | None:
-    """One sentence, or nothing."""
+    """One sentence, or None."""
     text = str(error)
     if NO_GPU.search(text):
         return (
@@ -38,6 +38,6 @@ def hint_for(error: BaseException) -> str | None:
     if not kinds & {"double", "float64"} or not kinds & {"float", "float32"}:
         return None
     return (
-        "Data and model differ: numpy's numbers are float64, a model's float32. Make the data float32, "
-        'x.astype("float32") or tensor.float(); or have both in float64 by precision="fp64".'
+        "Data and model differ in dtype: numpy's numbers are float64, a model's float32. Make the data float32, "
+        'x.astype("float32") or tensor.float(); or use float64 for both with precision="fp64".'
     )

@@ -1,8 +1,8 @@
-"""Scripts that do not use manyhands: tell their author when N workers do the same work N times.
+"""Scripts that do not use manyhands: warns if N workers do the same work N times.
 
 Two mistakes look like success: a DataLoader without a DistributedSampler gives every rank the same samples, and a
-script that joins nothing is N separate trainings. The chief says so in one line, once. Watching takes the first few
-batches, then it is gone; whatever goes wrong in here is kept from the script. Start reading at `watched`.
+script without a process group is N separate trainings. The chief prints one line, once. Only the first few batches are
+watched; errors in here never reach the script. Start reading at `watched`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from manyhands.launcher.worker_process.import_hooks import after_import
-from manyhands.spec.worker_identity import Seat
+from manyhands.spec.worker_identity import WorkerIdentity
 
 __all__ = ["watched"]
 
 LOADER_MODULE = "torch.utils.data.dataloader"
-# Libraries through which workers meet without torch.distributed.
+# Libraries through which workers communicate without torch.distributed.
 OTHER_MEETINGS = ("mpi4py", "horovod", "jax", "ray", "tensorflow")
 MAX_LOOKS = 20
 MAX_HASHED_BYTES = 2**20
@@ -29,22 +29,22 @@ SAME_SAMPLES = (
     "Give the DataLoader sampler=DistributedSampler(dataset), or let mh.join() cut the batches."
 )
 NOT_JOINED = (
-    "manyhands: nothing joins the {count} workers, so each trains by itself. Use torch.distributed.init_process_group, "
-    "DistributedDataParallel and DistributedSampler; or mh.join()."
+    "manyhands: nothing joins the {count} workers, so each trains separately. Use "
+    "torch.distributed.init_process_group, DistributedDataParallel and DistributedSampler; or mh.join()."
 )
 NEVER_JOINED = (
-    "manyhands: the {count} workers never joined each other; unless the script shares the work out by RANK, each did "
+    "manyhands: the {count} workers never joined each other; unless the script divides the work by RANK, each did "
     "all of it. Use torch.distributed, mh.join() or mh.Trainer, or start it with -n 1."
 )
 
 
 @contextmanager
-def watched(seat: Seat | None) -> Iterator[None]:
+def watched(identity: WorkerIdentity | None) -> Iterator[None]:
     """Around the user's script, in the worker that runs it."""
-    if seat is None or seat.world_size == 1:
+    if identity is None or identity.world_size == 1:
         yield
         return
-    watch = _Watch(seat.rank, seat.world_size)
+    watch = _Watch(identity.rank, identity.world_size)
     after_import(LOADER_MODULE, watch.attach)
     try:
         yield
@@ -56,16 +56,16 @@ def watched(seat: Seat | None) -> Iterator[None]:
 
 
 class _Watch:
-    """Compares the first batch that each rank trains on, through the store of the script's own process group.
+    """Compares the first batch that each rank trains on, through the store of the script's process group.
 
-    A rank asks for its next batch after a step that needed all the others, so by then their first ones are known.
+    A rank gets its next batch after a step that needed all ranks, so by then their first batches are known.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._looks = 0
         self._own: bytes | None = None
-        self._told = False
+        self._has_warned = False
 
     def attach(self, loader_module: Any) -> None:
         kind = getattr(loader_module, "_BaseDataLoaderIter", None)
@@ -86,19 +86,19 @@ class _Watch:
         kind.__next__ = watched_next
 
     def at_end(self) -> None:
-        if not self._told and not _joined():
+        if not self._has_warned and not _joined():
             self._say(NEVER_JOINED.format(count=self._world_size))
 
     def _look(self, batch: Any) -> bool:
-        """Whether there is nothing more to see."""
+        """Whether watching can end."""
         torch = sys.modules["torch"]
         if "manyhands.training.worker.worker" in sys.modules:
             return True
-        if not torch.is_grad_enabled():  # evaluation: every rank may well do all of it
+        if not torch.is_grad_enabled():  # evaluation: every rank may do all of it
             return False
         self._looks += 1
         if not torch.distributed.is_initialized():
-            if self._looks == 2 and not _joined():  # a first look at the data may come before joining
+            if self._looks == 2 and not _joined():  # the script may read one batch before it joins
                 self._say(NOT_JOINED.format(count=self._world_size))
             return self._looks >= 2
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -118,21 +118,21 @@ class _Watch:
         return True
 
     def _say(self, line: str) -> None:
-        self._told = True
+        self._has_warned = True
         if self._rank == 0:
             with suppress(Exception):
                 print(line, file=sys.stderr, flush=True)
 
 
 def _joined() -> bool:
-    """Whether this process ever took part in something with the others, as far as can be seen."""
+    """Whether this process ever joined the others, as far as can be seen."""
     if "manyhands.training.worker.worker" in sys.modules or any(name in sys.modules for name in OTHER_MEETINGS):
         return True
     session = sys.modules.get("manyhands.control.session.session")
     if session is not None and session.was_opened():
         return True
     group = sys.modules.get("torch.distributed.distributed_c10d")
-    # What init_process_group was given stays when the group is destroyed.
+    # The init method is kept when the group is destroyed.
     return group is not None and (group.is_initialized() or group._default_pg_init_method is not None)
 
 

@@ -1,4 +1,4 @@
-"""Do something when the user's code imports a module, and import nothing that it does not."""
+"""Hooks for when the user's code imports a module, without importing anything that it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _num_kept = 0
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Hand the module to `then` as soon as it is there, at once if it is. What `then` raises is kept from the user."""
+    """Call `then` with the module once it is imported, at once if it already is. Errors of `then` are suppressed."""
     if name in sys.modules:
         with suppress(Exception):
             then(sys.modules[name])
@@ -33,10 +33,10 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def import_to_stay(name: str) -> None:
-    """Keep the garbage collector from all that is there once this module is imported, and from its import.
+    """Exclude everything that exists after this module's import from garbage collection, and disable it meanwhile.
 
-    What a large import makes is there to stay, and the collector would look through it again and again. A collector
-    that the user has disabled, or has told what to leave alone, is left as it is.
+    The objects of a large import stay for ever, and the collector would scan them again and again. If the user has
+    disabled the collector, or frozen objects, nothing is changed.
     """
 
     def run(execute: Execute, module: ModuleType) -> None:
@@ -56,12 +56,12 @@ def import_to_stay(name: str) -> None:
 
 
 def num_kept() -> int:
-    """How many objects `import_to_stay` has kept from the collector; if it leaves more alone, somebody else asked."""
+    """How many objects `import_to_stay` has frozen; if more are frozen, the user's code did it."""
     return _num_kept
 
 
 class _OnImport(MetaPathFinder):
-    """Has the code of one module run by `run`, once."""
+    """Runs the code of one module through `run`, once."""
 
     def __init__(self, name: str, run: Callable[[Execute, ModuleType], None]) -> None:
         self._name, self._run = name, run

@@ -28,10 +28,10 @@ KEPT_BYTES = 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed blocks instead of giving them back and faulting the pages in again next step.
+    """Make glibc keep freed blocks instead of returning them and faulting the pages in again next step.
 
-    Gradients are fresh memory every step; without this each costs a page fault per 4 KiB. Workers of a launcher get
-    the same by their environment. False where the C library is not glibc, or another allocator is preloaded.
+    Gradients are new memory every step; without this each costs a page fault per 4 KiB. Workers of a launcher get the
+    same through their environment. False if the C library is not glibc, or another allocator is preloaded.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -41,13 +41,13 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """After something large is done with: weights that shared ones took the place of, or what a checkpoint held."""
+    """After something large is freed: weights replaced by shared ones, or the tensors of a checkpoint."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def choose_threads(asked: int | None, local_workers: int, *, exact: bool) -> int:
-    """Threads per worker: what was asked for; else 1 where bits must not depend on it; else a share of the cores."""
+    """Threads per worker: the setting; else 1 if bits must not depend on it; else a share of the cores."""
     if asked is not None:
         return asked
     if exact:
@@ -56,7 +56,7 @@ def choose_threads(asked: int | None, local_workers: int, *, exact: bool) -> int
 
 
 def make_deterministic() -> None:
-    # What `torch.use_deterministic_algorithms` does, without loading the compiler to tell it: it is told when it comes.
+    # What `torch.use_deterministic_algorithms` does, without loading the compiler, which is configured on import.
     torch.set_deterministic_debug_mode("error")
     after_import("torch._inductor.config", lambda config: setattr(config, "deterministic", True))
     if torch.cuda.is_available():
@@ -64,7 +64,7 @@ def make_deterministic() -> None:
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether this machine has it; the CPU always is."""
+    """Whether this machine has the device; it always has the CPU."""
     if device.type == "cpu":
         return True
     accelerator = torch.accelerator.current_accelerator()
@@ -73,13 +73,13 @@ def is_there(device: torch.device) -> bool:
 
 
 def asked_device(devices: Sequence[str], local_rank: int) -> torch.device:
-    """What one worker of the host was told, whether the machine has it or not. One name is for all of them."""
+    """The device set for one worker of the host, even if the machine does not have it. One name is for all workers."""
     names = [devices] if isinstance(devices, str) else devices
     name = names[local_rank % len(names)]
     try:
         return torch.device(name)
     except (RuntimeError, TypeError) as error:
-        what = f"devices has {name!r}, which is no device of torch's."
+        what = f"devices has {name!r}, which is not a torch device."
         raise SpecError(what, fix=['devices=("cuda:0", "cuda:1")', 'devices=("cpu",)']) from error
 
 

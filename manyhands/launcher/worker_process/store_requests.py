@@ -1,8 +1,8 @@
-"""Tell the agent before the user's code connects to its TCPStore: only then does anything listen at MASTER_PORT.
+"""Asks the agent to open a TCPStore before the user's code connects to it: only then a port listens at MASTER_PORT.
 
-Every way from Python to that store (`init_process_group`, a rendezvous, a store made by hand) goes through the one
-constructor that is wrapped here. Ways that do not, child processes for instance, find it open after a while anyway.
-Start reading at `tell_of_stores`.
+Every Python call that makes such a store (`init_process_group`, a rendezvous, a `TCPStore`) uses the one constructor
+that is wrapped here. Other uses, such as in child processes, find the store open after a while anyway. Start reading
+at `request_before_connecting`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 from manyhands.launcher.worker_process.import_hooks import after_import
 
-__all__ = ["tell_of_stores"]
+__all__ = ["request_before_connecting"]
 
-# The agent listens within milliseconds; on another host as soon as a worker there asks. torch itself goes on trying.
+# The agent listens within milliseconds; on another host as soon as a worker there asks. torch itself keeps retrying.
 OPEN_WITHIN_S = 3.0
 TRY_EVERY_S = 0.01
 
 
-def tell_of_stores(port: int | None, tell: Callable[[], None]) -> None:
-    """From now on, `tell` before this process first connects to a store at `port`, and wait until it is open."""
-    told = False
+def request_before_connecting(port: int | None, request: Callable[[], None]) -> None:
+    """Call `request` before this process first connects to a store at `port`, and wait until it is open."""
+    requested = False
 
     def open_first(host: str, at: int) -> None:
-        nonlocal told
-        if at == port and not told:
-            told = True
-            tell()
+        nonlocal requested
+        if at == port and not requested:
+            requested = True
+            request()
             _wait_until_open(host, at)
 
     def wrap(rendezvous: ModuleType) -> None:
@@ -41,8 +41,8 @@ def tell_of_stores(port: int | None, tell: Callable[[], None]) -> None:
 
         @functools.wraps(construct)
         def construct_when_open(store: Any, *args: Any, **named: Any) -> None:
-            with suppress(Exception):  # of wrong arguments torch complains itself
-                open_first(*_place(*args, **named))
+            with suppress(Exception):  # torch reports wrong arguments itself
+                open_first(*_address(*args, **named))
             construct(store, *args, **named)
 
         kind.__init__ = construct_when_open
@@ -50,13 +50,13 @@ def tell_of_stores(port: int | None, tell: Callable[[], None]) -> None:
     after_import("torch.distributed.rendezvous", wrap)
 
 
-def _place(host_name: str, port: int, *_args: Any, **_named: Any) -> tuple[str, int]:
-    """Where a TCPStore with these arguments is."""
+def _address(host_name: str, port: int, *_args: Any, **_named: Any) -> tuple[str, int]:
+    """The address of a TCPStore with these arguments."""
     return host_name, port
 
 
 def _wait_until_open(host: str, port: int) -> None:
-    """torch would wait for longer than necessary between its first attempts."""
+    """torch would wait longer than necessary between its first attempts."""
     deadline = time.monotonic() + OPEN_WITHIN_S
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((host, port), timeout=OPEN_WITHIN_S):

@@ -1,7 +1,7 @@
-"""How an error came about, told by the lines of the user's own code.
+"""Tracebacks that show the lines of the user's code.
 
-What lies between `trainer.fit` and the user's loss or dataset is of no use to anybody, unless the bug is ours: then
-every line is shown. Nor do lines inside torch help where a line of the user's own called it: that one stands above.
+Frames between `trainer.fit` and the user's loss or dataset help no user, unless the bug is ours: then every line is
+shown. Frames inside torch do not help either if the user's code called it: the line with that call is shown above.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from manyhands.errors import ManyhandsError
 from manyhands.launcher.worker_process.error_hints import hint_for
 
-__all__ = ["OURS", "came_by_here", "told"]
+__all__ = ["OURS", "format_error", "involves_manyhands"]
 
 OURS = str(Path(__file__).parents[2]) + os.sep
 STARTERS = (runpy.__file__, "<frozen runpy>")
 IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
-def told(error: BaseException, *, whole: bool = False) -> str:
-    """As Python prints it, what it came from included, and what to type instead where that is known.
+def format_error(error: BaseException, *, whole: bool = False) -> str:
+    """As Python prints it, with the chain of causes, and what to type instead if that is known.
 
-    `whole`: with every frame, ours and torch's as well.
+    `whole`: with every frame, also those of manyhands and torch.
     """
     shown = traceback.TracebackException.from_exception(error)
     for one in _chain(shown) if not whole else ():
-        from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how it was started is of no use either
+        from_theirs = list(itertools.dropwhile(_is_ours, one.stack))  # how the script was started does not help either
         if from_theirs and (_is_about_their_code(one.exc_type) or not _is_ours(one.stack[-1])):
             from_theirs = [frame for frame in _without_torch(from_theirs) if not _is_ours(frame)]
         one.stack = traceback.StackSummary.from_list(from_theirs or list(one.stack))
@@ -39,8 +39,8 @@ def told(error: BaseException, *, whole: bool = False) -> str:
     return "".join(shown.format()) + (f"  try: {hint}\n" if hint else "")
 
 
-def came_by_here(error: BaseException) -> bool:
-    """Whether any of our lines had a part in it."""
+def involves_manyhands(error: BaseException) -> bool:
+    """Whether a frame of manyhands is in the traceback."""
     whole = traceback.TracebackException.from_exception(error)
     return any(_is_ours(frame) for one in _chain(whole) for frame in one.stack)
 
@@ -57,7 +57,7 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 
 def _without_torch(frames: list[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """Without what torch did for a line of the user's; what it did for a line of ours may be all there is to see."""
+    """Without torch's frames below a line of the user's; below a line of ours they may be all there is to see."""
     called_by_us = False
     for frame in frames:
         if not _is_torch(frame):
@@ -74,5 +74,5 @@ def _is_torch(frame: traceback.FrameSummary) -> bool:
 
 
 def _is_about_their_code(kind: type[BaseException] | None) -> bool:
-    """Errors that say what to change; the root is for bugs of ours."""
+    """Errors that say what to change; the root class is for bugs of ours."""
     return kind is not None and issubclass(kind, ManyhandsError) and kind.exit_code != ManyhandsError.exit_code

@@ -1,8 +1,8 @@
-"""Averaging rules: what several workers' weights, or how far each has moved, become together.
+"""Averaging rules: how the weights of several workers, or their changes, are combined into one vector.
 
-Tensors in, tensors out; who sends them where is `combine_ranks`'s business, and when is `rounds`'. A combining rule
-takes one row per worker and gives one row; rows are added in order, so the same rows give the same bits on every
-machine. An outer rule moves the weights that all agree on. Start reading at `combine`.
+Tensors in, tensors out; `combine_ranks` does the communication, and `rounds` decides when. A combining rule takes one
+flat vector per worker and returns one vector; vectors are added in order, so the same vectors give the same bits on
+every machine. An outer rule moves the agreed weights. Start reading at `combine`.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ __all__ = [
     "weighted_mean",
 ]
 
-# What the authors of DiLoCo found best for its outer step.
+# The best values for the outer step according to the DiLoCo paper.
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
 
 
-def combine(rows: Tensor, rule: Rule, weights: Sequence[float], trim: float = 0.2) -> Tensor:
-    """One row from one per worker. `weights` count for "weighted" alone, `trim` for "trimmed"."""
+def combine(vectors: Tensor, rule: Rule, weights: Sequence[float], trim: float = 0.2) -> Tensor:
+    """One vector from one per worker. Only "weighted" reads `weights`, and only "trimmed" reads `trim`."""
     match rule:
         case "mean":
-            return mean(rows)
+            return mean(vectors)
         case "weighted":
-            return weighted_mean(rows, weights)
+            return weighted_mean(vectors, weights)
         case "median":
-            return median(rows)
+            return median(vectors)
         case "trimmed":
-            return trimmed_mean(rows, trim)
+            return trimmed_mean(vectors, trim)
 
 
-def mean(rows: Tensor) -> Tensor:
-    return weighted_mean(rows, [1.0] * len(rows))
+def mean(vectors: Tensor) -> Tensor:
+    return weighted_mean(vectors, [1.0] * len(vectors))
 
 
-def weighted_mean(rows: Tensor, weights: Sequence[float]) -> Tensor:
-    """A weight of 0 leaves a row out altogether, were it NaN; all of 0 leave nothing to divide by."""
-    counted = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight]
-    assert counted, "nobody has anything to contribute"
-    total = torch.zeros_like(rows[0])
-    for row, weight in counted:
-        total.add_(row, alpha=weight)
+def weighted_mean(vectors: Tensor, weights: Sequence[float]) -> Tensor:
+    """A vector of weight 0 is left out, even if it is NaN. At least one weight must not be 0."""
+    counted = [(vector, weight) for vector, weight in zip(vectors, weights, strict=True) if weight]
+    assert counted, "every weight is 0: no worker contributes to the mean"
+    total = torch.zeros_like(vectors[0])
+    for vector, weight in counted:
+        total.add_(vector, alpha=weight)
     return total.div_(sum(weight for _, weight in counted))
 
 
-def median(rows: Tensor) -> Tensor:
-    """Of each coordinate by itself; of an even number of rows, the mean of the two in the middle."""
-    ordered, middle = rows.sort(dim=0).values, (len(rows) - 1) // 2
-    return mean(ordered[middle : len(rows) - middle])
+def median(vectors: Tensor) -> Tensor:
+    """The median of each coordinate; for an even number of vectors, the mean of the two middle values."""
+    ordered, middle = vectors.sort(dim=0).values, (len(vectors) - 1) // 2
+    return mean(ordered[middle : len(vectors) - middle])
 
 
-def trimmed_mean(rows: Tensor, trim: float) -> Tensor:
-    """Of each coordinate, without the fraction `trim` of its largest and of its smallest values.
+def trimmed_mean(vectors: Tensor, trim: float) -> Tensor:
+    """The mean of each coordinate, without the fraction `trim` of its largest and of its smallest values.
 
-    At least one of each goes, where three rows or more are there: a fraction that rounds to nobody protects nobody.
+    From three vectors on, at least one value is dropped at each end: a fraction that rounds to 0 would not protect.
     """
-    count = min(max(1, int(trim * len(rows))), (len(rows) - 1) // 2)
-    return mean(rows.sort(dim=0).values[count : len(rows) - count])
+    count = min(max(1, int(trim * len(vectors))), (len(vectors) - 1) // 2)
+    return mean(vectors.sort(dim=0).values[count : len(vectors) - count])
 
 
 def nesterov(
     outer: Tensor, delta: Tensor, velocity: Tensor, *, lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM
 ) -> tuple[Tensor, Tensor]:
-    """DiLoCo's outer step, and the velocity after it. `delta` is the mean of (outer - worker's weights).
+    """DiLoCo's outer step: the new outer weights and velocity. `delta` is the mean of (outer - worker's weights).
 
-    With lr=1 and momentum=0 it is the plain mean of the workers' weights.
+    With lr=1 and momentum=0 the result is the plain mean of the workers' weights.
     """
     velocity = velocity * momentum + delta
     return outer - lr * (delta + momentum * velocity), velocity
 
 
 def elastic_center(center: Tensor, delta: Tensor, alpha: float, num_workers: int) -> Tensor:
-    """EASGD's, after all workers have pulled at it by alpha: `delta` is the mean of (center - worker's weights)."""
+    """EASGD's center after every worker has pulled it by alpha. `delta` is the mean of (center - worker's weights)."""
     return center - (alpha * num_workers) * delta
 
 
 def mix(local: Tensor, outer: Tensor, alpha: float) -> Tensor:
-    """What a worker goes on with when combined weights arrive some steps late: `alpha` of its own, the rest of them."""
+    """The worker's new weights when the outer weights arrive some steps late: `alpha` parts local, the rest outer."""
     return alpha * local + (1.0 - alpha) * outer

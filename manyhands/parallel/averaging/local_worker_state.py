@@ -1,7 +1,7 @@
-"""What a worker that trains weights of its own has to itself, as bytes and back: weights, buffers, optimizer states.
+"""The state that differs between workers of local SGD, packed to bytes and back: weights, buffers, optimizer state.
 
-No code travels: tensors as safetensors, numbers as msgpack. States of an optimizer are tensors and numbers by
-parameter; one that keeps anything else is refused before the first step. Start reading at `OwnState`.
+The bytes contain no code: tensors are safetensors, numbers are msgpack. Optimizer state is tensors and numbers per
+parameter; an optimizer that keeps anything else is refused before the first step. Start reading at `LocalWorkerState`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from manyhands.errors import SpecError
 
-__all__ = ["OwnState", "check_optimizer", "load_optimizer", "mean_of_weights", "states_of_optimizer"]
+__all__ = ["LocalWorkerState", "check_optimizer", "load_optimizer", "mean_of_weights", "states_of_optimizer"]
 
 _PLAIN = (bool, int, float, str, type(None))
 States = dict[int, dict[str, Any]]
-"""By the parameter's place in the optimizer."""
+"""By the parameter's index in the optimizer."""
 
 
 class _Bytes(msgspec.Struct):
@@ -30,46 +30,49 @@ class _Bytes(msgspec.Struct):
     extra: dict[str, Any]
 
 
-class OwnState(msgspec.Struct):
+class LocalWorkerState(msgspec.Struct):
     weights: list[Tensor]
-    """Weights and buffers, in the model's order; none where all workers have the same."""
+    """Weights and buffers, in the model's order; empty if all workers have the same ones."""
     optimizer: States
     extra: dict[str, Any] = {}
 
     def pack(self) -> bytes:
-        tensors = {f"w/{place}": one.detach().cpu().contiguous() for place, one in enumerate(self.weights)}
+        tensors = {f"w/{index}": one.detach().cpu().contiguous() for index, one in enumerate(self.weights)}
         numbers: dict[str, Any] = {}
-        for place, values in self.optimizer.items():
+        for index, values in self.optimizer.items():
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    tensors[f"o/{place}/{name}"] = value.detach().cpu().contiguous()
+                    tensors[f"o/{index}/{name}"] = value.detach().cpu().contiguous()
                 else:
-                    numbers[f"{place}/{name}"] = value
+                    numbers[f"{index}/{name}"] = value
         return msgspec.msgpack.encode(_Bytes(save(tensors), numbers, self.extra))
 
     @classmethod
-    def unpack(cls, data: bytes) -> OwnState:
+    def unpack(cls, data: bytes) -> LocalWorkerState:
         packed = msgspec.msgpack.decode(data, type=_Bytes)
         tensors = load(packed.tensors)
         weights = {int(name[2:]): one for name, one in tensors.items() if name.startswith("w/")}
         values = {name[2:]: one for name, one in tensors.items() if name.startswith("o/")} | packed.numbers
         states: States = {}
         for name, value in sorted(values.items()):
-            place, _, key = name.partition("/")
-            states.setdefault(int(place), {})[key] = value
-        return cls([weights[place] for place in sorted(weights)], dict(sorted(states.items())), packed.extra)
+            index, _, key = name.partition("/")
+            states.setdefault(int(index), {})[key] = value
+        return cls([weights[index] for index in sorted(weights)], dict(sorted(states.items())), packed.extra)
 
     def tree(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state as a checkpoint stores it."""
         return {"weights": self.weights, "optimizer": self.optimizer, "extra": self.extra}
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> OwnState:
+    def from_tree(cls, tree: Mapping[str, Any]) -> LocalWorkerState:
         return cls(list(tree["weights"]), dict(tree["optimizer"]), dict(tree["extra"]))
 
 
-def mean_of_weights(states: Sequence[OwnState]) -> list[Tensor]:
-    """For workers that are more, or fewer, than those whose states these are. What is no number is the first one's."""
+def mean_of_weights(states: Sequence[LocalWorkerState]) -> list[Tensor]:
+    """The mean over the workers, for a run that resumes with another number of them.
+
+    Tensors that are not floating point are taken from the first worker.
+    """
     columns = zip(*(state.weights for state in states), strict=True)
     return [
         torch.stack([one.double() for one in column]).mean(0).to(column[0].dtype)
@@ -85,21 +88,21 @@ def states_of_optimizer(optimizer: Optimizer) -> States:
 
 
 def load_optimizer(optimizer: Optimizer, states: States) -> None:
-    """The states alone: settings such as the learning rate stay as they are."""
-    own = {place: {name: _copied(value) for name, value in values.items()} for place, values in states.items()}
+    """Load only the state of the parameters; settings such as the learning rate stay as they are."""
+    own = {index: {name: _copied(value) for name, value in values.items()} for index, values in states.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    kept = [value for values in states_of_optimizer(optimizer).values() for value in values.values()]
-    strange = next((value for value in kept if not isinstance(value, (Tensor, *_PLAIN))), None)
-    if isinstance(optimizer, torch.optim.LBFGS) or strange is not None:
-        keeps = type(strange).__name__ if strange is not None else "list"
+    values_kept = [value for values in states_of_optimizer(optimizer).values() for value in values.values()]
+    unsupported = next((value for value in values_kept if not isinstance(value, (Tensor, *_PLAIN))), None)
+    if isinstance(optimizer, torch.optim.LBFGS) or unsupported is not None:
+        keeps = type(unsupported).__name__ if unsupported is not None else "list"
         raise SpecError(
-            f"Workers that train weights of their own tell each other their optimizers' states, and "
+            f"Local SGD sends optimizer state between workers, and can send tensors and numbers only: "
             f"{type(optimizer).__name__} keeps a {keeps}.",
             where="mh.LocalSGD",
-            fix=["SGD, AdamW, or any other that keeps tensors and numbers", 'strategy="mirrored"'],
+            fix=["SGD, AdamW, or any other optimizer that keeps tensors and numbers", 'strategy="mirrored"'],
         )
 
 

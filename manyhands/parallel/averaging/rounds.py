@@ -1,6 +1,6 @@
-"""When workers average, what, and with whom: plain arithmetic over step numbers, worker numbers and times.
+"""When workers average, which fragments, and in which pairs: arithmetic over step numbers, worker numbers and times.
 
-`step` always counts the steps that are done. No torch, no clock. Start reading at `Rounds`.
+`step` is always the number of finished steps. No torch, no clock. Start reading at `Rounds`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 __all__ = ["Closing", "Downpour", "Quorum", "Rounds", "Rule", "close_round", "fragments_of", "pairs"]
 
 Rule = Literal["mean", "weighted", "median", "trimmed"]
-"""How what workers have becomes one: `averaging_rules` has each."""
+"""How the workers' contributions are combined: `averaging_rules` implements each."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights in `fragments` parts, each averaged once in `every` steps, one after the other over the round.
+    """The weights are cut into `fragments`; each is averaged once in `every` steps, spread evenly over the round.
 
-    What is averaged after step t arrives with step t + `overlap`. Until step `post_local` everything is averaged after
-    every step.
+    An average that begins after step t is applied at the end of step t + `overlap`. Up to step `post_local`, all
+    fragments are averaged after every step.
     """
 
     every: int
@@ -31,7 +31,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     overlap: int = 0
 
     def begins(self, step: int) -> tuple[int, ...]:
-        """The fragments whose average is begun once `step` steps are done."""
+        """The fragments whose averaging begins after `step` finished steps."""
         if step <= 0:
             return ()
         if step <= self.post_local:
@@ -41,45 +41,46 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(p for p, offset in enumerate(offsets) if since >= offset and (since - offset) % self.every == 0)
 
     def ends(self, step: int) -> tuple[int, ...]:
-        """The fragments whose average is applied with the end of step `step`."""
+        """The fragments whose average is applied at the end of step `step`."""
         return self.begins(step - self.overlap)
 
     def closes(self, step: int) -> bool:
-        """Whether a round ends there: nothing is under way, and all that was before it has been averaged."""
+        """Whether a round ends there: no averaging is in progress, and all earlier steps have been averaged."""
         return step <= self.post_local or (step - self.post_local) % self.every == 0
 
 
 class Downpour(msgspec.Struct, frozen=True):
-    """Separate periods for the two ways between a worker and the servers."""
+    """Separate periods for a worker's pulls from and pushes to the servers."""
 
     pull_every: int = 1
     push_every: int = 1
 
     def pulls(self, step: int) -> bool:
-        """Whether fresh weights are asked for before the next step, once `step` are done."""
+        """Whether a worker with `step` finished steps pulls the weights before its next one."""
         return step % self.pull_every == 0
 
 
 def pairs(seed: int, number: int, members: Iterable[int]) -> list[tuple[int, int]]:
-    """Who averages with whom in round `number`; of an odd number of members, one with nobody.
+    """The pairs that average in round `number`; if the number of members is odd, one member has no partner.
 
-    The same for everybody who knows the members, in whatever order. Over the rounds everybody meets everybody.
+    Every rank computes the same pairs, in any order of `members`. Over the rounds each member is paired with each
+    other one.
     """
 
-    def lot(member: int) -> bytes:
+    def draw(member: int) -> bytes:
         return hashlib.blake2s(f"{seed} {number} {member}".encode(), digest_size=8).digest()
 
-    drawn = sorted(members, key=lambda member: (lot(member), member))
+    drawn = sorted(members, key=lambda member: (draw(member), member))
     return list(zip(drawn[::2], drawn[1::2], strict=False))
 
 
 class Quorum(msgspec.Struct, frozen=True, kw_only=True):
-    """When a round closes that does not wait for everybody, and how those who have come are put together."""
+    """When a round closes that does not wait for all workers, and how the contributions that arrived are combined."""
 
     least: int | float
-    """So many workers, or such a part of those who may still come."""
+    """A number of workers, or a fraction of the workers that may still contribute."""
     deadline_s: float
-    """Since the first has come."""
+    """Counted from the first contribution."""
     rule: Rule = "mean"
     trim: float = 0.2
 
@@ -90,18 +91,19 @@ class Quorum(msgspec.Struct, frozen=True, kw_only=True):
 
 class Closing(msgspec.Struct, frozen=True):
     at_s: float
-    """Since the round's begin."""
+    """Counted from the beginning of the round."""
     members: tuple[int, ...]
-    """Whose contributions count, in their order."""
+    """The workers whose contributions count, in ascending order."""
 
 
 def close_round(
     arrived_s: Mapping[int, float], expected: Sequence[int], *, quorum: int, deadline_s: float, now_s: float
 ) -> Closing | None:
-    """Which contributions a round closes with; None: it is open, still.
+    """The contributions with which a round closes; None while it stays open.
 
-    It closes as soon as all are there that are expected; else at the deadline, or as soon after it as `quorum` are
-    there. Whoever comes later belongs to no round. `expected` are those who live: a dead worker is not waited for.
+    A round closes when all `expected` workers have contributed; else at the deadline, or after it as soon as `quorum`
+    workers have. A later contribution belongs to no round. `expected` are the live workers: a round does not wait for
+    a dead one.
     """
     times = sorted((arrived_s[member], member) for member in expected if member in arrived_s)
     if len(times) == len(expected) and times and times[-1][0] <= deadline_s:
@@ -115,18 +117,18 @@ def close_round(
 
 
 def fragments_of(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Parameters, by their place, in `count` fragments of about the same size; those of one module stay together.
+    """Parameter indices in `count` fragments of about the same size; the parameters of one module stay together.
 
-    Modules go, in order, to the fragment that is smallest so far, so that each has parts of all depths of the model.
-    Fewer modules than `count` leave fragments empty.
+    Modules are assigned in order to the smallest fragment so far, so each fragment has modules of all depths of the
+    model. With fewer modules than `count`, some fragments are empty.
     """
     modules: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        modules.setdefault(name.rpartition(".")[0], []).append(place)
+    for index, name in enumerate(names):
+        modules.setdefault(name.rpartition(".")[0], []).append(index)
     fragments: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
-    for places in modules.values():
+    for indices in modules.values():
         smallest = min(range(count), key=lambda fragment: loads[fragment])
-        fragments[smallest] += places
-        loads[smallest] += sum(sizes[place] for place in places)
+        fragments[smallest] += indices
+        loads[smallest] += sum(sizes[index] for index in indices)
     return fragments

@@ -1,4 +1,4 @@
-"""A user's own way to put the slices' gradients together, in place of their sum."""
+"""A user function that combines the gradients of the slices, in place of their sum."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.gradients.network_sum import Gradients, GradientSum, take
+from manyhands.parallel.gradients.gradient_lists import Gradients, take
+from manyhands.parallel.gradients.network_sum import GradientSum
 
-__all__ = ["OwnReduction", "Reduction"]
+__all__ = ["CustomReduction", "Reduction"]
 
 Reduction = Callable[[list[Tensor]], Tensor]
-"""One parameter's gradients, of each slice that has one, in slice order -> what the optimizer sees.
+"""One parameter's gradients, one for each slice that has one, in slice order -> the gradient for the optimizer.
 
-Slices come weighted: their sum is the gradient of the batch's mean.
+The gradients are weighted: their sum is the gradient of the batch's mean loss.
 """
 
 
-class OwnReduction(GradientSum):
-    """Keeps every slice's gradients until the step's end. For one rank, which has all slices."""
+class CustomReduction(GradientSum):
+    """Keeps every slice's gradients until the step ends. For one rank, which has all slices."""
 
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis, reduce: Reduction) -> None:
-        assert axis.size == 1, "with several replicas nobody has all slices"
+        assert axis.size == 1, "with several replicas no rank has all slices"
         super().__init__(params, axis, 0)
         self._reduce = reduce
         self._slices: list[Gradients] = []

@@ -33,5 +33,5 @@ def norm_of(squares: Tensor) -> float:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What a gradient whose global norm is `norm` is multiplied by: less than 1 where it is too long."""
+    """The factor to multiply a gradient of global norm `norm` by: less than 1 where it exceeds `max_norm`."""
     return max_norm / norm if max_norm is not None and norm > max_norm else 1.0

@@ -1,9 +1,9 @@
-"""Gradients of parameters that are divided over ranks: each rank gets the sum of its part, along the slice tree.
+"""Gradients of parameters that are sharded over ranks: each rank gets the sum for its shard, along the slice tree.
 
-Torch's `fully_shard` decides when a block is gathered and when its gradients are ready; how they travel is ours, so
-that sums are those of every other strategy, bit for bit. A rank adds up its own slices and sends once per step, with
-its last pass. All ranks make as many passes: one with fewer slices than others makes some that count for nothing.
-Start reading at `ShardedSum`.
+Torch's `fully_shard` decides when a block is gathered and when its gradients are ready; this module does the
+communication, so that sums are bitwise equal to those of every other strategy. A rank adds up its own slices and sends
+once per step, in its last pass. All ranks run the same number of passes: a rank with fewer slices than others runs
+dummy passes, whose gradients are discarded. Start reading at `ShardedSum`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.comm.axis import Axis, Pending
+from manyhands.comm.axis import Axis
 from manyhands.comm.peer_waits import Waiting
 from manyhands.comm.shared_memory_axis import PlaneAxis
-from manyhands.parallel.gradients.slice_tree import Node, Stack, finish, nodes_of, program
+from manyhands.parallel.gradients.bucket_transfers import reduce_scatter_start
+from manyhands.parallel.gradients.interface import Sum
+from manyhands.parallel.gradients.slice_tree import Node, Stack, nodes_of, program
 
-__all__ = ["Gathering", "GroupSum", "ShardedSum"]
+__all__ = ["FsdpSum", "Gathering", "GroupSum", "ShardedSum"]
 
 
 class Gathering:
-    """How the parts of a block's parameters come together: what torch calls an `AllGather`."""
+    """Gathers the shards of a block's parameters: what torch calls an `AllGather`."""
 
     def __init__(self, axis: Axis, name: str) -> None:
         self._axis, self._name = axis, f"parameters of {name}"
@@ -35,25 +37,22 @@ class Gathering:
         self._axis.all_gather_start(output_tensor, input_tensor, self._name).wait()
 
 
-class ShardedSum:
-    """Of the parameters of one model, with the verbs of `GradientSum`; sums are this rank's parts of them.
+class ShardedSum(Sum):
+    """The sum for the parameters of one model; `finish` leaves this rank's shard of the sums in `.grad`.
 
-    Whatever ranks tell each other besides travels once per step, in `finish`: no rank may wait for another one between
-    two gatherings that the other has yet to come to.
+    Ranks exchange their other reports once per step, in `finish`: a rank that waited for another between two
+    all-gathers, which both have to enter, would deadlock.
     """
 
+    passes_left = 0
+    """How many times backward has yet to run, on every rank, where all run the same number of passes."""
+
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis, network: Callable[[], Axis]) -> None:
-        """`network` is an axis over sockets, for sums that shared memory has no way for."""
+        """`network` is an axis over sockets, for sums that shared memory does not support."""
         self.params, self._axis, self._network = list(params), axis, network
-        self.groups: list[GroupSum] = []
-        self.under_way = GroupSum(self, "nothing")
-        """Whose sum is being made."""
-        self.sharded: list[nn.Parameter] = []
-        """What torch has in place of each parameter, at rest: its gradient comes there first."""
         self.used: set[int] = set()
-        """Places of the parameters that had a gradient on this rank, in this step."""
+        """Indices of the parameters that had a gradient on this rank, in this step."""
         self.bytes_sent = 0
-        self._message, self._room = b"", 0
         self._shares: Sequence[range] | None = None
 
     @property
@@ -61,104 +60,113 @@ class ShardedSum:
         return [self._axis.waiting]
 
     def begin(self, count: int, shares: Sequence[range], name: str) -> None:
-        """Start a step of `count` slices, of which rank r computes `shares[r]`."""
-        self._name, self._passes_left, self.bytes_sent = name, max(map(len, shares)), 0
+        self._name, self.bytes_sent = name, 0
         self.used.clear()
         for param in self.params:
             param.grad = None
-        self._message, self._room = b"", 0
+        self._message, self._message_bytes = b"", 0
         if shares is not self._shares:
             self._shares, nodes = shares, [nodes_of(share, count) for share in shares]
             self.exchange = _exchange(self._axis, self._network, nodes, count)
-        for group in self.groups:
-            group.begin(count)
-
-    @property
-    def passes_left(self) -> int:
-        """How many times backward has yet to run, on every rank."""
-        return self._passes_left
-
-    @property
-    def is_last_pass(self) -> bool:
-        return self._passes_left == 1
 
     def before_backward(self, v: int | None) -> None:
-        """Backward of slice `v` comes next, or with None of one that another rank counts."""
-        assert self._passes_left > 0, "all ranks have agreed on fewer passes"
-        self._used_before = set(self.used)
-        for group in self.groups:
-            group.enter(v)
+        """Backward of slice `v` comes next, or with None a dummy pass."""
 
-    def after_backward(self, v: int | None) -> None:
-        self._passes_left -= 1
-        if v is None:
-            self.used &= self._used_before
-        if self._passes_left:
-            for sharded in self.sharded:
-                sharded.grad = None
+    def after_backward(self, v: int | None) -> None: ...
 
     def finish(self) -> None:
-        """Leave this rank's part of the sum over all slices in `.grad`, None where no slice of any rank had one."""
-        self.under_way.settle()
-        for param, sharded in zip(self.params, self.sharded, strict=True):
-            param.grad, sharded.grad = _local(sharded.grad), None
-        self.bytes_sent = sum(group.bytes_sent for group in self.groups)
-        self._tell_used()
-
-    def _tell_used(self) -> None:
-        """Who had a gradient where, and what ranks tell each other besides; who had none anywhere keeps None."""
-        mask = bytes(place in self.used for place in range(len(self.params)))
-        told = self._axis.all_gather_bytes(f"losses of {self._name}", mask + self._message)
-        self._messages = [one[len(mask) :].ljust(self._room, b"\0") for one in told]
-        for place, param in enumerate(self.params):
-            if not any(one[place] for one in told):
+        """Exchange messages and which parameters had a gradient; where no rank had one, `.grad` becomes None."""
+        mask = bytes(index in self.used for index in range(len(self.params)))
+        reports = self._axis.all_gather_bytes(f"losses of {self._name}", mask + self._message)
+        self._messages = [one[len(mask) :].ljust(self._message_bytes, b"\0") for one in reports]
+        for index, param in enumerate(self.params):
+            if not any(one[index] for one in reports):
                 param.grad = None
 
-    # A message of each rank, which travels with the end of the step.
-
     def can_carry(self, num_bytes: int) -> bool:
-        self._room = num_bytes
+        self._message_bytes = num_bytes
         return True
 
     def carry(self, message: bytes) -> None:
         self._message = message
 
     def carried(self) -> list[bytes]:
-        """Every rank's message, followed by zeros; after `finish`."""
         return self._messages
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """Nothing: no other training may use a sharded model."""
 
-    close = leave
+
+class FsdpSum(ShardedSum):
+    """A sum to which torch passes gradients block by block, while backward runs."""
+
+    def __init__(self, params: Sequence[nn.Parameter], axis: Axis, network: Callable[[], Axis]) -> None:
+        super().__init__(params, axis, network)
+        self.groups: list[GroupSum] = []
+        self.under_way = GroupSum(self, "nothing")
+        """The block whose sum is being computed."""
+        self.sharded: list[nn.Parameter] = []
+        """Torch's sharded parameter for each parameter: torch writes its gradient there first."""
+
+    def begin(self, count: int, shares: Sequence[range], name: str) -> None:
+        super().begin(count, shares, name)
+        self.passes_left = max(map(len, shares))
+        for group in self.groups:
+            group.begin(count)
+
+    @property
+    def is_last_pass(self) -> bool:
+        return self.passes_left == 1
+
+    def before_backward(self, v: int | None) -> None:
+        assert self.passes_left > 0, "all ranks have agreed on fewer passes"
+        self._used_before = set(self.used)
+        for group in self.groups:
+            group.enter(v)
+
+    def after_backward(self, v: int | None) -> None:
+        self.passes_left -= 1
+        if v is None:
+            self.used &= self._used_before
+        if self.passes_left:
+            for sharded in self.sharded:
+                sharded.grad = None
+
+    def finish(self) -> None:
+        self.under_way.settle()
+        for param, sharded in zip(self.params, self.sharded, strict=True):
+            param.grad, sharded.grad = _local(sharded.grad), None
+        self.bytes_sent = sum(group.bytes_sent for group in self.groups)
+        super().finish()
 
 
 def _local(gradient: Any) -> Tensor | None:
-    """This rank's part, in the same memory."""
+    """This rank's shard, in the same memory."""
     return None if gradient is None else gradient.to_local()
 
 
-Exchanged = Callable[[Tensor, list[Tensor], str], Callable[[], None]]
-"""Of where the sum goes, this rank's nodes, each a part for every rank, and a name: starts; the result ends it."""
+Exchange = Callable[[Tensor, list[Tensor], str], Callable[[], object]]
+"""(output, this rank's nodes, each with a part for every rank, name) -> a function that waits for the sum."""
 
 
 class GroupSum:
-    """Of a block's gradients, which torch hands over in one tensor: a part for every rank, one after the other.
+    """Sums a block's gradients, which torch passes in one tensor: a part for every rank, one after the other.
 
-    It is what torch calls a `ReduceScatter`. A block that is used several times in a forward pass comes as often in
-    backward; each such instalment is summed by itself, and torch adds them up.
+    It is what torch calls a `ReduceScatter`. For a block that is used several times in a forward pass, torch calls it
+    as often in backward; each call is a separate sum, and torch adds them up.
     """
 
-    def __init__(self, owner: ShardedSum, name: str) -> None:
+    def __init__(self, owner: FsdpSum, name: str) -> None:
         self._owner, self._name = owner, f"gradients of {name}"
         self.bytes_sent = 0
-        self._end: Callable[[], None] | None = None
+        self._end: Callable[[], object] | None = None
 
     def begin(self, count: int) -> None:
         self._count, self.bytes_sent = count, 0
         self._stacks: list[Stack[Tensor]] = []
 
     def enter(self, v: int | None) -> None:
-        self._slice, self._instalment = v, 0
+        self._slice, self._call_number = v, 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -166,14 +174,14 @@ class GroupSum:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        if self._instalment == len(self._stacks):
+        if self._call_number == len(self._stacks):
             self._stacks.append(Stack(self._count, add=lambda left, right: left.add_(right)))
-        stack = self._stacks[self._instalment]
+        stack = self._stacks[self._call_number]
         if self._slice is not None:
             stack.push(self._slice, input_tensor)
-        self._instalment += 1
+        self._call_number += 1
         if not self._owner.is_last_pass:
-            output_tensor.zero_()  # what torch makes of it is dropped
+            output_tensor.zero_()  # the gradient that torch makes of it is dropped
             return
         self._owner.under_way.settle()  # one at a time: each holds as much as its block
         self._owner.under_way = self
@@ -181,24 +189,24 @@ class GroupSum:
         stack.clear()
         self.bytes_sent += sum(node.nbytes for node in nodes)
         self._end = self._owner.exchange(output_tensor, nodes, self._name)
-        if self._instalment > 1:
+        if self._call_number > 1:
             self.settle()
 
     def settle(self) -> None:
-        """See to it that the sum is there."""
+        """Wait until the sum is complete."""
         end, self._end = self._end, None
         if end is not None:
             end()
 
 
-def _exchange(axis: Axis, network: Callable[[], Axis], nodes: Sequence[Sequence[Node]], count: int) -> Exchanged:
+def _exchange(axis: Axis, network: Callable[[], Axis], nodes: Sequence[Sequence[Node]], count: int) -> Exchange:
     if isinstance(axis, PlaneAxis) and all(len(held) <= 1 for held in nodes):
         return _through_memory(axis, nodes, count)
     return _over_sockets(network(), nodes, count)
 
 
-def _through_memory(axis: PlaneAxis, nodes: Sequence[Sequence[Node]], count: int) -> Exchanged:
-    # A rank without a slice takes part with a node that no sum asks for.
+def _through_memory(axis: PlaneAxis, nodes: Sequence[Sequence[Node]], count: int) -> Exchange:
+    # A rank without a slice contributes a node that the sum does not use.
     steps = program([held[0] if held else (-1, rank) for rank, held in enumerate(nodes)], count)
 
     def start(output: Tensor, held: list[Tensor], name: str) -> Callable[[], None]:
@@ -208,22 +216,9 @@ def _through_memory(axis: PlaneAxis, nodes: Sequence[Sequence[Node]], count: int
     return start
 
 
-def _over_sockets(axis: Axis, nodes: Sequence[Sequence[Node]], count: int) -> Exchanged:
-    mine = len(nodes[axis.rank])
-
-    def start(output: Tensor, held: list[Tensor], name: str) -> Callable[[], None]:
-        part = output.numel()
-        sizes = [len(theirs) * part for theirs in nodes]
-        incoming = output.new_empty(sum(sizes))
-        rows = [row.view(axis.size, part) for row in held[:mine]]
-        outgoing = torch.stack(rows, 1).reshape(-1) if rows else output.new_empty(0)
-        pending = axis.all_to_all_start(incoming, outgoing, sizes, [mine * part] * axis.size, name)
-        return lambda: _sum_into(output, incoming, outgoing, pending)
-
-    def _sum_into(output: Tensor, incoming: Tensor, outgoing: Tensor, pending: Pending) -> None:
-        pending.wait()  # until then what is sent must live, too
-        parts = iter(incoming.view(-1, output.numel()))
-        partials = {node: next(parts) for held in nodes for node in held}
-        output.copy_(finish(partials, count, add=lambda left, right: left.add_(right)))
+def _over_sockets(axis: Axis, nodes: Sequence[Sequence[Node]], count: int) -> Exchange:
+    def start(output: Tensor, held: list[Tensor], name: str) -> Callable[[], Tensor]:
+        end = reduce_scatter_start(axis, held, nodes, count, name)
+        return lambda: output.copy_(end())
 
     return start

@@ -1,9 +1,9 @@
 """The binary tree over slices that every sum follows, as plain arithmetic.
 
 Float addition is not associative, so a sum grouped by worker changes with the number of workers. Ours is grouped by
-this tree, which knows slices only: node (level, k) covers slices [k * 2**level, (k + 1) * 2**level), cut off at the
-number of slices. A worker adds up the largest whole nodes of the slices it has; whoever finishes the sum goes on
-along the same tree. No torch: values are anything that `add(left, right)` can add.
+this tree, which depends on slices only: node (level, k) covers slices [k * 2**level, (k + 1) * 2**level), cut off at
+the number of slices. A worker adds up the largest complete nodes of its slices; the rank that finishes the sum
+continues along the same tree. No torch: values are anything that `add(left, right)` can add.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def nodes_of(slices: range, count: int) -> list[Node]:
 
 
 def most_held(slices: range, count: int) -> int:
-    """How many partial sums, with the slice that comes next, a worker with these slices holds at the most."""
+    """The largest number of partial sums, including the next slice, that a worker with these slices holds at a time."""
     stack: Stack[None] = Stack(count, add=lambda left, right: None)
     most = 0
     for v in slices:
@@ -60,7 +60,7 @@ class Stack(dict[Node, T]):
             if k % 2 and (level, k - 1) in self:
                 value = self._add(self.pop((level, k - 1)), value)
             elif k % 2 or (k + 1) << level < self._count:
-                break  # the sibling is somebody else's, or still to come
+                break  # the sibling belongs to another worker, or is not computed yet
             node = (level + 1, k // 2)
         self[node] = value
 
@@ -81,11 +81,11 @@ def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T], top
 
 
 def program(nodes: Sequence[Node], count: int, top: Node | None = None) -> bytes:
-    """What `finish` does to values that stand in this order, for `native`: postfix, a number pushes, -1 adds."""
-    places = {node: [i] for i, node in enumerate(nodes)}
-    steps = finish(places, count, add=lambda left, right: [*left, *right, -1], top=top)
+    """The additions of `finish` on values in this order, for `native`: postfix, a number pushes, -1 adds."""
+    indices = {node: [i] for i, node in enumerate(nodes)}
+    steps = finish(indices, count, add=lambda left, right: [*left, *right, -1], top=top)
     return struct.pack(f"{len(steps)}i", *steps)
 
 
 ONE = program([root(1)], 1)
-"""The program of a sum that is there already."""
+"""The program of a sum that is already complete."""

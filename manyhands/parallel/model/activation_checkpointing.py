@@ -1,7 +1,7 @@
-"""Activations that are not kept but computed again in backward: less memory for a second forward pass of some layers.
+"""Activation checkpointing: activations are computed again in backward, which saves memory for a second forward pass.
 
-The values are the same to the bit: randomness is put back to where it was, and what the second pass makes of buffers,
-such as batch statistics, is dropped. Names and objects of the model stay as they are. Start reading at `recompute`.
+The values are bitwise the same: random states are restored for the second pass, and its changes to buffers, such as
+batch statistics, are dropped. Names and objects of the model stay as they are. Start reading at `recompute`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["recompute", "recomputing"]
 
 
 def recompute(model: nn.Module, which: str | tuple[str, ...], where: str) -> list[str]:
-    """Keep nothing but the inputs of these layers: "blocks", or patterns of names. Their names. Twice is as once."""
+    """Keep only the inputs of these layers: "blocks", or patterns of names. Returns their names. Idempotent."""
     patterns = (which,) if isinstance(which, str) else tuple(which) if isinstance(which, tuple | list) else ()
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         fix = ['recompute="blocks"', 'recompute=("layers.*",), patterns of names']
@@ -30,13 +30,13 @@ def recompute(model: nn.Module, which: str | tuple[str, ...], where: str) -> lis
     chosen = _repeated_blocks(model) if which == "blocks" else matching(model, patterns, where)
     for module in chosen.values():
         if not hasattr(module.forward, "is_computed_again"):
-            module.forward = _again(module, module.forward)
+            module.forward = _checkpointed(module, module.forward)
     return list(chosen)
 
 
 @contextmanager
 def recomputing(model: nn.Module, which: str | tuple[str, ...], where: str) -> Iterator[int]:
-    """The same for as long as one looks what it saves; of so many layers."""
+    """The same inside a `with` block, to measure what it saves; yields the number of layers."""
     before = {id(module): module.__dict__.get("forward") for module in model.modules()}
     names = recompute(model, which, where)
     try:
@@ -49,9 +49,9 @@ def recomputing(model: nn.Module, which: str | tuple[str, ...], where: str) -> I
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost of those that are one of several alike; what holds nearly all of a model saves nothing as a whole.
+    """The outermost blocks that have siblings of the same type: a block with nearly the whole model would save nothing.
 
-    Blocks within a block are computed again with it, and not once more by themselves.
+    Blocks within a chosen block are computed again with it, and not a second time on their own.
     """
     blocks, chosen = blocks_of(model), dict[str, nn.Module]()
     for name, block in reversed(blocks.items()):  # outer ones first
@@ -67,7 +67,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _again(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -81,17 +81,17 @@ def _again(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _buffers_aside(module)
+    return nullcontext(), _copied_buffers(module)
 
 
 @contextmanager
-def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """The second pass writes to copies. Not to the buffers and back: autograd would find them changed."""
-    kept = [(one, name, buffer) for one in module.modules() for name, buffer in one._buffers.items()]
-    for one, name, buffer in kept:
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """The second pass writes to copies. Restoring the buffers afterwards would not do: autograd detects the writes."""
+    originals = [(one, name, buffer) for one in module.modules() for name, buffer in one._buffers.items()]
+    for one, name, buffer in originals:
         one._buffers[name] = buffer.clone() if buffer is not None else None
     try:
         yield
     finally:
-        for one, name, buffer in kept:
+        for one, name, buffer in originals:
             one._buffers[name] = buffer

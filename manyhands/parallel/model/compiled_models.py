@@ -1,8 +1,8 @@
-"""Models that `torch.compile` has wrapped, where a strategy divides them.
+"""Models wrapped by `torch.compile`, under a strategy that partitions them.
 
-A stage of a pipeline runs the model's blocks one by one, and divided layers exchange tensors while they compute:
-neither can use a graph of the whole. torch would break such a graph at every exchange, compile the pieces between for a
-minute and warn of each. So the model runs as it was written; blocks that are compiled each by itself stay so.
+A pipeline stage runs the model's blocks one by one, and tensor-parallel layers communicate while they compute: neither
+can use a graph of the whole model. torch would break such a graph at every collective, compile the pieces for a minute
+and warn about each. So the model runs uncompiled; blocks that are compiled one by one stay compiled.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _WRAPPED = "_orig_mod"
 
 
 def as_written(model: nn.Module) -> nn.Module:
-    """The module inside, of one that is compiled as a whole; any other itself."""
+    """The original module of one that is compiled as a whole; any other module as it is."""
     found = getattr(model, _WRAPPED, model)
     return found if isinstance(found, nn.Module) else model
 
 
 def uncompile_(model: nn.Module) -> list[str]:
-    """Have every layer run as it was written. Returns the names of those that were compiled."""
+    """Make every layer run uncompiled. Returns the names of the layers that were compiled."""
     found = []
     for name, parent in list(model.named_modules()):
         if getattr(parent, "_compiled_call_impl", None) is not None:  # by its method `compile`

@@ -1,7 +1,7 @@
-"""Which layers of a model are its blocks: what is gathered, or computed again, as one.
+"""Which layers of a model are its blocks: the units that are gathered, or recomputed, as a whole.
 
-Members of `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict` are blocks, which is what layers of transformers and
-stages of convolutional networks are. Pure: it reads a model and changes nothing. Start reading at `blocks_of`.
+Members of `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict` are blocks, such as the layers of transformers and the
+stages of convolutional networks. It reads a model and changes nothing. Start reading at `blocks_of`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from manyhands.errors import SpecError
 
 __all__ = ["blocks_of", "matching"]
 
-# Fewer elements travel with those of the layer around them: a collective of their own takes longer than they do.
+# Smaller blocks are gathered with the layer around them: a separate collective would take longer than its transfer.
 LEAST_NUMEL = 2**12
-# A block with more than this part of all elements is looked into: it would be gathered whole.
+# A block with more than this fraction of all elements is searched for smaller blocks: it would be gathered whole.
 LARGEST_PART = 0.25
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks by name, inner ones before those that they are in. Who shares a parameter with others is none."""
+    """Blocks by name, inner blocks before outer ones. A module that shares a parameter with another is no block."""
     total = _numel(model)
     uses = Counter(
         id(param) for module in model.modules() for param in module._parameters.values() if param is not None
     )
     found = dict(_candidates(model, "", LARGEST_PART * total))
-    return {name: block for name, block in found.items() if _numel(block) >= LEAST_NUMEL and _is_apart(block, uses)}
+    return {name: block for name, block in found.items() if _numel(block) >= LEAST_NUMEL and _has_no_ties(block, uses)}
 
 
 def _candidates(module: nn.Module, prefix: str, largest: float) -> Iterator[tuple[str, nn.Module]]:
@@ -42,8 +42,8 @@ def _candidates(module: nn.Module, prefix: str, largest: float) -> Iterator[tupl
             yield full, child
 
 
-def _is_apart(block: nn.Module, uses: Counter[int]) -> bool:
-    """Whether all of its parameters are its own."""
+def _has_no_ties(block: nn.Module, uses: Counter[int]) -> bool:
+    """Whether no module outside uses any of its parameters."""
     inside = Counter(
         id(param) for module in block.modules() for param in module._parameters.values() if param is not None
     )
@@ -55,7 +55,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def matching(model: nn.Module, patterns: tuple[str, ...], where: str) -> dict[str, nn.Module]:
-    """Modules by name, as patterns such as "encoder.layers.*" name them; of one within another, the outer."""
+    """Modules whose names match patterns such as "encoder.layers.*"; of one within another, the outer."""
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
         named = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}

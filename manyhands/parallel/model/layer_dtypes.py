@@ -1,7 +1,7 @@
-"""Layers that compute in a type of their own, chosen by patterns of their names.
+"""Per-layer dtypes, chosen by patterns of layer names.
 
-A layer that is named keeps its weights in that type, takes its inputs in it, whatever the run's precision is, and gives
-its outputs back in the type that it was given. Start reading at `set_dtypes_`.
+A chosen layer keeps its weights in its dtype, casts its inputs to it for any precision of the run, and casts its
+outputs back to the dtype of its inputs. Start reading at `set_dtypes_`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def set_dtypes_(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """Have the layers that a pattern names compute in its type; which those are. Of two patterns the last one wins."""
-    own = own_names(name for name, _ in model.named_modules())  # of a compiled layer the original, which is inside
+    """Make the layers that match a pattern compute in its dtype, and return them. The last matching pattern wins."""
+    own = own_names(name for name, _ in model.named_modules())  # for a compiled layer, the original inside it
     names = [name for name in own if name]
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
@@ -42,7 +42,7 @@ def set_dtypes_(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]
 
 
 def _outermost(chosen: Mapping[str, str]) -> list[str]:
-    """Without layers inside one of the same type: they are in it anyway."""
+    """Without layers inside a layer of the same dtype, which casts for them."""
 
     def is_inside(name: str) -> bool:
         above = [other for other in chosen if name.startswith(f"{other}.")]

@@ -1,4 +1,4 @@
-"""One optimizer per part of a model, seen as one: a stage, or a branch, may be trained by rules of its own."""
+"""One optimizer per part of a model, combined into one: each stage or branch may have a different optimizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["SeveralOptimizers", "divide_parameters"]
 
 
 def divide_parameters(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters below each of these modules; the deepest one that is named has them.
+    """The trained parameters below each of these modules; a parameter belongs to the deepest named module above it.
 
-    Every trained parameter must be below one of them. One that is tied belongs where it is first.
+    Every trained parameter must be below one of them. A tied parameter belongs to its first name.
     """
     names = [name for own, _ in model.named_modules() if (name := plain_name(own))]
     for part in parts:
@@ -45,12 +45,12 @@ def divide_parameters(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, l
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizers of different parts of one model. Their groups and states are its own, as a scheduler sees them."""
+    """Optimizers of different parts of one model. To a scheduler, their groups and state are those of this one."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
         super().__init__([group for one in self.optimizers.values() for group in one.param_groups], {})
-        # Not copies of theirs: what a scheduler sets here, they see.
+        # The same dicts, not copies: values that a scheduler sets here are set in the optimizers.
         self.param_groups = [group for one in self.optimizers.values() for group in one.param_groups]
 
     @property
@@ -60,7 +60,7 @@ class SeveralOptimizers(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch sets an empty one to begin with."""
+        """Ignored: torch sets an empty state in `__init__`."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for one in self.optimizers.values():

@@ -2,7 +2,7 @@
 
 Parameters stay fp32 (they are the master weights); autocast chooses the type of each operation. Small fp16 gradients
 would underflow to zero, so the loss is multiplied by a scale before backward and the sum divided by it after; a step
-with an overflow is skipped on every rank alike, because all of them look at the same sum.
+with an overflow is skipped on every rank, because all ranks check the same sum.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 __all__ = ["LossScale", "Precision", "fp16_slowdown"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-_AS_IT_IS = nullcontext()
+_NO_AUTOCAST = nullcontext()
 
 
 class Precision:
-    """How forward passes run: "fp32", "bf16" or "fp16"; with "fp64", model and data are in it already."""
+    """The precision of forward passes: "fp32", "bf16" or "fp16"; with "fp64", model and data are fp64 already."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
@@ -30,7 +30,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.name in ("fp32", "fp64"):
-            return _AS_IT_IS
+            return _NO_AUTOCAST
         return torch.autocast(self._device.type, dtype=self.dtype)
 
 
@@ -44,11 +44,11 @@ class LossScale:
     def __init__(self) -> None:
         self.value, self.good_steps = 2.0**16, 0
         self.skipped = 0
-        """Steps in a row that overflowed, as far as this process knows."""
+        """Consecutive steps that overflowed since this process started."""
 
     @property
     def is_hopeless(self) -> bool:
-        """No scale will do."""
+        """Whether so many steps in a row overflowed that no scale will help."""
         return self.skipped >= self.MOST_SKIPPED
 
     def update(self, *, overflow: bool) -> None:

@@ -1,4 +1,4 @@
-"""Values in trees: tuples, lists and dicts, as torch has them, and dataclasses of the user's."""
+"""Trees of values: tuples, lists and dicts, as in torch, and the user's dataclasses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["tree_flatten"]
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """As torch's, which from then on looks into every dataclass that was met here, too."""
+    """Like torch's, but also flattens dataclasses: each class found is registered with torch for good."""
     leaves, spec = pytree.tree_flatten(value)
     unknown = {type(leaf) for leaf in leaves if _can_be_opened(leaf)}
     if not unknown:
@@ -24,7 +24,7 @@ def tree_flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _can_be_opened(leaf: Any) -> bool:
-    """An instance that can be made again from what it holds."""
+    """Whether it is a dataclass instance that can be constructed again from its fields."""
     return (
         dataclasses.is_dataclass(leaf)
         and not isinstance(leaf, type)

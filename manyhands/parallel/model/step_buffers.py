@@ -1,11 +1,11 @@
-"""What a forward pass changes besides gradients: batch statistics and other buffers, made independent of who ran it.
+"""What a forward pass changes: batch statistics and other buffers, with results that do not depend on the rank.
 
-Every slice starts from the step's buffers. Batch statistics are replayed in slice order, as if one process had seen
-one slice after the other; any other changed buffer takes slice 0's value. Parameters without gradient that a forward
-pass changes (Keras keeps its moving averages so) count as buffers.
+Every slice starts with the step's buffers. Batch statistics are replayed in slice order, as if one process had computed
+one slice after the other; any other changed buffer gets slice 0's value. Parameters without gradient that a forward
+pass changes (as Keras' moving averages are) count as buffers.
 
 Per step: `begin`; per slice `enter` before its forward, `leave` after it (which returns the slice's contribution as
-one flat tensor, for the exchange) and `put_back` after its backward; then `commit` with everybody's contributions.
+one flat tensor, for the exchange) and `put_back` after its backward; then `commit` with the contributions of all ranks.
 Start reading at `StepBuffers`.
 """
 
@@ -35,23 +35,23 @@ class NormLayer:
     averages: tuple[Tensor, ...]
     keep: float | None
     calls: Tensor | None
-    """The layer's own call counter; without one, every write to the first average is one call."""
+    """The layer's call counter; without one, every write to the first average counts as one call."""
 
 
 @dataclass(frozen=True)
 class ForeignState:
-    """State that a library other than torch keeps in a model, found by whoever knows that library."""
+    """State that a library other than torch keeps in a model; the integration of that library fills it in."""
 
     norms: tuple[NormLayer, ...] = ()
     seeds: tuple[Tensor, ...] = ()
-    """States of the model's own generators. They are no buffers: `in_slice` sets them and puts them back."""
+    """States of the model's random generators. They are not buffers: `in_slice` sets and restores them."""
     divided: tuple[Tensor, ...] = ()
-    """Frozen parameters of which a rank has a part between steps: no forward pass changes them."""
+    """Frozen parameters that are sharded between steps: no forward pass changes them."""
     in_slice: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Open during the forward pass of a slice, inside its randomness."""
+    """Entered around the forward pass of a slice, inside its randomness."""
     out_of_slice: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Open inside of that, for a forward pass that belongs to no slice: in the mode that the modules are in, and
-    generators are put back afterwards."""
+    """Entered inside of that for a forward pass that belongs to no slice: it runs in the mode that the modules are in,
+    and generators are restored afterwards."""
 
 
 def norm_layers(model: nn.Module) -> list[NormLayer]:
@@ -66,14 +66,14 @@ def norm_layers(model: nn.Module) -> list[NormLayer]:
 
 
 def changing_state(model: nn.Module, trained: Collection[Tensor]) -> list[Tensor]:
-    """Everything that a forward pass may change: buffers, and parameters that are not trained and not large."""
+    """Every tensor that a forward pass may change: buffers, and parameters that are not trained and not large."""
     known = {id(param) for param in trained}
     frozen = [one for one in model.parameters() if id(one) not in known and one.numel() <= MAX_SHADOW_NUMEL]
     return [*model.buffers(), *frozen]
 
 
 class StepBuffers:
-    """Holds the step's buffers and puts the slices' changes together.
+    """Keeps the step's buffers and combines the slices' changes.
 
     After `commit`, buffers are bitwise equal on every rank and do not depend on which rank ran which slice. With one
     rank and one slice in the step nothing is copied or replayed: the forward pass has already left the right values.
@@ -83,7 +83,7 @@ class StepBuffers:
         foreign = foreign or ForeignState()
         self._layers = [*norm_layers(model), *foreign.norms]
         statistics = {id(t) for layer in self._layers for t in (*layer.averages, layer.calls) if t is not None}
-        self._others = _Others(model, statistics | {id(one) for one in (*foreign.seeds, *foreign.divided)})
+        self._others = _OtherBuffers(model, statistics | {id(one) for one in (*foreign.seeds, *foreign.divided)})
         self._averages = [t for layer in self._layers for t in layer.averages]
         self._owner = torch.tensor(
             [i for i, layer in enumerate(self._layers) for t in layer.averages for _ in range(t.numel())],
@@ -96,54 +96,54 @@ class StepBuffers:
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
-        """Moving averages: what layers write in forward, and do not look at in backward."""
+        """Moving averages: layers write them in forward and do not read them in backward."""
         return tuple(self._averages)
 
     def begin(self, num_slices: int, num_ranks: int = 1) -> None:
-        self._alone, self._is_in_step = num_slices == num_ranks == 1, True
-        if not self._alone:
+        self._is_single, self._is_in_step = num_slices == num_ranks == 1, True
+        if not self._is_single:
             self._versions = [t._version for t in self._averages]
             self._start, self._start_calls = self._read()
             self._others.begin()
 
     def refresh(self) -> None:
-        """Buffers have other values now, from outside."""
+        """Take over the buffers' values, which were changed from outside."""
         self._others.refresh()
 
     @property
     def numel(self) -> int:
         """Length of one slice's contribution to this step."""
-        return 0 if self._alone else self.most_numel
+        return 0 if self._is_single else self.most_numel
 
     @property
     def most_numel(self) -> int:
-        """The same of a step that is not computed alone."""
+        """The same for a step with several slices or ranks."""
         return len(self._owner) + len(self._layers)
 
     def enter(self, v: int) -> None:
-        if self._alone:
+        if self._is_single:
             return
         self._versions = [t._version for t in self._averages]
         self._others.enter()
 
     def leave(self, v: int) -> Tensor:
-        """What slice `v` made of the statistics: averages and calls, as fp64."""
-        if self._alone:
+        """The statistics after slice `v`: averages and calls, as fp64."""
+        if self._is_single:
             return self._nothing
         self._others.leave(v)
         averages, calls = self._read()
         return torch.cat([averages, calls - self._start_calls])
 
     def apart(self, contribution: Tensor) -> Tensor:
-        """The same for whoever replays it on other buffers than those of this step: what its calls added."""
-        if self._alone or not self._layers:
+        """The contribution relative to this step's buffers, to replay it on others: what its calls added."""
+        if self._is_single or not self._layers:
             return contribution
         after, made = contribution[: len(self._owner)], contribution[len(self._owner) :]
         return torch.cat([self._added(after, made), made])
 
     def united(self, earlier: Tensor, later: Tensor) -> Tensor:
-        """Two contributions of one slice, which went through different layers."""
-        if self._alone:
+        """One contribution from two of the same slice, through different layers."""
+        if self._is_single:
             return self._nothing
         size = len(self._owner)
         touched = later[size:] > 0
@@ -151,7 +151,7 @@ class StepBuffers:
         return torch.cat([averages, earlier[size:] + later[size:]])
 
     def joined(self, contributions: Sequence[Tensor]) -> Tensor:
-        """Those of several slices, as `apart` made them, as if one had made them all, one after the other."""
+        """One relative contribution from those of several slices, as if one slice had made all the calls."""
         total, numel = contributions[0], len(self._owner)
         for later in contributions[1:]:
             calls = later[numel:]
@@ -160,21 +160,21 @@ class StepBuffers:
         return total
 
     def put_back(self) -> None:
-        """Back to the step's own values. After backward, which may still need what forward left."""
-        if not self._alone:
+        """Restore the step's values. Called after backward, which may still need the values that forward left."""
+        if not self._is_single:
             self._write(self._start, self._start_calls)
             self._others.put_back()
 
     def drop(self) -> None:
-        """The same wherever the step was left: in the middle of a slice, or between two. Outside of a step, nothing."""
-        if self._is_in_step and not self._alone:
+        """The same at any point of a step: in the middle of a slice, or between two. Outside of a step, do nothing."""
+        if self._is_in_step and not self._is_single:
             self._write(self._start, self._start_calls)
             self._others.drop()
 
     def commit(self, contributions: Sequence[Tensor], *, apart: bool = False) -> None:
-        """Replay every slice's contribution, in slice order; with `apart`, as `apart` made them. The step's end."""
+        """End the step: replay every slice's contribution in slice order; `apart` if they are relative ones."""
         self._is_in_step = False
-        if self._alone or not self._layers:
+        if self._is_single or not self._layers:
             return
         averages, calls = self._start, self._start_calls
         for contribution in contributions:
@@ -183,7 +183,7 @@ class StepBuffers:
 
     def first_changes(self) -> bytes:
         """Buffers other than statistics that slice 0 changed, for the ranks that did not run it; empty if none."""
-        return b"" if self._alone else self._others.pack()
+        return b"" if self._is_single else self._others.pack()
 
     def apply_first_changes(self, data: bytes) -> None:
         if data:
@@ -197,7 +197,7 @@ class StepBuffers:
         return self._add(averages, calls, torch.cat([self._added(after, made), made]))
 
     def _added(self, after: Tensor, made: Tensor) -> Tensor:
-        """What a slice's calls, which began with the step's own averages, added to them."""
+        """What a slice's calls, which started with the step's averages, added to them."""
         keep, scale = self._factors(self._start_calls, made)
         return (after - keep[self._owner] * self._start) / scale[self._owner]
 
@@ -242,29 +242,29 @@ class StepBuffers:
         self._versions = [t._version for t in self._averages]
 
 
-class _Others:
+class _OtherBuffers:
     """Every buffer and frozen parameter that is not a batch statistic, with a copy of its value at the step's start."""
 
     def __init__(self, model: nn.Module, statistics: set[int]) -> None:
-        self._places: list[tuple[nn.Module, str, str]] = []
+        self._entries: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set(statistics)
         for prefix, module in model.named_modules():
             for name, tensor in [*module._buffers.items(), *module._parameters.items()]:
                 if tensor is None or id(tensor) in seen or tensor.requires_grad:
                     continue
                 seen.add(id(tensor))
-                self._places.append((module, name, f"{prefix}.{name}" if prefix else name))
+                self._entries.append((module, name, f"{prefix}.{name}" if prefix else name))
         self.refresh()
         self._from_first: dict[str, Tensor] = {}
 
     def refresh(self) -> None:
-        self._shadows = [self._shadow(self._get(i)) for i in range(len(self._places))]
+        self._shadows = [self._shadow(self._get(i)) for i in range(len(self._entries))]
 
     def begin(self) -> None:
         self._from_first = {}
 
     def enter(self) -> None:
-        self._before = [self._get(i) for i in range(len(self._places))]
+        self._before = [self._get(i) for i in range(len(self._entries))]
         self._versions = [tensor._version for tensor in self._before]
 
     def leave(self, v: int) -> None:
@@ -276,7 +276,7 @@ class _Others:
         for i in self._changed:
             if self._shadows[i] is None:
                 raise TrainingFailed(
-                    f"{self._places[i][2]} has no gradient, {self._get(i).numel()} elements, and changed in forward.",
+                    f"{self._entries[i][2]} has no gradient, {self._get(i).numel()} elements, and changed in forward.",
                     fix=["keep such state in a buffer: register_buffer(...)", "slices=1, which needs no copy of it"],
                 )
         if v == 0:
@@ -303,7 +303,7 @@ class _Others:
             self._shadows[i] = self._get(i).detach().clone()
 
     def _get(self, i: int) -> Tensor:
-        module, name, _ = self._places[i]
+        module, name, _ = self._entries[i]
         tensor = module._buffers[name] if name in module._buffers else module._parameters[name]
         assert tensor is not None
         return tensor
@@ -314,7 +314,7 @@ class _Others:
             if tensor.shape == value.shape and tensor.dtype == value.dtype:
                 tensor.copy_(value)
             else:
-                module, name, _ = self._places[i]
+                module, name, _ = self._entries[i]
                 module._buffers[name] = value.clone()
 
     def _shadow(self, tensor: Tensor) -> Tensor | None:

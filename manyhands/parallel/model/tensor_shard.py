@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank has, where a model is divided over several: ranges of some of its dims.
+"""Which shard of a tensor a rank of a sharded model has: ranges of some of its dims.
 
-A share says where its values lie in the whole, so a checkpoint holds whole tensors whatever the layout was, and every
-layout can be made of them. Pure: who sends what to whom is others' business. Start reading at `Share`.
+A shard knows where its values are in the whole tensor, so a checkpoint contains whole tensors for any layout, and can
+be loaded with any other. Pure arithmetic: no communication. Start reading at `TensorShard`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["Share", "even_ranges"]
+__all__ = ["TensorShard", "even_ranges"]
 
 Range = tuple[int, int]
-"""From, and up to but not with."""
+"""Start, and end (exclusive)."""
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What a rank has of a tensor whose whole has `shape`: of each dim in `cuts` these ranges, one after the other."""
+class TensorShard(msgspec.Struct, frozen=True):
+    """A rank's shard of a tensor that has `shape` as a whole: along each dim in `cuts`, these ranges concatenated."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, tuple[Range, ...]], ...] = ()
-    """In the order of the dims; a dim that is not named is there in full."""
+    """In the order of the dims; a dim that is not listed is not sharded."""
 
     @property
     def is_whole(self) -> bool:
@@ -32,56 +32,56 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what this rank has."""
+        """The shape of this shard."""
         sizes = list(self.shape)
         for dim, ranges in self.cuts:
             sizes[dim] = sum(stop - start for start, stop in ranges)
         return tuple(sizes)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is a whole to cut this out of; some of an optimizer's states are not, such as counts."""
+        """Whether it is a whole tensor that can be sharded so; some optimizer state, such as counts, is not."""
         return tuple(tensor.shape) == self.shape
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """This share of the whole, in memory of its own."""
+        """This shard of the whole tensor, as a copy."""
         for dim, ranges in self.cuts:
             tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
         return tensor.clone() if self.is_whole else tensor.contiguous()
 
     def paste_(self, tensor: Tensor, part: Tensor) -> None:
-        """Write this share's values to their place in the whole."""
+        """Write this shard's values to their positions in the whole tensor."""
         for target, source in self._blocks():
             tensor[target].copy_(part[source])
 
-    def within(self, outer: Share) -> Share:
-        """The same share of the whole that `outer` is a share of, for one that was cut out of what `outer` is."""
-        assert self.shape == outer.local_shape, "cut out of something else"
+    def within(self, outer: TensorShard) -> TensorShard:
+        """For a shard of `outer`'s local tensor: the same values as a shard of the whole tensor."""
+        assert self.shape == outer.local_shape, "this is not a shard of the outer shard's local tensor"
         cuts = dict(outer.cuts)
         for dim, ranges in self.cuts:
-            cuts[dim] = tuple(_looked_up(ranges, cuts.get(dim, ((0, outer.shape[dim]),)))) or ((0, 0),)
-        return Share(outer.shape, tuple(sorted(cuts.items())))
+            cuts[dim] = tuple(_in_outer(ranges, cuts.get(dim, ((0, outer.shape[dim]),)))) or ((0, 0),)
+        return TensorShard(outer.shape, tuple(sorted(cuts.items())))
 
     def _blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Each rectangle of the share: where it is in the whole, and in the part."""
+        """Each rectangle of the shard: its position in the whole tensor, and in the shard."""
         per_dim = [[(slice(None), slice(None))] for _ in self.shape]
         for dim, ranges in self.cuts:
-            per_dim[dim] = list(_placed(ranges))
+            per_dim[dim] = list(_slice_pairs(ranges))
         for combination in product(*per_dim):
-            yield tuple(place for place, _ in combination), tuple(own for _, own in combination)
+            yield tuple(target for target, _ in combination), tuple(own for _, own in combination)
 
 
-def whole(tensor: Tensor) -> Share:
-    return Share(tuple(tensor.shape))
+def whole(tensor: Tensor) -> TensorShard:
+    return TensorShard(tuple(tensor.shape))
 
 
 def even_ranges(size: int, parts: int) -> list[Range]:
-    """As `torch.chunk` cuts it, but for empty parts at the end, which are there: all but the last of one size."""
+    """Like `torch.chunk`, all but the last of one size, but including empty parts at the end."""
     step = -(-size // parts)
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
 
 
-def _looked_up(ranges: Sequence[Range], outer: Sequence[Range]) -> Iterator[Range]:
-    """Where these ranges of what lies in `outer`, one after the other, are in the whole."""
+def _in_outer(ranges: Sequence[Range], outer: Sequence[Range]) -> Iterator[Range]:
+    """Positions in the whole of these ranges, which count over the concatenated ranges of `outer`."""
     for start, stop in ranges:
         begin = 0
         for first, last in outer:
@@ -91,7 +91,7 @@ def _looked_up(ranges: Sequence[Range], outer: Sequence[Range]) -> Iterator[Rang
             begin += last - first
 
 
-def _placed(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
+def _slice_pairs(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
     begin = 0
     for start, stop in ranges:
         yield slice(start, stop), slice(begin, begin + stop - start)

@@ -1,4 +1,4 @@
-"""Which of a model's modules are in training mode: the user decides, and an evaluation leaves it as it was."""
+"""Which of a model's modules are in training mode: the user decides, and an evaluation does not change it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["begin_training_", "copy_modes_", "keeping_modes"]
 
 
 def begin_training_(model: nn.Module) -> list[str]:
-    """Training mode, but for modules that the user has put into evaluation mode: these stay there.
+    """Set training mode, except for modules that the user has set to evaluation mode.
 
-    A model that is in evaluation mode as a whole, as it comes from a library or an evaluation, is trained as a whole.
-    Returns the names of modules that stay and have parameters to train: that may be an oversight.
+    A model that is entirely in evaluation mode, as a library or an evaluation returns it, is set to training mode
+    entirely. Returns the names of modules that stay in evaluation mode and have parameters to train: this may be a
+    mistake of the user.
     """
     if not any(module.training for module in model.modules()):
         model.train()
@@ -31,14 +32,14 @@ def _topmost_evaluated(name: str, module: nn.Module) -> Iterator[tuple[str, nn.M
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """A layer of batch statistics alone is put into evaluation mode on purpose, whether its scale is trained or not."""
+    """A batch-norm layer is set to evaluation mode on purpose, whether its scale is trained or not."""
     kinds = [one for one in module.modules() if not isinstance(one, nn.modules.batchnorm._BatchNorm)]
     return any(param.requires_grad for one in kinds for param in one.parameters(recurse=False))
 
 
 @contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Every module has the mode it has now again afterwards."""
+    """Restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -48,7 +49,7 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
 
 
 def copy_modes_(target: nn.Module, source: nn.Module) -> None:
-    """To a copy of the same model."""
+    """Copy the modes to a copy of the same model."""
     modes = {name: module.training for name, module in source.named_modules()}
     for name, module in target.named_modules():
         module.training = modes.get(name, source.training)

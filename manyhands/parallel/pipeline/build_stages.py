@@ -1,6 +1,6 @@
-"""From a model to its stages: blocks, what they cost, where to cut.
+"""From a model to its stages: its blocks, their costs, and where to cut.
 
-The one place that knows which kinds of models can be cut, and how. Start reading at `blocks_of` and `cut`.
+Only this module knows which kinds of models can be cut, and how. Start reading at `blocks_of` and `cut`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import SpecError
-from manyhands.parallel.pipeline.exported_stages import Traced
-from manyhands.parallel.pipeline.partition import Blocks, Chain, Inputs, Part, balance, is_chain, starts_at
+from manyhands.parallel.pipeline.exported_stages import ExportedModel
+from manyhands.parallel.pipeline.partition import BlockRange, Blocks, Chain, Inputs, balance, is_chain, starts_at
 from manyhands.torch_private import pytree
 
 __all__ = ["blocks_of", "check_enough", "cut", "measure", "sizes_of"]
 
 
 def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
-    """A Sequential's own; another model's as they are called with these inputs. The model itself is left alone."""
-    return Chain(model) if is_chain(model) else Traced(model, inputs, stages, at)
+    """A Sequential's modules, or those that another model calls with these inputs. The model is not changed."""
+    return Chain(model) if is_chain(model) else ExportedModel(model, inputs, stages, at)
 
 
 def check_enough(blocks: Blocks, workers: int, chunks: int) -> None:
-    """`SpecError` where there are fewer blocks than stages."""
+    """Raise `SpecError` if there are fewer blocks than stages."""
     count = len(blocks.names)
     if count < workers * chunks > workers:
         fewer = [f"chunks={count // workers}"] if count >= workers else [f"stages={count}, chunks=1"]
@@ -45,11 +45,11 @@ def cut(
     at: Sequence[str] = (),
     costs: Sequence[float] | None = None,
     place: Mapping[str, int] | None = None,
-) -> Sequence[Part]:
-    """Parts for so many stages: beginning at the blocks that the user named, else balanced by what blocks cost.
+) -> Sequence[BlockRange]:
+    """Cut into this many stages: at the blocks that the user named (`at`), else balanced by the blocks' costs.
 
-    Without costs by their sizes; `place` says which stage has the blocks that match a pattern. Every rank must cut with
-    the same numbers.
+    Without costs, by their sizes; `place` says which stage has the blocks that match a pattern. Every rank must cut
+    with the same numbers.
     """
     if at:
         return blocks.parts(starts_at(blocks.names, at, stages))
@@ -58,7 +58,7 @@ def cut(
 
 
 def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, int]:
-    """Which stage has which block, by patterns of blocks' names, or of modules that hold them."""
+    """The stage of each pinned block, from patterns that match names of blocks or of modules that contain them."""
     pins: dict[int, int] = {}
     for pattern, stage in place.items():
         found = [
@@ -70,7 +70,7 @@ def _pins(blocks: Blocks, place: Mapping[str, int], stages: int) -> dict[int, in
             raise SpecError(f"place: no block is called {pattern!r}.", fix=[f"one of {', '.join(blocks.names)}"])
         if not 0 <= stage < stages:
             raise SpecError(
-                f"place: {pattern!r} is to be on stage {stage}, of {stages}.",
+                f"place: {pattern!r} is to be on stage {stage}, but there are {stages} stages, counted from 0.",
                 fix=[f"place={{{pattern!r}: {stages - 1}}}"],
             )
         pins |= dict.fromkeys(found, stage)
@@ -88,10 +88,10 @@ def sizes_of(blocks: Blocks) -> list[float]:
 def measure(
     blocks: Blocks, inputs: Inputs, times: int = 3, loss: Callable[[Any], Any] = lambda output: output
 ) -> list[float]:
-    """Seconds of each block's forward and backward on such inputs: the median of `times`, after one to warm up.
+    """Seconds of each block's forward and backward on such inputs: the median of `times` runs, after one to warm up.
 
-    The `loss` of the model's output is where that is, and counts with the last block. Leaves no trace: gradients go
-    nowhere, buffers and the generator are put back.
+    The `loss` of the model's output counts with the last block. It has no side effects: gradients are not kept,
+    buffers and the random generator are restored.
     """
     parts = _one_by_one(blocks)
     state = torch.default_generator.get_state()
@@ -108,34 +108,34 @@ def measure(
     return [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
-def _one_by_one(blocks: Blocks) -> Sequence[Part]:
+def _one_by_one(blocks: Blocks) -> Sequence[BlockRange]:
     return blocks.parts(range(len(blocks.names)))
 
 
-def _measure_once(parts: Sequence[Part], inputs: Inputs, loss: Callable[[Any], Any]) -> list[float]:
-    seconds, entered = [], None
+def _measure_once(parts: Sequence[BlockRange], inputs: Inputs, loss: Callable[[Any], Any]) -> list[float]:
+    seconds, carried = [], None
     for part in parts:
         began = perf_counter()
         with torch.enable_grad():
-            left = part(inputs, entered)
+            output = part(inputs, carried)
             if part is parts[-1]:
-                left = loss(left)
-        _backward(left, part, entered)
+                output = loss(output)
+        _backward(output, part, carried)
         seconds.append(perf_counter() - began)
-        entered = pytree.tree_map_only(Tensor, _fresh, left)
+        carried = pytree.tree_map_only(Tensor, _as_received, output)
     return seconds
 
 
-def _backward(left: Any, part: Part, entered: Any) -> None:
-    """Gradients of the block's weights, and of what came in, as other stages need them."""
-    outputs = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    came = [leaf for leaf in pytree.tree_leaves(entered) if isinstance(leaf, Tensor)]
-    wanted = [one for one in (*part.params.values(), *came) if one.requires_grad]
+def _backward(output: Any, part: BlockRange, carried: Any) -> None:
+    """Compute the gradients of the block's weights, and of its inputs from other stages."""
+    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    received = [leaf for leaf in pytree.tree_leaves(carried) if isinstance(leaf, Tensor)]
+    wanted = [one for one in (*part.params.values(), *received) if one.requires_grad]
     if outputs and wanted:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    """As it comes from another stage."""
-    alone = tensor.detach()
-    return alone.requires_grad_().clone() if tensor.requires_grad else alone
+def _as_received(tensor: Tensor) -> Tensor:
+    """The tensor as a stage receives it from another one."""
+    detached = tensor.detach()
+    return detached.requires_grad_().clone() if tensor.requires_grad else detached

@@ -1,8 +1,8 @@
-"""What a model does between its blocks, learned by `torch.export` on a copy without weights: nothing is computed.
+"""The graph of a model's blocks and the operations between them, from `torch.export` on a copy without weights.
 
-Blocks stay whole: in the exported graph each call of one is a single node, so that the user's own modules run there
-later, in their own mode, with whatever has been made of them. What lies between them is a few torch operations, for
-batches of any size. The user's model is not touched. Start reading at `trace`.
+Nothing is computed. Blocks stay whole: in the exported graph each call of a block is a single node, so that the user's
+modules run there later, in their current mode and with any later changes to them. Between them are a few torch
+operations, for batches of any size. The user's model is not changed. Start reading at `trace`.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ PLAIN = (
 )
 
 _calls: list[Call] = []
-"""Of the trace that is being made; the operation's number is a place in it."""
+"""The calls of the current trace; the operation's `call` argument is an index of this list."""
 
 
 @functools.cache
 def block_operation() -> Any:
-    """What stands in a graph for a call of a block. It is there to be traced, and never runs."""
+    """The operation that represents a call of a block in a graph. It is only traced, and never runs."""
     library: Any = torch.library.Library("manyhands", "DEF")  # type: ignore[no-untyped-call]
     library.define("block(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
     library._register_fake("block", lambda call, tensors, sizes: _calls[call].run_fake(tensors, sizes))
-    _kept.append(library)
+    _libraries.append(library)
     return torch.ops.manyhands.block.default
 
 
-_kept: list[torch.library.Library] = []
-"""An operation goes with its library."""
+_libraries: list[torch.library.Library] = []
+"""An operation exists only as long as its library."""
 
 
 @dataclass
 class Call:
-    """One call of a block: how to put its arguments together, and what it returns."""
+    """One call of a block: how to build its arguments, and what it returns."""
 
     name: str
-    """Of the module; with #2 and so on where it is called again."""
+    """The module's name; with #2, #3, ... for its second and later calls."""
     module: str
     arguments: list[Any]
-    """Leaves that are the same in every call; tensors and sizes, which are not, are marked."""
+    """Leaves that are the same in every run of the graph; tensors and sizes, which are not, are marks."""
     spec: pytree.TreeSpec
     forward: Callable[..., Any]
     result: list[Any] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Call:
 
 
 class _Mark(str):
-    """Where something stands that differs from call to call."""
+    """Placeholder for a value that differs from run to run."""
 
 
 _TENSOR, _SIZE = _Mark("tensor"), _Mark("size")
@@ -105,23 +105,23 @@ _TENSOR, _SIZE = _Mark("tensor"), _Mark("size")
 
 @dataclass
 class Trace:
-    """The graph of one way to call a model."""
+    """The graph of a model for one kind of inputs."""
 
     graph_module: fx.GraphModule
     calls: list[Call]
     attributes: dict[str, str | Tensor]
-    """Placeholders that are no inputs -> the parameter's or buffer's name in the model; or a constant."""
+    """Placeholders that are not inputs -> the parameter's or buffer's name in the model; or a constant."""
     parameters: set[str]
-    """Those that are parameters."""
+    """Placeholders of parameters."""
     inputs: list[str]
     """Placeholders of the input tensors, in their order."""
     constants: list[Any]
-    """The inputs that are no tensors."""
+    """The inputs that are not tensors."""
     output: list[Any]
     output_spec: pytree.TreeSpec
 
     def fits(self, inputs: Inputs) -> bool:
-        """Whether these inputs are called as those it was made of: sizes that it left open may be others, above 1."""
+        """Whether the graph can run with these inputs: dynamic sizes may differ from the traced ones, if above 1."""
         tensors, constants = leaves_of(inputs)
         if constants != self.constants or len(tensors) != len(self.inputs):
             return False
@@ -149,7 +149,7 @@ class Trace:
 
 
 def leaves_of(inputs: Inputs) -> tuple[list[Tensor], list[Any]]:
-    """Tensors, and what else there is with marks where the tensors were."""
+    """The tensors, and the structure and other leaves, with marks for the tensors."""
     leaves, spec = tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, [str(spec), *(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)]
@@ -165,26 +165,26 @@ def bare_copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        raise _cannot(model, error) from None
+        raise _not_exportable(model, error) from None
 
 
 def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
-    """What the model does with such inputs, in its present mode; `SpecError` with torch's reason where that fails."""
+    """Trace the model on such inputs, in its current mode; `SpecError` with torch's reason if that fails."""
     tensors, constants = leaves_of(inputs)
     _check_plain("The model is called with", constants)
     shell = _Shell(bare, units, inputs)
-    # A size of 1 means something else than other sizes; torch keeps it fixed, and would warn.
+    # A size of 1 broadcasts, unlike other sizes: torch keeps it fixed, and would warn.
     shapes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors)
     calls: list[Call] = []
-    with _whole(bare, units, calls), _no_look_at_masks(), _quiet():
+    with _blocks_as_operations(bare, units, calls), _no_mask_detection(), _quiet():
         try:
-            # Copies, as one tensor that is given twice would be traced as one input.
+            # Copies, because a tensor that is passed twice would be traced as one input.
             examples = tuple(tensor.detach().clone() for tensor in tensors)
             program = torch.export.export(shell, examples, dynamic_shapes=(shapes,), strict=False)
         except SpecError:
             raise
         except Exception as error:
-            raise _cannot(bare, error) from None  # all that torch says fills pages
+            raise _not_exportable(bare, error) from None  # torch's full message fills pages
     attributes: dict[str, str | Tensor] = {}
     given: list[str] = []
     specs = program.graph_signature.input_specs
@@ -200,7 +200,7 @@ def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
 
 
 class _Shell(nn.Module):
-    """The model as a function of its input tensors to its output tensors."""
+    """The model as a function from its input tensors to its output tensors."""
 
     output: list[Any]
     output_spec: pytree.TreeSpec
@@ -211,7 +211,7 @@ class _Shell(nn.Module):
         self.train(model.training)
 
     def train(self, mode: bool = True) -> _Shell:
-        self.training = mode  # and leave the model's own modules as they are
+        self.training = mode  # do not change the modes of the model's modules
         return self
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -227,41 +227,41 @@ class _Shell(nn.Module):
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _buffers_between(self) -> dict[str, tuple[int, int]]:
-        """Which tensor each buffer outside of blocks is, and how often it was written to."""
+        """The id of each buffer outside of blocks, and how often it was written to."""
         found = ((name, one) for name, one in self.model.named_buffers() if not name.startswith(self._units))
         return {name: (id(one), one._version) for name, one in found}
 
 
 def _check_unchanged(model: nn.Module, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """What a block changes is its stage's; what lies between blocks every stage has, and none would tell the others."""
+    """A block's buffers belong to its stage; all stages have those between blocks, and none would send its changes."""
     for name, known in after.items():
         if before.get(name) != known:
             raise SpecError(
                 f"{type(model).__name__} changes its buffer {name} outside of its blocks, where no stage keeps it.",
-                fix=["a module of its own that has the buffer and changes it", "mh.Tensor or mh.Sharded"],
+                fix=["a submodule that has the buffer and changes it", "mh.TensorParallel or mh.Sharded"],
             )
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face's decoders keep keys and values for generation unless told not to; training has no use for them."""
+    """Hugging Face's decoders cache keys and values for generation by default; training does not need them."""
     known = "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs
     return {"use_cache": False} if known else {}
 
 
-class _whole:  # noqa: N801 - reads as what it does
-    """Inside, calls of these modules are single operations, noted in `calls`."""
+class _blocks_as_operations:  # noqa: N801 - a context manager
+    """Inside, calls of these modules are single operations, recorded in `calls`."""
 
     def __init__(self, model: nn.Module, units: Sequence[str], calls: list[Call]) -> None:
         self._modules = {name: model.get_submodule(name) for name in units}
-        # A compiled module's forward is no method of its class but its own, and has to be there for the next trace.
+        # A compiled module's forward is an attribute of the instance, and must be restored for the next trace.
         self._own = {name: module.__dict__["forward"] for name, module in self._modules.items() if _has_own(module)}
         self._calls = calls
 
     def __enter__(self) -> None:
         _calls[:] = []
         for name, module in self._modules.items():
-            module.forward = self._noting(name, module.forward)
-            # Hooks run where the module itself does; here they would count as what lies between blocks.
+            module.forward = self._recording(name, module.forward)
+            # Hooks run with the module itself; here they would be traced as operations between blocks.
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 hooks.clear()
 
@@ -273,8 +273,8 @@ class _whole:  # noqa: N801 - reads as what it does
             if name in self._own:
                 module.forward = self._own[name]
 
-    def _noting(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+    def _recording(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -285,7 +285,7 @@ class _whole:  # noqa: N801 - reads as what it does
             _calls.append(call)
             return call.unflatten(block_operation()(len(_calls) - 1, tensors, sizes))
 
-        return noted
+        return recorded
 
 
 def _has_own(module: nn.Module) -> bool:
@@ -293,10 +293,10 @@ def _has_own(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _no_look_at_masks() -> Iterator[None]:
-    """`nn.TransformerEncoder` compares its mask with a causal one to give a hint; the mask does all that is needed.
+def _no_mask_detection() -> Iterator[None]:
+    """`nn.TransformerEncoder` compares its mask with a causal one to set a hint, which the result does not need.
 
-    There is nothing to compare in a trace, so the hint is what the model says itself.
+    A trace has no values to compare, so the hint is the value that the model passes.
     """
     before = getattr(transformer, "_detect_is_causal_mask", None)
     if before is None:
@@ -311,7 +311,7 @@ def _no_look_at_masks() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch would tell at length what stands in its way, which our error says, and warn of what blocks keep."""
+    """Suppress torch's long output about what it cannot trace, which our error reports, and its warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -330,7 +330,7 @@ def _check_plain(what: str, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, PLAIN):
             raise SpecError(
-                f"{what} a {type(leaf).__name__}, which cannot pass from stage to stage.",
+                f"{what} a {type(leaf).__name__}, which cannot be sent from stage to stage.",
                 fix=[
                     "tensors, numbers and None, in tuples, lists, dicts and dataclasses",
                     "a pipeline over a nn.Sequential",
@@ -338,21 +338,24 @@ def _check_plain(what: str, leaves: Sequence[Any]) -> None:
             )
 
 
-def _cannot(model: nn.Module, error: Exception) -> SpecError:
+def _not_exportable(model: nn.Module, error: Exception) -> SpecError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return SpecError(
         f"{type(model).__name__} cannot be cut into stages: {type(error).__name__}: {lines[0] if lines else ''}",
         where=_line_of_the_model(error),
-        fix=["a nn.Sequential, which is cut without being traced", "mh.Tensor or mh.Sharded, which cut no model"],
+        fix=[
+            "a nn.Sequential, which is cut without being traced",
+            "mh.TensorParallel or mh.Sharded, which do not cut the model into stages",
+        ],
     )
 
 
 def _line_of_the_model(error: Exception) -> str | None:
-    """The innermost line of the user's that it came from."""
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    """The innermost line of the user's code in the traceback."""
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.line and not frame.filename.startswith(others)
+        if frame.line and not frame.filename.startswith(libraries)
     ]
     return f"{frames[-1].filename} line {frames[-1].lineno}: {frames[-1].line}" if frames else None

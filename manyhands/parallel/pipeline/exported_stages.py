@@ -1,8 +1,9 @@
-"""Any model that `torch.export` can follow, cut between its blocks: values that later stages need go along with them.
+"""Stages of any model that `torch.export` can trace, cut between its blocks.
 
-Each stage runs its blocks, which are the user's own modules, and the operations between them. What follows from the
-model's inputs alone, such as masks and positions, is computed wherever it is needed, as all ranks have the inputs; all
-else that crosses a cut is handed on from stage to stage until its last use. Start reading at `Traced`.
+Each stage runs its blocks, which are the user's modules, and the operations between them. Values that depend only on
+the model's inputs, such as masks and positions, are computed on every stage that needs them, as all ranks have the
+inputs; all other values that cross a cut are sent from stage to stage until their last use. Start reading at
+`ExportedModel`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from manyhands.parallel.pipeline.export_graph import Trace, bare_copy, block_ope
 from manyhands.parallel.pipeline.partition import Inputs, params_below
 from manyhands.parallel.pipeline.stage_blocks import ancestors, largest_to_open, units_of
 
-__all__ = ["Traced"]
+__all__ = ["ExportedModel"]
 
 
-class Traced:
-    """A model's blocks, with the ways it has been called so far."""
+class ExportedModel:
+    """A model's blocks, with a graph for each kind of inputs so far."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> None:
-        """Blocks are made smaller until there are as many as `stages`, and one begins at each name in `at`."""
+        """Blocks are split until there are as many as `stages`, and one begins at each name in `at`."""
         self.model, self._bare = model, bare_copy(model)
         opened = ancestors(at)
         while True:
@@ -38,47 +39,47 @@ class Traced:
                 break
             opened.add(wanted)
         if not first.calls:
-            raise SpecError(f"{type(model).__name__} calls no module of its own, so there is nothing to cut between.")
+            raise SpecError(f"{type(model).__name__} calls none of its submodules, so it cannot be cut into stages.")
         self.names = [call.name for call in first.calls]
         blocks = {id(inner) for unit in self._units for inner in model.get_submodule(unit).modules()}
         self._between = [module for module in model.modules() if id(module) not in blocks]
-        self._ways: dict[tuple[bool, ...], list[_Way]] = {}
-        self.first = _Way(first, model)
-        self._ways[self._modes()] = [self.first]
+        self._graphs: dict[tuple[bool, ...], list[_StagedGraph]] = {}
+        self.first = _StagedGraph(first, model)
+        self._graphs[self._modes()] = [self.first]
 
-    def parts(self, starts: Sequence[int]) -> list[TracedPart]:
+    def parts(self, starts: Sequence[int]) -> list[ExportedPart]:
         begins = [self.names[start] for start in starts]
-        return [TracedPart(self, begins, number) for number in range(len(begins))]
+        return [ExportedPart(self, begins, number) for number in range(len(begins))]
 
-    def way(self, inputs: Inputs) -> _Way:
-        """The graph for such inputs in the modes that modules are in; traced when they first come."""
-        ways = self._ways.setdefault(self._modes(), [])
-        for way in ways:
-            if way.trace.fits(inputs):
-                return way
+    def graph(self, inputs: Inputs) -> _StagedGraph:
+        """The graph for such inputs in the modules' current modes; traced at the first use."""
+        graphs = self._graphs.setdefault(self._modes(), [])
+        for graph in graphs:
+            if graph.trace.fits(inputs):
+                return graph
         copy_modes_(self._bare, self.model)
-        ways.append(_Way(self._trace(inputs), self.model))
-        return ways[-1]
+        graphs.append(_StagedGraph(self._trace(inputs), self.model))
+        return graphs[-1]
 
     def _modes(self) -> tuple[bool, ...]:
-        """Of modules outside of blocks, which the graph depends on; blocks run in the mode that they are in."""
+        """The modes of modules outside of blocks, on which the graph depends; blocks run in their current mode."""
         return tuple(module.training for module in self._between)
 
     def _trace(self, inputs: Inputs) -> Trace:
         return trace(self._bare, self._units, inputs)
 
 
-class TracedPart:
+class ExportedPart:
     """One stage of a traced model."""
 
-    def __init__(self, traced: Traced, begins: Sequence[str], number: int) -> None:
+    def __init__(self, traced: ExportedModel, begins: Sequence[str], number: int) -> None:
         self._traced, self._begins, self._number = traced, list(begins), number
-        way = traced.first
-        low, high = way.blocks_of(self._begins, number)
-        calls = way.trace.calls[low:high]
+        graph = traced.first
+        low, high = graph.blocks_of(self._begins, number)
+        calls = graph.trace.calls[low:high]
         self.names = [call.name for call in calls]
         self._called = dict.fromkeys(call.module for call in calls)
-        self._direct = way.parameters_between(self._begins, number)
+        self._direct = graph.parameters_between(self._begins, number)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -90,29 +91,29 @@ class TracedPart:
         return {**params_below(self.modules), **direct}
 
     def __call__(self, inputs: Inputs, carried: Any) -> Any:
-        way = self._traced.way(inputs)
-        values = way.run(self._begins, self._number, leaves_of(inputs)[0], carried or ())
-        return values if self._number < len(self._begins) - 1 else way.trace.rebuild(values)
+        graph = self._traced.graph(inputs)
+        values = graph.run(self._begins, self._number, leaves_of(inputs)[0], carried or ())
+        return values if self._number < len(self._begins) - 1 else graph.trace.rebuild(values)
 
     def to_send(self, output: Any) -> Any:
         return leaves_of(Inputs((output,), {}))[0]
 
     def from_sent(self, inputs: Inputs, sent: Any) -> Any:
-        return self._traced.way(inputs).trace.rebuild(sent)
+        return self._traced.graph(inputs).trace.rebuild(sent)
 
 
-class _Way:
-    """One graph, divided over stages."""
+class _StagedGraph:
+    """One graph, divided into stages."""
 
     def __init__(self, traced: Trace, model: nn.Module) -> None:
         self.trace, self._model = traced, model
         nodes = list(traced.graph_module.graph.nodes)
-        self._anywhere = _follows_from_inputs(nodes, traced)
+        self._on_any_stage = _follows_from_inputs(nodes, traced)
         self._order = [node for node in nodes if node.op != "placeholder" and "_assert" not in str(node.target)]
         self._plans: dict[tuple[str, ...], list[_Plan]] = {}
 
     def blocks_of(self, begins: Sequence[str], number: int) -> tuple[int, int]:
-        """Which calls are those of a stage."""
+        """The range of calls that a stage runs."""
         names = [call.name for call in self.trace.calls]
         missing = [name for name in begins if name not in names]
         if missing:
@@ -163,40 +164,40 @@ class _Way:
         return self._plans[key]
 
     def _divide(self, begins: Sequence[str]) -> Iterator[_Plan]:
-        """Every node but those that may run anywhere goes to the stage whose block it comes with or after."""
+        """Assign each node to the stage of its block, or of the block before it; some nodes can run on any stage."""
         bounds = [self.blocks_of(begins, number)[0] for number in range(len(begins))]
-        stage, block, places = 0, -1, {}
+        stage, block, stage_of = 0, -1, {}
         for node in self._order:
             if _is_block(node):
                 block += 1
                 stage = sum(block >= bound for bound in bounds) - 1
-            if node not in self._anywhere or node.op == "output":
-                places[node] = stage if node.op != "output" else len(begins) - 1
+            if node not in self._on_any_stage or node.op == "output":
+                stage_of[node] = stage if node.op != "output" else len(begins) - 1
         arriving: list[str] = []
         for number in range(len(begins)):
-            own = {node for node, place in places.items() if place == number}
+            own = {node for node, assigned in stage_of.items() if assigned == number}
             steps = [node for node in self._order if node in own | self._needed(own) and node.op != "output"]
-            leaving = self._crossing(places, number) if number < len(begins) - 1 else self._outputs()
+            leaving = self._crossing(stage_of, number) if number < len(begins) - 1 else self._outputs()
             yield _Plan(steps, arriving, leaving)
             arriving = leaving
 
     def _needed(self, own: set[fx.Node]) -> set[fx.Node]:
-        """Nodes that may run anywhere and that these need."""
+        """The nodes that may run on any stage and that `own` nodes need."""
         found: set[fx.Node] = set()
         ahead = [source for node in own for source in node.all_input_nodes]
         while ahead:
             node = ahead.pop()
-            if node in self._anywhere and node.op != "placeholder" and node not in found:
+            if node in self._on_any_stage and node.op != "placeholder" and node not in found:
                 found.add(node)
                 ahead += node.all_input_nodes
         return found
 
-    def _crossing(self, places: dict[fx.Node, int], number: int) -> list[str]:
-        """What is computed in this stage or before it and used after it."""
+    def _crossing(self, stage_of: dict[fx.Node, int], number: int) -> list[str]:
+        """Values that are computed in this stage or before it and used after it."""
         return [
             node.name
             for node in self._order
-            if places.get(node, number + 1) <= number and any(places.get(user, 0) > number for user in node.users)
+            if stage_of.get(node, number + 1) <= number and any(stage_of.get(user, 0) > number for user in node.users)
         ]
 
     def _outputs(self) -> list[str]:
@@ -205,7 +206,7 @@ class _Way:
 
 
 class _Plan:
-    """What a stage does, what arrives there and what leaves it."""
+    """The operations of a stage, and the values that it receives and sends."""
 
     def __init__(self, steps: list[fx.Node], arriving: list[str], leaving: list[str]) -> None:
         self.steps, self.arriving, self.leaving = steps, arriving, leaving
@@ -224,9 +225,9 @@ def _is_block(node: fx.Node) -> bool:
 
 
 def _follows_from_inputs(nodes: Sequence[fx.Node], traced: Trace) -> set[fx.Node]:
-    """Nodes that any stage can compute for itself: from inputs, buffers and constants, nothing random, not written to.
+    """Nodes that any stage can compute: from inputs, buffers and constants, not random, and never written to.
 
-    Parameters do not count: a gradient would be computed in several places.
+    Not from parameters: several stages would compute their gradients.
     """
     found: set[fx.Node] = set()
     for node in nodes:
@@ -246,7 +247,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _drop_with_sources(node: fx.Node, found: set[fx.Node]) -> None:
-    """What is written to, and what it was made from, is computed once, where the model does it."""
+    """A value that is written to, and its sources, are computed once, on the stage where the model does it."""
     ahead = list(node.all_input_nodes)
     while ahead:
         source = ahead.pop()

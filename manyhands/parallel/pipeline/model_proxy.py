@@ -1,9 +1,9 @@
-"""What the user's loss is called with in place of a model that is cut into stages.
+"""The object that the user's loss gets in place of a model that is cut into stages.
 
-Every stage calls the loss with the slice's batch, up to the call of the model: so it learns the model's inputs, and
-what the loss draws at random before is drawn alike. The last stage's call goes on with the model's output. Nothing but
-calling works: weights and inner modules are not all here, so whoever asks for them is told the line. Start reading at
-`learn_inputs`.
+Every stage calls the loss with the slice's batch, up to the call of the model: that yields the model's inputs, and
+random numbers that the loss draws before are the same on every stage. On the last stage the loss continues with the
+model's output. Only calls are supported: a rank does not have all weights and submodules, so accessing them raises an
+error with the line of the access. Start reading at `learn_inputs`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from manyhands.errors import SpecError
 from manyhands.parallel.pipeline.partition import Inputs
 from manyhands.torch_private import pytree
 
-__all__ = ["PLAIN", "Evaluated", "StandIn", "call_up_to_model", "call_with_model", "learn_inputs"]
+__all__ = ["PLAIN", "EvaluationProxy", "ModelProxy", "call_up_to_model", "call_with_model", "learn_inputs"]
 
 PLAIN = bool | int | float | str | bytes | None
 
 
-class _Reached(BaseException):
-    """The loss has called the model, and need not go on. No `Exception`, which a loss might catch."""
+class _ModelCalled(BaseException):
+    """Ends the loss after its call of the model. Not an `Exception`, which a loss might catch."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
 
 
-class StandIn:
-    """Calls `run` where the user calls the model."""
+class ModelProxy:
+    """Calls `run` when the user calls the model."""
 
     def __init__(self, model: nn.Module, run: Callable[[Inputs], Any], *, once: bool = True) -> None:
         self._model, self._run, self._once = model, run, once
@@ -52,9 +52,9 @@ class StandIn:
         inputs = Inputs(args, kwargs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(inputs)):
             raise SpecError(
-                "The model's input requires a gradient; in a pipeline inputs come from the batch, and take none.",
+                "The model's input requires a gradient, but in a pipeline inputs come from the batch and get none.",
                 where=line,
-                fix=["a module inside the model in place of what is computed before it", "mh.Mirrored or mh.Sharded"],
+                fix=["move the computation of the input into a module of the model", "mh.Mirrored or mh.Sharded"],
             )
         return self._run(inputs)
 
@@ -66,19 +66,19 @@ class StandIn:
 
     def _refuse(self, name: str, frame: FrameType) -> NoReturn:
         raise SpecError(
-            f"A loss or metric uses model.{name}, but in a pipeline each worker has a part of the model only.",
+            f"A loss or metric uses model.{name}, but in a pipeline each worker has only a part of the model.",
             where=_line(frame),
-            fix=["model(...) alone, with what is needed among its outputs", "mh.Mirrored or mh.Sharded"],
+            fix=["call model(...) only, and return what the loss needs as an output", "mh.Mirrored or mh.Sharded"],
         )
 
 
-class Evaluated(StandIn):
-    """The same where the model is evaluated, as often as one likes, and in the mode that the engine sets."""
+class EvaluationProxy(ModelProxy):
+    """The same for evaluation: the model may be called any number of times, in the mode that the engine sets."""
 
     def __init__(self, model: nn.Module, run: Callable[[Inputs], Any]) -> None:
         super().__init__(model, run, once=False)
 
-    def train(self, mode: bool = True) -> Evaluated:
+    def train(self, mode: bool = True) -> EvaluationProxy:
         self._model.train(mode)
         return self
 
@@ -86,29 +86,29 @@ class Evaluated(StandIn):
 
 
 def call_up_to_model(loss: Callable[..., Any], model: nn.Module, batch: Any, run: Callable[[Inputs], Any]) -> Any:
-    """What `run` makes of the model's inputs; the loss does not go on from there."""
+    """The result of `run` on the model's inputs; the loss ends at its call of the model."""
 
     def stop(inputs: Inputs) -> NoReturn:
-        raise _Reached(run(inputs))
+        raise _ModelCalled(run(inputs))
 
     try:
-        loss(StandIn(model, stop), batch)
-    except _Reached as reached:
+        loss(ModelProxy(model, stop), batch)
+    except _ModelCalled as reached:
         return reached.value
     _refuse_without_call(loss)
 
 
 def call_with_model(loss: Callable[..., Any], model: nn.Module, batch: Any, run: Callable[[Inputs], Any]) -> Any:
-    """What the loss returns if calling the model is `run`."""
-    stand_in = StandIn(model, run)
-    result = loss(stand_in, batch)
-    if not stand_in.first_call:
+    """What the loss returns if its call of the model is `run`."""
+    proxy = ModelProxy(model, run)
+    result = loss(proxy, batch)
+    if not proxy.first_call:
         _refuse_without_call(loss)
     return result
 
 
 def learn_inputs(loss: Callable[..., Any], model: nn.Module, batch: Any) -> Inputs:
-    """What the loss calls the model with for this batch."""
+    """The inputs with which the loss calls the model for this batch."""
     found: Inputs = call_up_to_model(loss, model, batch, lambda inputs: inputs)
     return found
 
@@ -116,7 +116,7 @@ def learn_inputs(loss: Callable[..., Any], model: nn.Module, batch: Any) -> Inpu
 def _refuse_without_call(loss: Callable[..., Any]) -> NoReturn:
     code = getattr(loss, "__code__", None)
     raise SpecError(
-        "The loss does not call the model; a pipeline needs to see one call of it, such as model(x).",
+        "The loss does not call the model; a pipeline needs exactly one call of it, such as model(x).",
         where=f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(loss, "__name__", type(loss).__name__),
         fix=["def loss(model, batch): return cross_entropy(model(batch[0]), batch[1])"],
     )

@@ -1,7 +1,7 @@
-"""Where a model is cut into stages, and what a stage is: blocks in the order in which the model calls them.
+"""Where a model is cut into stages, and what a stage is: a range of blocks in the order in which the model calls them.
 
-A `nn.Sequential` is its own list of blocks; any other model's come from `exported_stages`. Where to cut is arithmetic
-over what each block costs: `balance`, or where the user says: `starts_at`. Start reading at `Part` and `balance`.
+The modules of a `nn.Sequential` are its blocks; any other model's come from `exported_stages`. `balance` decides where
+to cut from the cost of each block, `starts_at` from the user's names. Start reading at `BlockRange` and `balance`.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from torch import nn
 
 from manyhands.errors import SpecError
 
-__all__ = ["Blocks", "Chain", "Inputs", "Part", "balance", "is_chain", "shared_between", "starts_at"]
+__all__ = ["BlockRange", "Blocks", "Chain", "Inputs", "balance", "is_chain", "shared_between", "starts_at"]
 
 
 class Inputs(NamedTuple):
-    """What a model is called with."""
+    """The arguments of a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-class Part(Protocol):
-    """Some blocks in a row, on the very modules and parameters of the user's model.
+class BlockRange(Protocol):
+    """Consecutive blocks, on the modules and parameters of the user's model (no copies).
 
-    Every part is given the model's inputs, which all ranks have; and what the part before it returned, but for the
-    first. The last part returns the model's output.
+    Every part gets the model's inputs, which all ranks have, and, except for the first, what the part before it
+    returned. The last part returns the model's output.
     """
 
     @property
     def names(self) -> list[str]:
-        """Of its blocks, as in the user's model."""
+        """The names of its blocks in the user's model."""
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """By their names in the user's model. A weight that is tied may be in several parts."""
+        """Parameters by their names in the user's model. A tied weight may be in several parts."""
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -49,7 +49,7 @@ class Part(Protocol):
         """The model's output as plain lists and tensors, for ranks that did not compute it; from the last part."""
 
     def from_sent(self, inputs: Inputs, sent: Any) -> Any:
-        """The model's output again. Any part can tell."""
+        """The model's output, rebuilt from `to_send`'s result. Any part can do it."""
 
 
 class Blocks(Protocol):
@@ -58,7 +58,7 @@ class Blocks(Protocol):
     @property
     def names(self) -> list[str]: ...
 
-    def parts(self, starts: Sequence[int]) -> Sequence[Part]:
+    def parts(self, starts: Sequence[int]) -> Sequence[BlockRange]:
         """Cut before the blocks with these numbers, of which the first is 0."""
 
 
@@ -68,9 +68,10 @@ class Blocks(Protocol):
 def balance(
     costs: Sequence[float], stages: int, memory: Sequence[float] | None = None, pins: Mapping[int, int] | None = None
 ) -> list[int]:
-    """Where each stage begins, so that the most expensive stage costs least; among those, the largest is smallest.
+    """Where each stage begins, so that the most expensive stage costs least; among such cuts, the one whose largest
+    stage is smallest.
 
-    `pins` say which stage has a block. `SpecError` where that cannot be.
+    `pins` maps blocks to the stages that must have them. `SpecError` if there is no such cut.
     """
     pins = pins or {}
     count = len(costs)
@@ -82,9 +83,9 @@ def balance(
     sizes = [0.0] * count if memory is None else list(memory)
     cheapest = _smallest(costs, stages, sizes, math.inf, pins)
     if cheapest is None:
-        told = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
+        pinned = ", ".join(f"block {block} on stage {stage}" for block, stage in sorted(pins.items()))
         raise SpecError(
-            f"No cut into {stages} stages has {told}: a stage is blocks in a row, and none is empty.",
+            f"No cut into {stages} stages has {pinned}: a stage is one or more consecutive blocks.",
             fix=["other stages for these blocks, in the order of the blocks", "no place="],
         )
     smallest = _smallest(sizes, stages, costs, cheapest[0], pins)
@@ -93,34 +94,34 @@ def balance(
 
 
 _Cut = tuple[float, list[int]]
-"""What its largest stage has, and where stages begin."""
+"""The value of its largest stage, and where stages begin."""
 
 
 def _smallest(
     values: Sequence[float], stages: int, others: Sequence[float], cap: float, pins: Mapping[int, int]
 ) -> _Cut | None:
-    """The cut whose largest stage has least of `values`, with at most `cap` of `others` in any; None: there is none."""
+    """The cut that minimises the largest stage's sum of `values`, with at most `cap` of `others` per stage, or None."""
     best: list[_Cut | None] = [(0.0, [])] + [None] * len(values)
     for stage in range(stages):
-        elsewhere = {block for block, wanted in pins.items() if wanted != stage}
-        best = [None, *(_one_more(best, values, others, stop, cap, elsewhere) for stop in range(1, len(values) + 1))]
+        excluded = {block for block, wanted in pins.items() if wanted != stage}
+        best = [None, *(_add_stage(best, values, others, stop, cap, excluded) for stop in range(1, len(values) + 1))]
     return best[-1]
 
 
-def _one_more(
+def _add_stage(
     before: Sequence[_Cut | None],
     values: Sequence[float],
     others: Sequence[float],
     stop: int,
     cap: float,
-    elsewhere: Collection[int],
+    excluded: Collection[int],
 ) -> _Cut | None:
-    """The best way to cover the first `stop` blocks with one stage more than in `before`; some belong elsewhere."""
+    """The best cut of the first `stop` blocks with one stage more than in `before`, without blocks of other stages."""
     found: _Cut | None = None
     value = other = 0.0
     for start in range(stop - 1, -1, -1):
         value, other = value + values[start], other + others[start]
-        if other > cap or start in elsewhere:
+        if other > cap or start in excluded:
             break
         rest = before[start]
         if rest is not None and (found is None or max(rest[0], value) < found[0]):
@@ -129,7 +130,7 @@ def _one_more(
 
 
 def starts_at(names: Sequence[str], at: Sequence[str], stages: int) -> list[int]:
-    """Where each stage begins if the second and later ones begin with these blocks, or with modules that hold them."""
+    """Where stages begin if the second and later ones begin with these blocks, or with modules that contain them."""
     if len(at) != stages - 1:
         raise SpecError(
             f"{stages} stages begin at {stages - 1} blocks besides the first; {len(at)} are named: {', '.join(at)}.",
@@ -138,7 +139,7 @@ def starts_at(names: Sequence[str], at: Sequence[str], stages: int) -> list[int]
     starts = [0, *(_number(names, name) for name in at)]
     if sorted(set(starts)) != starts:
         raise SpecError(
-            f"Stages begin at blocks {', '.join(at)}, which the model does not call in that order, or calls first.",
+            f"Stages begin at blocks {', '.join(at)}, which the model calls in another order, or as its first block.",
             fix=[f"blocks in the order of their calls: {', '.join(names[1:])}"],
         )
     return starts
@@ -151,30 +152,30 @@ def _number(names: Sequence[str], wanted: str) -> int:
     raise SpecError(f"No block of the model is {wanted!r}.", fix=[f"one of {', '.join(names)}"])
 
 
-def shared_between(parts: Sequence[Part]) -> dict[str, list[int]]:
-    """Tied weights that several stages have, by the first of their names: their gradients are to be summed."""
-    places: dict[int, list[int]] = {}
+def shared_between(parts: Sequence[BlockRange]) -> dict[str, list[int]]:
+    """Tied weights that several stages have, by the first of their names: their gradients must be summed."""
+    stages_by_param: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for number, part in enumerate(parts):
         for name, param in part.params.items():
             names.setdefault(id(param), name)
-            stages = places.setdefault(id(param), [])
+            stages = stages_by_param.setdefault(id(param), [])
             if number not in stages:
                 stages.append(number)
-    return {names[key]: stages for key, stages in places.items() if len(stages) > 1}
+    return {names[key]: stages for key, stages in stages_by_param.items() if len(stages) > 1}
 
 
 # ---- a Sequential ----------------------------------------------------------------------------------------------
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether calling it is calling its children one after the other, and nothing else."""
+    """Whether a call of it only calls its children one after the other."""
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 class Chain:
-    """A `nn.Sequential`, also with others inside it, as its blocks."""
+    """The blocks of a `nn.Sequential`, which may contain others."""
 
     def __init__(self, model: nn.Module) -> None:
         assert is_chain(model)
@@ -187,7 +188,7 @@ class Chain:
 
 
 def _links(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():  # named_children leaves out a module's second place
+    for name, child in module._modules.items():  # named_children leaves out a module that occurs a second time
         assert child is not None
         if is_chain(child):
             yield from _links(f"{prefix}{name}.", child)

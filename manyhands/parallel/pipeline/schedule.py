@@ -1,9 +1,9 @@
-"""The order of a pipeline's work, as data: which rank does what when, before anything runs.
+"""Pipeline schedules as data: the order of each rank's operations, computed before anything runs.
 
 A model is cut into stages, a batch into microbatches; each rank has a row of operations: forward (F), backward (B), and
-where backward comes in two halves, B for the inputs' gradients and W for the weights'. What a row costs in time and
-memory is `timeline`'s to say; `stage` runs it. Rows are right for any number of microbatches, so a short batch needs no
-special case. Start reading at `make_schedule`.
+if backward is split in two halves, B for the gradients of inputs and W for those of weights. `timeline` computes the
+time and memory of a schedule; `stage_runner` runs it. Schedules are valid for any number of microbatches, so a short
+batch needs no special case. Start reading at `make_schedule`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = tuple[Op, ...]
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """Each rank's row; and on which rank each stage is."""
+    """Each rank's row of operations, and the rank of each stage."""
 
     name: str
     microbatches: int
@@ -55,7 +55,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of inputs."""
+        """Whether gradients of weights and of inputs are separate operations."""
         return self.name == "zero_bubble"
 
     def stages_of(self, rank: int) -> list[int]:
@@ -63,16 +63,16 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def default_chunks(name: str) -> int:
-    """How many stages a rank has, unless somebody asks for another number."""
+    """The number of stages per rank if the user sets none."""
     return 2 if name in ("interleaved", "zero_bubble") else 1
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Rows that never wait for each other in a circle, and finish microbatches in ascending order on every rank.
+    """A schedule without deadlocks that finishes microbatches in ascending order on every rank.
 
-    gpipe: all forwards, then all backwards. 1f1b: a backward as soon as there is one, which keeps fewer activations.
-    interleaved: the same with several stages per rank, in rounds, for a shorter start. zero_bubble: weights' gradients
-    fill what would be waiting; with two stages per rank in a V (ZB-V), with one as ZB-H1.
+    gpipe: all forwards, then all backwards. 1f1b: each backward as early as possible, which keeps fewer activations.
+    interleaved: the same with several stages per rank, in rounds, for a shorter warm-up. zero_bubble: gradients of
+    weights fill the waiting time; with two stages per rank in a V (ZB-V), with one as ZB-H1.
     """
     chunks = default_chunks(name) if chunks is None else chunks
     _check(name, ranks, microbatches, chunks)
@@ -85,9 +85,9 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
         make = _v if in_v else _delayed
         rows = [make(rank, ranks, microbatches) for rank in range(ranks)]
     else:
-        rows = [_one_by_one(rank, ranks, microbatches, chunks) for rank in range(ranks)]
-    kept = tuple(tuple(op for op in row if op.microbatch < microbatches) for row in rows)
-    return Schedule(name, microbatches, chunks, tuple(owners), kept)
+        rows = [_one_f_one_b(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    rows_kept = tuple(tuple(op for op in row if op.microbatch < microbatches) for row in rows)
+    return Schedule(name, microbatches, chunks, tuple(owners), rows_kept)
 
 
 def _check(name: str, ranks: int, microbatches: int, chunks: int) -> None:
@@ -114,11 +114,11 @@ def _gpipe(rank: int, microbatches: int) -> list[Op]:
     return [Op(kind, rank, m) for kind in "FB" for m in range(microbatches)]
 
 
-def _one_by_one(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Op]:
-    """Forwards until the first backward is due, then one of each in turn, then what backwards are left.
+def _one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Op]:
+    """Forwards until the first backward is due, then alternately one of each, then the remaining backwards.
 
-    With several chunks, in rounds of as many microbatches as there are ranks. A last round that is not full is made as
-    if it were: an order stays right when some of its microbatches are left out.
+    With several chunks, in rounds of as many microbatches as there are ranks. A last round that is not full is built
+    as if it were: an order stays valid when some of its microbatches are left out.
     """
     if chunks > 1:
         microbatches = -(-microbatches // ranks) * ranks
@@ -141,9 +141,9 @@ def _in_rounds(kind: str, rank: int, ranks: int, microbatches: int, chunks: Sequ
 
 
 def _v(rank: int, ranks: int, microbatches: int) -> list[Op]:
-    """ZB-V: the model goes down the ranks and up again, so that the last stage is on the first rank.
+    """ZB-V: the stages go down the ranks and up again, so that the last stage is on the first rank.
 
-    Made for at least as many microbatches as fill the pipeline; those that are not there are left out afterwards.
+    Built for at least as many microbatches as fill the pipeline; missing microbatches are left out afterwards.
     """
     total = max(2 * ranks - 1, microbatches)
     down, up = _Stage(rank), _Stage(2 * ranks - 1 - rank)
@@ -179,9 +179,9 @@ class _Stage:
 
 
 def _delayed(rank: int, ranks: int, microbatches: int) -> list[Op]:
-    """ZB-H1: 1f1b, with weights' gradients so many backwards later as there are ranks before: they fill the end."""
+    """ZB-H1: 1f1b, with gradients of weights delayed by as many backwards as the rank's number: they fill the end."""
     row, stage = [], _Stage(rank)
-    for op in _one_by_one(rank, ranks, microbatches, 1):
+    for op in _one_f_one_b(rank, ranks, microbatches, 1):
         row.append(op)
         if op.kind == "B" and op.microbatch >= rank:
             row.append(stage.next("W"))

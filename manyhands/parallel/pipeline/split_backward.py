@@ -1,8 +1,8 @@
-"""Backward of one stage for one microbatch: in one go, or in two halves, inputs' gradients first.
+"""Backward of one stage for one microbatch: in one pass, or in two, gradients of inputs first.
 
-`Entrance` is where a value comes in from another stage and its gradient goes out. The second half needs no second way
-through the stage: the first notes what flowed into every operation at which the way to weights leaves the way to
-inputs, and the second goes on from there. Start reading at `backward` and `InputsFirst`.
+`StageInput` is a value from another stage, to which its gradient is sent back. The weight-gradient pass does not repeat
+the stage's backward: the input-gradient pass records the gradient at every operation where the path to the weights
+branches off (a junction), and the second pass starts there. Start reading at `backward` and `InputGradientPass`.
 """
 
 from __future__ import annotations
@@ -14,59 +14,59 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Entrance", "InputsFirst", "Roots", "backward"]
+__all__ = ["InputGradientPass", "Roots", "StageInput", "backward"]
 
 
-class Entrance:
-    """A tensor that came from another stage. After backward, `grad` is what goes back; None: nothing depends on it."""
+class StageInput:
+    """A tensor from another stage. After backward, `grad` is sent back; None: the output does not depend on it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.grad: Tensor | None = None
-        self.tensor: Tensor = _Enter.apply(torch.empty(0, requires_grad=True), tensor, self)  # type: ignore[no-untyped-call]
+        self.tensor: Tensor = _GraphInput.apply(torch.empty(0, requires_grad=True), tensor, self)  # type: ignore[no-untyped-call]
         self.edge = get_gradient_edge(self.tensor)
 
 
-class _Enter(torch.autograd.Function):
-    """A beginning of a graph that, unlike a leaf, may be changed in place by whoever comes next."""
+class _GraphInput(torch.autograd.Function):
+    """The start of a graph that, unlike a leaf, the following operations may change in place."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entrance: Entrance) -> Tensor:
-        ctx.entrance = entrance
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, stage_input: StageInput) -> Tensor:
+        ctx.stage_input = stage_input
         ctx.set_materialize_grads(False)
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        ctx.entrance.grad = grad
+        ctx.stage_input.grad = grad
         return None, None, None
 
 
 Roots = Sequence[tuple[GradientEdge, Tensor | None]]
-"""Where backward begins: an output, and its gradient; None for a scalar."""
+"""Where backward starts: an output, and its gradient; None for a scalar."""
 
 
 def backward(roots: Roots) -> None:
-    """Both halves: gradients are added to the weights', and left at the entrances."""
+    """Both passes in one: accumulates the gradients of weights, and sets those of stage inputs."""
     if roots:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
 
 
-class InputsFirst:
-    """Gradients of entrances at once; those of weights by `finish`, which may come much later."""
+class InputGradientPass:
+    """Computes the gradients of stage inputs now, and those of weights in `finish`, which may run much later."""
 
-    def __init__(self, roots: Roots, entrances: Sequence[Entrance]) -> None:
+    def __init__(self, roots: Roots, stage_inputs: Sequence[StageInput]) -> None:
         self._roots, self._groups = roots, list[_Group]()
-        if not entrances or not roots:
-            return  # nobody waits for anything: all of it is the second half
+        if not stage_inputs or not roots:
+            return  # no other stage waits for a gradient: `finish` computes everything
         nodes = [edge.node for edge, _ in roots]
         users = _users(nodes)
-        trunk = _upwards((entrance.edge.node for entrance in entrances), users)
+        trunk = _with_users((stage_input.edge.node for stage_input in stage_inputs), users)
         self._groups = _grouped(trunk, users)
-        hooks = [group.listen() for group in self._groups]
+        hooks = [group.record_gradients() for group in self._groups]
         try:
             grads = torch.autograd.grad(
                 [edge for edge, _ in roots],
-                [entrance.edge for entrance in entrances],
+                [stage_input.edge for stage_input in stage_inputs],
                 [grad for _, grad in roots],
                 retain_graph=True,
                 allow_unused=True,
@@ -75,53 +75,53 @@ class InputsFirst:
             for handles in hooks:
                 for handle in handles:
                     handle.remove()
-        for entrance, grad in zip(entrances, grads, strict=True):
-            entrance.grad = grad
+        for stage_input, grad in zip(stage_inputs, grads, strict=True):
+            stage_input.grad = grad
         self._roots = [(edge, grad) for edge, grad in roots if edge.node not in trunk]
 
     def finish(self) -> None:
-        # Between two junctions of one group lie operations of others, whose saved values must still be there.
+        # Operations between two junctions of one group belong to other groups, and must still have their saved values.
         for group in sorted(self._groups, key=lambda group: len(group.junctions), reverse=True):
             group.finish(keep=bool(self._roots))
-        backward(self._roots)  # outputs that do not depend on what came in
+        backward(self._roots)  # outputs that do not depend on a stage input
         self._groups, self._roots = [], []
 
 
 class _Group:
-    """Weights, and the operations on the way to inputs from which one comes to them and no others."""
+    """Weights, and all junctions from which paths lead to them."""
 
     def __init__(self, junctions: set[Node], leaves: list[Node]) -> None:
         self.junctions, self.leaves = junctions, leaves
-        self._flowed: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._recorded: dict[Node, tuple[Tensor | None, ...]] = {}
 
-    def listen(self) -> list[Any]:
-        """Note what flows into the junctions."""
-        return [node.register_prehook(self._noting(node)) for node in self.junctions]
+    def record_gradients(self) -> list[Any]:
+        """Record the gradients that arrive at the junctions."""
+        return [node.register_prehook(self._recording(node)) for node in self.junctions]
 
-    def _noting(self, node: Node) -> Any:
-        def note(grads: tuple[Tensor | None, ...]) -> None:
-            self._flowed[node] = grads
+    def _recording(self, node: Node) -> Any:
+        def record(grads: tuple[Tensor | None, ...]) -> None:
+            self._recorded[node] = grads
 
-        return note
+        return record
 
     def finish(self, *, keep: bool) -> None:
-        """With `keep`, others will pass the same operations."""
-        flowed = [(node, i, g) for node, grads in self._flowed.items() for i, g in enumerate(grads) if g is not None]
-        if not flowed:
+        """With `keep`, a later backward uses the same operations."""
+        edges = [(node, i, g) for node, grads in self._recorded.items() for i, g in enumerate(grads) if g is not None]
+        if not edges:
             return
-        # With several junctions one may lie behind another: what arrives there by that way has been noted already.
-        several = len(self._flowed) > 1
-        clamps = [node.register_prehook(_always(grads)) for node, grads in self._flowed.items() if several]
+        # One junction may be behind another: its recorded gradient already contains what arrives there that way.
+        several = len(self._recorded) > 1
+        overrides = [node.register_prehook(_always(grads)) for node, grads in self._recorded.items() if several]
         try:
             torch.autograd.backward(
-                [GradientEdge(node, i) for node, i, _ in flowed],
-                [grad for _, _, grad in flowed],
+                [GradientEdge(node, i) for node, i, _ in edges],
+                [grad for _, _, grad in edges],
                 retain_graph=several or keep,
                 inputs=[leaf.variable for leaf in self.leaves],  # type: ignore[attr-defined]
             )
         finally:
-            for clamp in clamps:
-                clamp.remove()
+            for override in overrides:
+                override.remove()
 
 
 def _always(grads: tuple[Tensor | None, ...]) -> Any:
@@ -129,34 +129,34 @@ def _always(grads: tuple[Tensor | None, ...]) -> Any:
 
 
 def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Every node of the graph, with those that pass gradients to it."""
+    """Every node of the graph, with the nodes that pass gradients to it."""
     users: dict[Node, list[Node]] = {node: [] for node in roots}
-    ahead = list(users)
-    while ahead:
-        node = ahead.pop()
+    pending = list(users)
+    while pending:
+        node = pending.pop()
         for source, _ in node.next_functions:
             if source is not None:
                 if source not in users:
                     users[source] = []
-                    ahead.append(source)
+                    pending.append(source)
                 users[source].append(node)
     return users
 
 
-def _upwards(nodes: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
-    """These and all that lead to them."""
+def _with_users(nodes: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
+    """These nodes and all nodes from which a path leads to them."""
     found: set[Node] = set()
-    ahead = [node for node in nodes if node in users]
-    while ahead:
-        node = ahead.pop()
+    pending = [node for node in nodes if node in users]
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            ahead += users[node]
+            pending += users[node]
     return found
 
 
 def _grouped(trunk: set[Node], users: dict[Node, list[Node]]) -> list[_Group]:
-    """Weights by the junctions that lead to them; those that have one in common are together."""
+    """Weights grouped by the junctions that lead to them; weights with a common junction are in one group."""
     groups: list[_Group] = []
     for leaf in users:
         if not hasattr(leaf, "variable") or leaf in trunk:
@@ -175,12 +175,12 @@ def _grouped(trunk: set[Node], users: dict[Node, list[Node]]) -> list[_Group]:
 
 def _junctions(leaf: Node, trunk: set[Node], users: dict[Node, list[Node]]) -> set[Node]:
     found: set[Node] = set()
-    ahead, seen = [leaf], {leaf}
-    while ahead:
-        for user in users[ahead.pop()]:
+    pending, seen = [leaf], {leaf}
+    while pending:
+        for user in users[pending.pop()]:
             if user in trunk:
                 found.add(user)
             elif user not in seen:
                 seen.add(user)
-                ahead.append(user)
+                pending.append(user)
     return found

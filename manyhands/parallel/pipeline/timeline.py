@@ -1,6 +1,6 @@
-"""A schedule played with given durations: when each operation runs, what waiting it leaves, what memory it takes.
+"""A schedule simulated with given durations: when each operation runs, how long ranks wait, how much memory they need.
 
-Arithmetic only, so theory stands beside what a run measured. Start reading at `play`; `draw` prints it as a grid.
+Arithmetic only, to compare theory with what a run measured. Start reading at `play`; `draw` prints it as a grid.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import msgspec
 from manyhands.errors import ManyhandsError
 from manyhands.parallel.pipeline.schedule import Op, Schedule
 
-__all__ = ["Durations", "Span", "Timeline", "draw", "needs", "play"]
+__all__ = ["Durations", "Timeline", "TimelineSpan", "draw", "needs", "play"]
 
 
 class Durations(msgspec.Struct, frozen=True):
-    """How long a stage's operations take, by stage; in any unit, the same everywhere."""
+    """How long each stage's operations take, in any unit, but the same for all."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    """Of both halves, where it is split."""
+    """Both halves together, if it is split."""
     inputs_share: float = 0.5
-    """How much of a backward that is split goes to the inputs' gradients."""
+    """The fraction of a split backward that computes the gradients of inputs."""
     transfer: float = 0.0
     """From a stage to the next on another rank."""
 
     @staticmethod
     def even(stages: int) -> Durations:
-        """A backward takes as long as two forwards."""
+        """Equal stages; a backward takes as long as two forwards."""
         return Durations((1.0,) * stages, (2.0,) * stages)
 
     def of(self, op: Op, splits: bool) -> float:
@@ -39,7 +39,7 @@ class Durations(msgspec.Struct, frozen=True):
         return self.backward[op.stage] * share
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     op: Op
     start: float
     stop: float
@@ -48,9 +48,9 @@ class Span(NamedTuple):
 class Timeline(msgspec.Struct, frozen=True):
     """Each rank's operations with their times, from 0 to `makespan`."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimelineSpan, ...], ...]
     most_alive: tuple[int, ...]
-    """Of each rank: how many forwards' activations it keeps at once, at most."""
+    """By rank: the largest number of forwards whose activations it keeps at once."""
 
     @property
     def makespan(self) -> float:
@@ -58,19 +58,19 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
+        """The fraction of the ranks' time in which they wait."""
         busy = sum(span.stop - span.start for row in self.spans for span in row)
         return 1.0 - busy / (len(self.spans) * self.makespan) if self.makespan else 0.0
 
 
 def play(schedule: Schedule, durations: Durations | None = None) -> Timeline:
-    """Every rank does its row in order, each operation as soon as what it needs has arrived.
+    """Every rank does its row in order, each operation as soon as its inputs have arrived.
 
-    Without durations a backward takes twice as long as a forward. Rows that wait for each other in a circle are a bug
-    of ours, and raised as one.
+    Without durations a backward takes twice as long as a forward. A deadlock is a bug of manyhands, and raises an
+    error.
     """
     durations = durations or Durations.even(schedule.stages)
-    spans: list[list[Span]] = [[] for _ in schedule.rows]
+    spans: list[list[TimelineSpan]] = [[] for _ in schedule.rows]
     ended: dict[Op, float] = {}
     progress = True
     while progress:
@@ -83,14 +83,14 @@ def play(schedule: Schedule, durations: Durations | None = None) -> Timeline:
                     break
                 start = max(ready, spans[rank][-1].stop if spans[rank] else 0.0)
                 ended[op] = start + durations.of(op, schedule.splits_backward)
-                spans[rank].append(Span(op, start, ended[op]))
+                spans[rank].append(TimelineSpan(op, start, ended[op]))
                 progress = True
     _check_all_ran(schedule, spans)
     return Timeline(tuple(map(tuple, spans)), tuple(_most_alive(row, schedule) for row in schedule.rows))
 
 
 def needs(op: Op, schedule: Schedule) -> list[Op]:
-    """What must have ended, here or elsewhere, before this can start."""
+    """The operations that must have ended, on any rank, before this one can start."""
     kind, stage, microbatch = op
     if kind == "W":
         return [Op("B", stage, microbatch)]
@@ -101,28 +101,28 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
 
 
 def _ready(op: Op, schedule: Schedule, durations: Durations, ended: Mapping[Op, float]) -> float | None:
-    """When all that it needs is there; None: not known yet."""
+    """When all of its inputs are there; None: not known yet."""
     times = [0.0]
     for needed in needs(op, schedule):
         if needed not in ended:
             return None
-        far = schedule.ranks_of_stages[needed.stage] != schedule.ranks_of_stages[op.stage]
-        times.append(ended[needed] + (durations.transfer if far else 0.0))
+        is_remote = schedule.ranks_of_stages[needed.stage] != schedule.ranks_of_stages[op.stage]
+        times.append(ended[needed] + (durations.transfer if is_remote else 0.0))
     return max(times)
 
 
-def _check_all_ran(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> None:
+def _check_all_ran(schedule: Schedule, spans: Sequence[Sequence[TimelineSpan]]) -> None:
     stuck = [
         f"rank {rank} at {row[len(done)]} of stage {row[len(done)].stage}"
         for rank, (row, done) in enumerate(zip(schedule.rows, spans, strict=True))
         if len(done) < len(row)
     ]
     if stuck:
-        raise ManyhandsError(f"Schedule {schedule.name!r} waits for itself: {', '.join(stuck)}.")
+        raise ManyhandsError(f"Schedule {schedule.name!r} deadlocks: {', '.join(stuck)}.")
 
 
 def _most_alive(row: Sequence[Op], schedule: Schedule) -> int:
-    """A forward's activations live until the stage's last half of backward."""
+    """A forward's activations are kept until the end of the stage's backward."""
     freeing = "W" if schedule.splits_backward else "B"
     alive = most = 0
     for op in row:
@@ -139,9 +139,9 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def draw(schedule: Schedule) -> str:
-    """A line per rank, with even stages; a column per unit of time, which a forward takes.
+    """A line per rank, with equal stages; a column per unit of time, which is that of a forward.
 
-    Operations of a rank's second stage and later ones stand with a mark for each: F0 F0' F0".
+    Operations of a rank's second stage and later ones have a mark: F0 F0' F0".
     """
     timeline = play(schedule)
     first = min(span.stop - span.start for row in timeline.spans for span in row)
@@ -156,8 +156,8 @@ def draw(schedule: Schedule) -> str:
     return "\n".join([summary(schedule, timeline), *lines])
 
 
-def _cells(row: Sequence[Span], schedule: Schedule, unit: float) -> list[tuple[int, int, str]]:
-    """Of each operation its first column, how many it takes, and what stands there."""
+def _cells(row: Sequence[TimelineSpan], schedule: Schedule, unit: float) -> list[tuple[int, int, str]]:
+    """The first column, number of columns and text of each operation."""
     marks = ("", "'", '"', "*")
     return [
         (

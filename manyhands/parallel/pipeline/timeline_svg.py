@@ -1,4 +1,4 @@
-"""A pipeline's step as a picture: theory above, what was measured below. SVG by hand: no plotting library."""
+"""A pipeline's step as an SVG image: theory above, measurement below. Needs no plotting library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {"F": "#4c78a8", "B": "#f2a34b", "W": "#b8cbb0"}
 
 
 def picture(timelines: Sequence[tuple[str, Timeline]]) -> str:
-    """Each timeline under its title, over the full width: its own time is its unit."""
+    """Each timeline under its title, scaled to the full width."""
     rows = sum(len(timeline.spans) for _, timeline in timelines)
     height = TOP + rows * ROW + len(timelines) * GAP
     lines = [

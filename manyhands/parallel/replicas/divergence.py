@@ -1,7 +1,7 @@
-"""Who is odd: pure judgements over the hashes of copies that should be the same, and over a slice computed twice.
+"""Which rank diverged: pure decisions from the hashes of copies that should be equal, and from a slice computed twice.
 
-Every rank is given the same hashes and comes to the same verdict, so nobody needs to be asked. What is done about it
-is `training/loop/divergence_repair.py`'s business. Start reading at `verdict`.
+Every rank has the same hashes and reaches the same verdict without another message. The repair is in
+`training/loop/divergence_repair.py`. Start reading at `verdict`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 __all__ = [
     "Appointment",
     "CopiesDiffer",
+    "DivergenceVerdict",
     "Hashes",
-    "Verdict",
     "WrongGradient",
     "appoint",
     "odd_ones",
@@ -29,15 +29,15 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class Hashes(NamedTuple):
-    """What a rank says of its copy."""
+    """The hashes that a rank reports of its copy."""
 
     own: int
-    """Hash of what it has by itself: the same on every rank, or one of them is wrong."""
+    """Hash of the state in the rank's own memory: if it is not the same on every rank, one of them is wrong."""
     shared: int = 0
-    """Hash of its part of weights that its host's ranks share: the same in the same place of every host."""
+    """Hash of its part of the weights that its host's ranks share: the same for the same part on every host."""
 
     def numbers(self) -> tuple[float, ...]:
-        """For an exchange of floats, which hold 32 bits each without loss."""
+        """The hashes as floats for an exchange of floats, each of which holds 32 bits exactly."""
         return tuple(float(half) for one in self for half in (one % 2**32, one >> 32))
 
     @staticmethod
@@ -46,11 +46,11 @@ class Hashes(NamedTuple):
         return Hashes(low + (high << 32), shared_low + (shared_high << 32))
 
 
-class Verdict(NamedTuple):
+class DivergenceVerdict(NamedTuple):
     odd: tuple[int, ...] = ()
-    """Ranks whose copy is not that of most; where nobody can tell, all that are in question."""
+    """Ranks whose copy differs from the majority's; without a majority, all ranks that may be wrong."""
     source: int | None = 0
-    """A rank whose copy is right; None where nobody can tell."""
+    """A rank whose copy is right; None without a majority."""
 
     @property
     def agrees(self) -> bool:
@@ -58,68 +58,68 @@ class Verdict(NamedTuple):
 
 
 class CopiesDiffer(Exception):
-    """All ranks have seen it, before the step changed anything. The loop heals what can be, and begins it anew."""
+    """Raised on all ranks before the step has changed anything. The loop repairs what it can and repeats the step."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: DivergenceVerdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
 
 
 class Appointment(NamedTuple):
-    """Who computes which slice (its place among those that have rows) of a step a second time."""
+    """Which rank computes which slice of a step a second time; `place` is its index among slices that have rows."""
 
     step: int
     place: int
     owner: int
     auditor: int
     third: int | None
-    """Who is asked where the two disagree; None: there are two ranks, and both do it again."""
+    """The rank that computes the slice if the two disagree; None: there are two ranks, and both repeat it."""
 
 
 class WrongGradient(Exception):
-    """A slice's gradients, computed twice, were not the same. All ranks know, before the step changed anything."""
+    """A slice's gradients, computed twice, differed. Raised on all ranks before the step has changed anything."""
 
     def __init__(self, asked: Appointment, rank: int | None) -> None:
-        """`rank` is who was wrong; None where nobody can tell."""
+        """`rank` was wrong; None if that cannot be decided."""
         super().__init__(f"rank {rank} is wrong: {asked}")
         self.asked, self.rank = asked, rank
 
 
 def odd_ones(hashes: Sequence[Hashable]) -> list[int] | None:
-    """Places whose hash is not that of more than half; None where no hash has so many."""
+    """Indices whose hash differs from that of the majority; None if no hash has more than half."""
     if not hashes:
         return []
     common, count = Counter(hashes).most_common(1)[0]
     if 2 * count <= len(hashes):
         return None
-    return [place for place, one in enumerate(hashes) if one != common]
+    return [index for index, one in enumerate(hashes) if one != common]
 
 
-def odd_parts(told: Sequence[Mapping[Part, int]]) -> dict[Part, list[int]]:
-    """Of a divided model: hashes of what each rank has, by part. Parts of which there are unlike copies, and whose."""
-    held: dict[Part, list[int]] = {}
-    for rank, hashes in enumerate(told):
+def odd_parts(by_rank: Sequence[Mapping[Part, int]]) -> dict[Part, list[int]]:
+    """For a sharded model, from each rank's hashes by part: the parts whose copies differ, and their ranks."""
+    ranks_by_part: dict[Part, list[int]] = {}
+    for rank, hashes in enumerate(by_rank):
         for part in hashes:
-            held.setdefault(part, []).append(rank)
-    return {part: ranks for part, ranks in held.items() if len({told[rank][part] for rank in ranks}) > 1}
+            ranks_by_part.setdefault(part, []).append(rank)
+    return {part: ranks for part, ranks in ranks_by_part.items() if len({by_rank[rank][part] for rank in ranks}) > 1}
 
 
-def verdict(told: Sequence[Hashes], per_host: int = 0) -> Verdict:
-    """Whose copy is odd. With `per_host` above 0, so many ranks share a host's weights: they are one copy."""
-    everyone = range(len(told))
-    size = per_host or len(told)
-    hosts = [everyone[first : first + size] for first in everyone[::size]]
-    odd = odd_ones([one.own for one in told])
-    odd_hosts = odd_ones([tuple(told[rank].shared for rank in host) for host in hosts])
+def verdict(by_rank: Sequence[Hashes], per_host: int = 0) -> DivergenceVerdict:
+    """Which ranks' copies differ. If `per_host` is above 0, that many ranks share one host's weights as one copy."""
+    all_ranks = range(len(by_rank))
+    size = per_host or len(by_rank)
+    hosts = [all_ranks[first : first + size] for first in all_ranks[::size]]
+    odd = odd_ones([one.own for one in by_rank])
+    odd_hosts = odd_ones([tuple(by_rank[rank].shared for rank in host) for host in hosts])
     if odd is None or odd_hosts is None:
-        return Verdict(tuple(everyone), None)
+        return DivergenceVerdict(tuple(all_ranks), None)
     wrong = {*odd, *(rank for host in odd_hosts for rank in hosts[host])}
-    right = [rank for rank in everyone if rank not in wrong]
-    return Verdict(tuple(sorted(wrong)), right[0]) if right else Verdict(tuple(everyone), None)
+    right = [rank for rank in all_ranks if rank not in wrong]
+    return DivergenceVerdict(tuple(sorted(wrong)), right[0]) if right else DivergenceVerdict(tuple(all_ranks), None)
 
 
 def appoint(seed: int, step: int, shares: Sequence[range]) -> Appointment:
-    """Of the slices that `shares` gives to each rank. Every slice has its turn some day."""
+    """Choose one of the slices that `shares` gives to each rank. Over the steps every slice is chosen."""
     key = hashlib.blake2s(f"audit {seed} {step}".encode(), digest_size=8).digest()
     place = int.from_bytes(key, "little") % sum(map(len, shares))
     owner = next(rank for rank, share in enumerate(shares) if place in share)
@@ -128,5 +128,5 @@ def appoint(seed: int, step: int, shares: Sequence[range]) -> Appointment:
 
 
 def wrong_one(repeats: tuple[bool, bool]) -> int | None:
-    """Which of two ranks that disagree is wrong: the one that does not come to its own result again. None: either."""
+    """Which of two ranks that disagree is wrong: the one that does not reproduce its own result. None: undecided."""
     return None if repeats[0] == repeats[1] else repeats.index(False)

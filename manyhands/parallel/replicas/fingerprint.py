@@ -1,7 +1,7 @@
-"""What tensors hold, in one number: equal for equal bits, on every CPU, with the C extension or without.
+"""A 64-bit hash of tensors: equal for equal bits, on every CPU, with the C extension or without.
 
-Quick enough to look at a whole model now and then (native/digest.c goes through memory about as fast as it can be
-read), and sure to see any single word that changed. No defence against somebody who wants to deceive.
+Fast enough to hash a whole model now and then (native/digest.c hashes memory about as fast as it can be read), and
+certain to detect any single changed word. Not cryptographic: it is no defence against an attacker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = 2**64 - 1
 
 
 def digest(tensor: Tensor) -> int:
-    """Of the values in their logical order: memory formats do not count."""
+    """The hash of the values in their logical order: the memory format does not matter."""
     values = tensor.detach().cpu().contiguous()
     if library is not None:
         return int(library.digest(values.data_ptr(), values.nbytes))
@@ -33,25 +33,25 @@ def digest(tensor: Tensor) -> int:
 
 
 def _digest(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """native/digest.c, where there is no extension: a sum per lane, and a sum of the sums so far."""
+    """native/digest.c in numpy, if there is no extension: a sum per lane, and a sum of its running sums."""
     num_bytes = len(memory)
     padded = np.pad(memory, (0, -num_bytes % (8 * _LANES))).view("<u8").reshape(-1, _LANES)
-    sums, places = np.zeros(_LANES, np.uint64), np.zeros(_LANES, np.uint64)
+    sums, sums_of_sums = np.zeros(_LANES, np.uint64), np.zeros(_LANES, np.uint64)
     for start in range(0, len(padded), _ROWS_AT_A_TIME):
         rows = padded[start : start + _ROWS_AT_A_TIME]
         so_far = sums + np.cumsum(rows, axis=0, dtype=np.uint64)
-        places += so_far.sum(axis=0, dtype=np.uint64)
+        sums_of_sums += so_far.sum(axis=0, dtype=np.uint64)
         sums = so_far[-1]
     whole = num_bytes
-    for lane, (total, place) in enumerate(zip(sums.tolist(), places.tolist(), strict=True)):
+    for lane, (total, sum_of_sums) in enumerate(zip(sums.tolist(), sums_of_sums.tolist(), strict=True)):
         mixed = (total + lane) * 0x9E3779B97F4A7C15 & _WORD
-        mixed = (mixed ^ mixed >> 29 ^ place) * 0xBF58476D1CE4E5B9 & _WORD
+        mixed = (mixed ^ mixed >> 29 ^ sum_of_sums) * 0xBF58476D1CE4E5B9 & _WORD
         whole = (whole + (mixed ^ mixed >> 32)) & _WORD
     return whole
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]], plain: Iterable[object] = ()) -> int:
-    """Of tensors by name, in the order given, and of plain values that are part of the same state."""
+    """The hash of named tensors, in the order given, and of plain values that are part of the same state."""
     whole = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors:
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest(tensor)}\n".encode())
@@ -64,8 +64,8 @@ def states_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str,
     """The optimizer's tensors, in the order of its parameters (`names` by the parameter's id)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [
-        (f"{names.get(id(param), str(place))}/{name}", value)
-        for place, param in enumerate(params)
+        (f"{names.get(id(param), str(index))}/{name}", value)
+        for index, param in enumerate(params)
         for name, value in sorted(optimizer.state.get(param, {}).items())
         if isinstance(value, Tensor)
     ]

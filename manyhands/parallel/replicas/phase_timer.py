@@ -1,4 +1,4 @@
-"""Where a step's time went: load, forward, backward, reduce, update; and how much of it was waiting for other ranks."""
+"""A step's time by phase: load, forward, backward, reduce, update; and how much of it was waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PHASES = ("load", "forward", "backward", "reduce", "update")
 
 
 class Phases:
-    """A stop watch with five hands. `mark(phase)` gives the time since the last mark to that phase."""
+    """Adds up seconds per phase. `mark(phase)` adds the time since the last mark to that phase."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, waits: Sequence[Waiting] = (), load_s: float = 0.0) -> None:
-        """`waits` are where waiting is added up; loading has taken `load_s` already."""
+        """`waits` count the seconds of waiting for other ranks; loading has taken `load_s` already."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.seconds["load"] = load_s
         self.busy = self.seconds.copy()
-        """The same without waiting for others."""
+        """The same without waiting for other ranks."""
         self._waits, self._waited = waits, sum(one.seconds for one in waits)
         self._last, self._took = perf_counter(), 0.0
 
@@ -37,7 +37,7 @@ class Phases:
         self._last, self._waited = now, waited
 
     def divide(self, phase: str, parts: Mapping[str, float], rest: str) -> None:
-        """The time that was last given to `phase` went into these parts, and what is left of it into `rest`."""
+        """Move the time that was last added to `phase` to these parts, and the remainder to `rest`."""
         self.seconds[phase] -= self._took
         self.seconds[rest] += max(0.0, self._took - sum(parts.values()))
         for part, seconds in parts.items():

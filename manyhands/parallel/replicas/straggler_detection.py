@@ -1,7 +1,7 @@
-"""Who is slow, in which phase and by how much; and how slices should be divided then: arithmetic over measured times.
+"""Which workers are slow, in which phase and by how much, and how to divide the slices then: arithmetic over times.
 
-Every worker tells the others its times of each step (`step_exchange`), so all have the same numbers, come to the same
-answer and need not ask each other. No clock, no torch: times in, decisions out. Start reading at `paces_of`.
+Workers exchange the times of each step (`step_exchange`), so all have the same numbers and reach the same decision
+without another message. No clock, no torch: times in, decisions out. Start reading at `paces_of`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from manyhands.parallel.replicas.phase_timer import PHASES
 
 __all__ = ["Pace", "Slow", "best_parts", "better_parts", "paces_of", "slow_workers"]
 
-# These phases take as long as a worker has slices; the others as long as the model is large.
+# The time of these phases grows with the worker's number of slices, that of the others with the size of the model.
 NUM_SLICED = PHASES.index("backward") + 1
 
 
 class Pace(NamedTuple):
-    """How long one worker usually takes for its part of a step."""
+    """How long one worker usually takes for its share of a step."""
 
     slices: int
     busy_s: tuple[float, ...]
-    """At work, in each of `PHASES`."""
+    """Seconds of work in each of `PHASES`."""
     waiting_s: float
 
     @property
@@ -36,7 +36,7 @@ class Pace(NamedTuple):
         return sum(self.busy_s[NUM_SLICED:])
 
     def with_slices(self, slices: float) -> list[float]:
-        """What each phase would take with another number of slices."""
+        """The seconds of each phase with another number of slices."""
         factor = slices / max(1, self.slices)
         return [seconds * factor for seconds in self.busy_s[:NUM_SLICED]] + list(self.busy_s[NUM_SLICED:])
 
@@ -44,17 +44,17 @@ class Pace(NamedTuple):
 class Slow(NamedTuple):
     rank: int
     phase: str
-    """Where it loses most."""
+    """The phase in which it loses most time."""
     factor: float
-    """How many times as long it takes as the others, for as much work."""
+    """How many times as long as the other workers it takes for the same amount of work."""
     waiting: float
-    """The share of a step for which the others wait."""
+    """The fraction of a step for which the other workers wait."""
 
 
 def paces_of(steps: Sequence[Sequence[Sequence[float]]], slices: Sequence[int]) -> list[Pace]:
-    """From some steps' times, by rank: busy seconds per phase, then those of waiting. `slices` are each rank's.
+    """From some steps' times by rank: busy seconds per phase, then seconds of waiting. `slices` has each rank's number.
 
-    Medians, because one step in which a disk or another program was in the way says nothing about a worker.
+    Medians, because one step that was slowed down by a disk or another program is no property of the worker.
     """
     paces = []
     for rank, count in enumerate(slices):
@@ -64,9 +64,9 @@ def paces_of(steps: Sequence[Sequence[Sequence[float]]], slices: Sequence[int]) 
 
 
 def slow_workers(paces: Sequence[Pace], limit: float, known: Collection[int] = ()) -> list[Slow]:
-    """Workers that take more than `limit` times as long as the median of the others, for as much work.
+    """Workers that take more than `limit` times as long as the median of the others, for the same amount of work.
 
-    One that is `known` to be slow counts as slow until it is half-way back: else it would come and go.
+    A worker that is `known` to be slow counts as slow until it is half-way back to normal, so that it does not flap.
     """
     working = [rank for rank, pace in enumerate(paces) if pace.slices]
     if len(working) < 2:
@@ -91,13 +91,13 @@ def _waiting_share(pace: Pace) -> float:
 
 
 def best_parts(paces: Sequence[Pace], slices: int) -> tuple[int, ...]:
-    """How many slices each worker takes so that the last one is done as early as can be; one for each at least."""
+    """The number of slices per worker, at least one, with which the last worker finishes as early as possible."""
     assert slices >= len(paces)
     parts = [1] * len(paces)
     ends = [(pace.fixed_s + 2 * pace.per_slice_s, rank) for rank, pace in enumerate(paces)]
     heapq.heapify(ends)
     for _ in range(slices - len(paces)):
-        # One after the other to whoever would be done with it first: no other division ends earlier.
+        # Each slice in turn goes to the worker that would finish it first: no other division ends earlier.
         end, rank = ends[0]
         parts[rank] += 1
         heapq.heapreplace(ends, (end + paces[rank].per_slice_s, rank))
@@ -105,9 +105,9 @@ def best_parts(paces: Sequence[Pace], slices: int) -> tuple[int, ...]:
 
 
 def better_parts(paces: Sequence[Pace], least_gain: float) -> tuple[int, ...] | None:
-    """A division in which the slowest takes less of its step, by this share at least; None where there is none.
+    """A division that shortens the slowest worker's step by at least this fraction; None if there is none.
 
-    Moving slices costs a step's prefetched data, and times are never quite the same twice.
+    Small gains are not worth it: moving slices wastes a step's prefetched data, and times vary between steps.
     """
     slices = sum(pace.slices for pace in paces)
     if slices < len(paces) or not all(pace.slices for pace in paces):

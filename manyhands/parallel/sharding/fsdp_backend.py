@@ -1,8 +1,8 @@
-"""Parameters, gradients and optimizer's states divided over the ranks: torch's `fully_shard`, behind a `Holding`.
+"""Parameters, gradients and optimizer state sharded over the ranks: torch's `fully_shard`, behind a `ReplicaBackend`.
 
-Between steps every `nn.Parameter` is the user's own object, whose values are this rank's part (`shares` says which);
-optimizers, checkpoints and the fused update see nothing else. During a step torch puts whole parameters in their
-place, block by block. Start reading at `FullyShardedHolding.divide`.
+Between steps every `nn.Parameter` is the user's object, whose values are this rank's shard (`shares` says which);
+optimizers, checkpoints and the fused update see nothing else. During a step torch replaces them by whole parameters,
+block by block. Start reading at `FsdpBackend.divide`.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.gradients.reduce_scatter_sum import Gathering, GroupSum, ShardedSum
+from manyhands.parallel.gradients.reduce_scatter_sum import FsdpSum, Gathering, GroupSum
 from manyhands.parallel.model.layer_blocks import blocks_of
-from manyhands.parallel.model.tensor_shard import Share, even_ranges
+from manyhands.parallel.model.tensor_shard import TensorShard, even_ranges
 from manyhands.parallel.sharding.placeholder_group import formal_mesh
+from manyhands.parallel.sharding.sharded_backend import ShardedBackend
 from manyhands.parallel.sharding.sharded_update import ShardedUpdate, check_dividable, cut_states_, stays_whole
-from manyhands.parallel.tensor.layers import Divided, at_home, class_of, return_wholes_
+from manyhands.parallel.tensor.layers import ParallelLayer, at_home, class_of, return_wholes_
 from manyhands.parallel.tensor.whole_parameters import is_users_code
-from manyhands.parallel.weights.replica_backend import Holding
 
-__all__ = ["FullyShardedHolding", "Sharding"]
+__all__ = ["FsdpBackend", "Sharding"]
 
 
 class Sharding(NamedTuple):
-    """How a model is divided."""
+    """How a model is sharded."""
 
     keep_whole: bool
-    """Parameters stay whole from a step's first use of them to its last; else they are gathered for each use."""
+    """Whether parameters stay whole from their first use in a step to their last; else they are gathered per use."""
     offload: bool = False
-    """Parts wait in the host's memory; for accelerators."""
+    """Whether shards are kept in the host's memory; for accelerators."""
 
 
-class _Place(NamedTuple):
-    """One of the modules that have a parameter, and its name there."""
+class _Location(NamedTuple):
+    """A module that has a parameter, and the parameter's name there."""
 
     module: nn.Module
     name: str
 
 
-class _Part(NamedTuple):
-    """A parameter of the user's, what torch has in its place, and where."""
+class _ShardedParameter(NamedTuple):
+    """A user's parameter, the sharded parameter that replaces it in torch, and its locations."""
 
     name: str
     param: nn.Parameter
     sharded: nn.Parameter
-    places: list[_Place]
-    share: Share
+    locations: list[_Location]
+    share: TensorShard
 
 
-class _InParts:
-    """Of a module whose parameters are parts, to be mixed into its class: a sum over parts is no sum over wholes."""
+class _ParameterGuard:
+    """Mixed into the class of a module whose parameters are shards: a user's sum over shards would be wrong."""
 
     _ids_of_parts: frozenset[int] = frozenset()
 
@@ -68,14 +68,14 @@ class _InParts:
             here = getattr(param, "part", param)
             if is_users_code() and (isinstance(here, DTensor) or id(here) in self._ids_of_parts):
                 raise TrainingFailed(
-                    f"The loss asks for the model's parameters, and of {name} each worker has a part.",
+                    f"The loss reads the model's parameters, but each worker has only a shard of {name}.",
                     fix=["weight_decay=, of the optimizer", 'mh.Sharded("optimizer"), whose workers see whole weights'],
                 )
             yield name, param
 
 
-class FullyShardedHolding(Holding):
-    """Of one model and its optimizer. Frozen parameters are divided, too, unless they are small."""
+class FsdpBackend(ShardedBackend):
+    """Whole parameters block by block, while a pass is in the block."""
 
     def __init__(
         self,
@@ -86,16 +86,15 @@ class FullyShardedHolding(Holding):
         sharding: Sharding,
         *,
         device: torch.device,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
-        super().__init__(model, optimizer, axis, None, network, None, bucket_bytes=0, check_every=0, tell=tell)
+        super().__init__(model, optimizer, axis, network, warn=warn)
         self._sharding, self._device = sharding, device
         self._modules: list[FSDPModule] = []
-        self._parts: list[_Part] = []
+        self._parts: list[_ShardedParameter] = []
 
     @property
-    def shares(self) -> dict[int, Share]:
-        """Which part of each parameter this rank has, by the parameter's id; those that are not there are whole."""
+    def shares(self) -> dict[int, TensorShard]:
         return {id(part.param): part.share for part in self._parts}
 
     @property
@@ -103,24 +102,24 @@ class FullyShardedHolding(Holding):
         return tuple(part.param for part in self._parts if not part.param.requires_grad)
 
     def divide(self) -> None:
-        """Give each rank its part. All ranks have the same values before; once it is done it stays so."""
+        """Give each rank its shard. All ranks have the same values before; later calls only check `requires_grad`."""
         if self._parts:
             self._check_unchanged()
             return
         self._check()
         for param in self._model.parameters():
-            param.data = param.data.contiguous()  # torch divides nothing else
-        places = _places_of(self._model)
+            param.data = param.data.contiguous()  # torch requires it
+        locations = _locations_of(self._model)
         left_whole = {param for param in self._model.parameters() if stays_whole(param)}
         wholes = {id(param): (name, param) for name, param in self._model.named_parameters()}
         shapes = {key: tuple(param.shape) for key, (_, param) in wholes.items()}
         for module in self._model.modules():
-            module.__class__ = class_of(_InParts, type(module))  # type: ignore[arg-type]
+            module.__class__ = class_of(_ParameterGuard, type(module))  # type: ignore[arg-type]
         with formal_mesh(self._axis.rank, self._axis.size, self._device) as mesh, at_home(self._model):
             names = self._shard(mesh, left_whole)
         for key, (name, param) in wholes.items():
             if param not in left_whole:
-                self._parts.append(self._take(name, param, places[key], shapes[key]))
+                self._parts.append(self._take(name, param, locations[key], shapes[key]))
         for module in self._model.modules():
             module._ids_of_parts = frozenset(self.shares)  # type: ignore[assignment]
         cut_states_(self._optimizer, self.shares)
@@ -131,31 +130,35 @@ class FullyShardedHolding(Holding):
     def _shard(self, mesh: DeviceMesh, left_whole: set[nn.Parameter]) -> list[str]:
         policy = CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy()
         blocks = {name: one for name, one in blocks_of(self._model).items() if set(one.parameters()) - left_whole}
-        if any(isinstance(module, Divided) for module in self._model.modules()):
+        if any(isinstance(module, ParallelLayer) for module in self._model.modules()):
             for module in (*blocks.values(), self._model):
-                return_wholes_(module)  # before torch's own hook, which waits for the gradient of what it returns
+                return_wholes_(module)  # before torch's hook, which waits for the gradient of the module's output
         for block in blocks.values():
-            again = not self._sharding.keep_whole
-            fully_shard(block, mesh=mesh, reshard_after_forward=again, offload_policy=policy, ignored_params=left_whole)
-        # What is outside of blocks is used first and last, so there is no point in letting go of it in between.
+            reshard = not self._sharding.keep_whole
+            fully_shard(
+                block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=left_whole
+            )
+        # Parameters outside of blocks are used first and last, so resharding them in between would save nothing.
         fully_shard(
             self._model, mesh=mesh, reshard_after_forward=False, offload_policy=policy, ignored_params=left_whole
         )
         self._modules = [one for one in (*blocks.values(), self._model) if isinstance(one, FSDPModule)]
         return [*blocks, "the rest of the model"]
 
-    def _take(self, name: str, param: nn.Parameter, places: list[_Place], shape: tuple[int, ...]) -> _Part:
-        """Have the user's own object look at what torch has in its place."""
-        sharded = places[0].module._parameters[places[0].name]
+    def _take(
+        self, name: str, param: nn.Parameter, locations: list[_Location], shape: tuple[int, ...]
+    ) -> _ShardedParameter:
+        """Make the user's parameter share memory with torch's sharded one."""
+        sharded = locations[0].module._parameters[locations[0].name]
         assert isinstance(sharded, nn.Parameter) and isinstance(sharded, DTensor)
         param.data = sharded.to_local().detach()
         start, stop = even_ranges(shape[0], self._axis.size)[self._axis.rank]
-        return _Part(name, param, sharded, places, Share(shape, ((0, ((start, stop),)),)))
+        return _ShardedParameter(name, param, sharded, locations, TensorShard(shape, ((0, ((start, stop),)),)))
 
     def _connect(self, names: list[str]) -> None:
-        """Have gradients and parameters travel over our axis, and sums follow the slice tree."""
+        """Make torch communicate over our axis, and sum gradients along the slice tree."""
         trained = [part for part in self._parts if part.param.requires_grad]
-        gradients = ShardedSum([part.param for part in trained], self._axis, self._network)
+        gradients = FsdpSum([part.param for part in trained], self._axis, self._network)
         gradients.sharded = [part.sharded for part in trained]
         for name, module in zip(names, self._modules, strict=True):
             group = GroupSum(gradients, name)
@@ -165,45 +168,42 @@ class FullyShardedHolding(Holding):
             module.set_gradient_divide_factor(1.0)  # slices are weighted already
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        self._note_uses(gradients, trained)
-        # Torch looks at all parameters once, and would do so in the middle of the user's loss.
+        self._record_uses(gradients, trained)
+        # Torch reads all parameters once, and would otherwise do so in the middle of the user's loss.
         self._modules[-1]._get_fsdp_state()._lazy_init()
-        self.sum, self.weights = gradients, ShardedUpdate(gradients, self._optimizer, self._axis)
+        self.sum, self.weights = gradients, ShardedUpdate(gradients.params, self._optimizer, self._axis)
 
-    def _note_uses(self, gradients: ShardedSum, trained: list[_Part]) -> None:
-        """Torch sends zeros for a parameter that has no gradient; who had one is for us to know."""
+    def _record_uses(self, gradients: FsdpSum, trained: list[_ShardedParameter]) -> None:
+        """Record which parameters had a gradient: torch sends zeros for those that had none."""
         waiting = dict(enumerate(trained))
         for module in self._modules:
             module.unshard()
-            for place, part in list(waiting.items()):
-                whole = part.places[0].module._parameters[part.places[0].name]
+            for index, part in list(waiting.items()):
+                whole = part.locations[0].module._parameters[part.locations[0].name]
                 if whole is not None and not isinstance(whole, DTensor):
-                    whole.register_post_accumulate_grad_hook(_adder(gradients.used, place))  # type: ignore[no-untyped-call]
-                    del waiting[place]
+                    whole.register_post_accumulate_grad_hook(_adder(gradients.used, index))  # type: ignore[no-untyped-call]
+                    del waiting[index]
             module.reshard()
         assert not waiting
 
-    def before_step(self) -> None:
-        """Blocks come and go with the passes."""
-
     def before_pass(self) -> None:
-        """A forward and a backward pass follow."""
+        """Called before a forward and a backward pass."""
         if self._sharding.keep_whole:
-            assert isinstance(self.sum, ShardedSum)
+            assert isinstance(self.sum, FsdpSum)
             for module in self._modules:
                 module.set_reshard_after_backward(self.sum.is_last_pass, recurse=False)
 
     def rest(self) -> None:
-        """The user's own parameters, with this rank's parts, are the model's again."""
+        """Put the user's parameters, with this rank's shards, back into the model."""
         for module in self._modules:
             module.reshard()
         for part in self._parts:
-            for place in part.places:
-                place.module._parameters[place.name] = part.param
+            for location in part.locations:
+                location.module._parameters[location.name] = part.param
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, forward passes find all parameters whole, and ranks may run as many of them as they like."""
+        """Inside, all parameters are whole in forward passes, and each rank may run any number of them."""
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
@@ -215,8 +215,8 @@ class FullyShardedHolding(Holding):
             self.rest()
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Inside, parameters have their whole values, to read and to write; rank 0's are divided again at the end."""
+    def editing(self) -> Iterator[None]:
+        """Inside, parameters are whole, to read and to write; at the end rank 0's values are sharded again."""
         parts = [part.param.data for part in self._parts]
         for part in self._parts:
             part.param.data = self.gather(part.share, part.param.data)
@@ -228,8 +228,8 @@ class FullyShardedHolding(Holding):
             for part, mine, whole in zip(self._parts, parts, wholes, strict=True):
                 part.param.data = mine.copy_(part.share.cut(whole))
 
-    def gather(self, share: Share, mine: Tensor) -> Tensor:
-        """The whole of what ranks have parts of, on each of them."""
+    def gather(self, share: TensorShard, mine: Tensor) -> Tensor:
+        """The whole tensor from the ranks' shards, on every rank."""
         rows = -(-share.shape[0] // self._axis.size)
         padded = mine.new_zeros(rows, *share.shape[1:])
         padded[: len(mine)].copy_(mine)
@@ -242,7 +242,7 @@ class FullyShardedHolding(Holding):
         dtypes = {param.dtype for param in self._model.parameters() if param.requires_grad}
         if len(dtypes) > 1:
             raise TrainingFailed(
-                f"Parameters of {', '.join(sorted(map(str, dtypes)))} do not travel together.",
+                f"Parameters of {', '.join(sorted(map(str, dtypes)))} cannot be sharded together.",
                 fix=["model.float()", 'precision="bf16", for faster forward passes'],
             )
 
@@ -250,24 +250,21 @@ class FullyShardedHolding(Holding):
         for part in self._parts:
             if part.param.requires_grad != part.sharded.requires_grad:
                 raise TrainingFailed(
-                    f"{part.name} was {'frozen' if part.sharded.requires_grad else 'thawed'} after the model was "
-                    "divided.",
+                    f"{part.name} was {'frozen' if part.sharded.requires_grad else 'unfrozen'} after the model was "
+                    "sharded.",
                     fix=["requires_grad_(...) before Trainer(...)", 'strategy="mirrored"'],
                 )
 
-    def regroup(self, axis: Axis, sharing: Any) -> None:
-        raise AssertionError("workers with parts of a model do not come and go")
+
+def _adder(used: set[int], index: int) -> Callable[[Tensor], None]:
+    return lambda _: used.add(index)
 
 
-def _adder(places: set[int], place: int) -> Callable[[Tensor], None]:
-    return lambda _: places.add(place)
-
-
-def _places_of(model: nn.Module) -> dict[int, list[_Place]]:
-    """Where each parameter is; a tied one is in several places."""
-    found: dict[int, list[_Place]] = {}
+def _locations_of(model: nn.Module) -> dict[int, list[_Location]]:
+    """The locations of each parameter; a tied one has several."""
+    found: dict[int, list[_Location]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                found.setdefault(id(param), []).append(_Place(module, name))
+                found.setdefault(id(param), []).append(_Location(module, name))
     return found

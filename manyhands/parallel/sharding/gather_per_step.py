@@ -1,9 +1,9 @@
-"""Parameters that are divided over ranks between steps, and whole within them, with plain collectives of our own.
+"""Parameters that are sharded between steps and whole within them, with our own collectives instead of FSDP's.
 
-Where forward passes of several slices are under way at a time, as in a pipeline, blocks cannot come and go with the
-passes. So a step begins with whole parameters and ends with each rank's part of their gradients; the optimizer sees
-parts only. Parameters stay the user's own objects, and are cut along their first dim as `fsdp_backend` cuts them.
-Start reading at `WholeInSteps.divide`.
+If forward passes of several slices are in progress at a time, as in a pipeline, blocks cannot be gathered and resharded
+per pass. So a step begins with whole parameters and ends with each rank's shard of their gradients; the optimizer sees
+shards only. Parameters stay the user's objects, and are sharded along their first dim as in `fsdp_backend`. Start
+reading at `GatherPerStep.divide`.
 """
 
 from __future__ import annotations
@@ -15,40 +15,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.gradients.network_sum import Gradients, add_lists, take
+from manyhands.parallel.gradients.gradient_lists import Gradients, add_lists, take
 from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
 from manyhands.parallel.gradients.slice_tree import Stack
-from manyhands.parallel.model.tensor_shard import Share, even_ranges
+from manyhands.parallel.model.tensor_shard import TensorShard, even_ranges
+from manyhands.parallel.sharding.sharded_backend import ShardedBackend
 from manyhands.parallel.sharding.sharded_update import ShardedUpdate, check_dividable, cut_states_, stays_whole
-from manyhands.parallel.weights.replica_backend import Holding
 
-__all__ = ["WholeInSteps"]
+__all__ = ["GatherPerStep"]
 
 
-class WholeInSteps(Holding):
-    """Of one model and its optimizer. Frozen parameters are divided, too, unless they are small."""
+class GatherPerStep(ShardedBackend):
+    """Whole parameters from the beginning of a step to the end of its passes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        axis: Axis,
-        network: Callable[[], Axis],
-        *,
-        bucket_bytes: int,
-        tell: Callable[[str], None],
-    ) -> None:
-        super().__init__(
-            model, optimizer, axis, None, network, None, bucket_bytes=bucket_bytes, check_every=0, tell=tell
-        )
-        self._buckets: list[_Bucket] = []
+    _buckets: Sequence[_Bucket] = ()
 
     @property
-    def shares(self) -> dict[int, Share]:
-        """Which part of each parameter this rank has, by the parameter's id; those that are not there are whole."""
+    def shares(self) -> dict[int, TensorShard]:
         return {id(param): share for one in self._buckets for param, share in zip(one.params, one.shares, strict=True)}
 
     @property
@@ -56,46 +41,40 @@ class WholeInSteps(Holding):
         return tuple(param for bucket in self._buckets for param in bucket.params if not bucket.trained)
 
     def divide(self) -> None:
-        """Give each rank its part. All ranks have the same values before; once it is done it stays so."""
+        """Give each rank its shard. All ranks have the same values before; later calls do nothing."""
         if self._buckets:
             return
         check_dividable(self._model, self._optimizer)
         params = [param for param in self._model.parameters() if not stays_whole(param)]
-        self._buckets = [_Bucket(some, self._axis) for some in _together(params, self._bucket_bytes)]
+        self._buckets = [_Bucket(bucket, self._axis) for bucket in _bucketed(params, self._bucket_bytes)]
         cut_states_(self._optimizer, self.shares)
         self.rest()
         trained = [bucket for bucket in self._buckets if bucket.trained]
         self.sum = ScatteredSum(trained, self._axis, self._network)
-        self.weights = ShardedUpdate(self.sum, self._optimizer, self._axis)
+        self.weights = ShardedUpdate(self.sum.params, self._optimizer, self._axis)
 
     def before_step(self) -> None:
-        """Have all parameters whole. For all ranks alike."""
+        """Gather all parameters. Called by all ranks."""
         for bucket in self._buckets:
             bucket.gather(self._axis)
 
-    def before_pass(self) -> None:
-        """Nothing comes or goes with a pass."""
-
     def rest(self) -> None:
-        """Parameters are this rank's parts again."""
+        """Set the parameters to this rank's shards again."""
         for bucket in self._buckets:
             bucket.rest()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, parameters are whole, and ranks may run as many forward passes as they like."""
+        """Inside, parameters are whole, and each rank may run any number of forward passes."""
         self.before_step()
         try:
             yield
         finally:
             self.rest()
 
-    def regroup(self, axis: Axis, sharing: Any) -> None:
-        raise AssertionError("workers with parts of a model do not come and go")
-
 
 class ScatteredSum(ShardedSum):
-    """Of every slice's whole gradients each rank gets its part of the sum, once per step and along the slice tree."""
+    """Reduce-scatters the slices' whole gradients once per step, along the slice tree: each rank gets its shard."""
 
     def __init__(self, buckets: Sequence[_Bucket], axis: Axis, network: Callable[[], Axis]) -> None:
         super().__init__([param for bucket in buckets for param in bucket.params], axis, network)
@@ -105,45 +84,44 @@ class ScatteredSum(ShardedSum):
         super().begin(count, shares, name)
         self._stack: Stack[Gradients] = Stack(count, add=add_lists)
 
-    passes_left = 0  # each rank makes its own, and no more
-
-    def before_backward(self, v: int | None) -> None: ...
-
     def after_backward(self, v: int | None) -> None:
         assert v is not None
         self._stack.push(v, [take(param) for param in self.params])
 
     def finish(self) -> None:
-        """Leave this rank's part of the sum over all slices in `.grad`, None where no slice of any rank had one."""
         nodes, first = list(self._stack.values()), 0
         self._stack.clear()
-        self.used = {place for node in nodes for place, grad in enumerate(node) if grad is not None}
+        self.used = {index for node in nodes for index, grad in enumerate(node) if grad is not None}
         for bucket in self._buckets:
-            places = range(first, first := first + len(bucket.params))
-            held = [bucket.packed(_taken(node, places)) for node in nodes] or [bucket.packed([None] * len(places))]
-            self.bytes_sent += sum(one.nbytes for one in held)
+            members = range(first, first := first + len(bucket.params))
+            contributions = [bucket.packed(_take(node, members)) for node in nodes] or [
+                bucket.packed([None] * len(members))
+            ]
+            self.bytes_sent += sum(one.nbytes for one in contributions)
             total = torch.empty_like(bucket.mine)
-            self.exchange(total, held, f"gradients of {self._name}")()
+            self.exchange(total, contributions, f"gradients of {self._name}")()
             for param, part in zip(bucket.params, bucket.parts_of(total), strict=True):
                 param.grad = part
-        self._tell_used()
+        super().finish()
 
 
 class _Bucket:
-    """Parameters of one kind, whose parts travel together: this rank's lie in one flat tensor, one after the other."""
+    """Parameters of one dtype and device that are sent together: one flat tensor contains this rank's shards."""
 
     def __init__(self, params: Sequence[nn.Parameter], axis: Axis) -> None:
-        """Parameters are whole now."""
+        """`params` are whole."""
         self.params, self._world, self.trained = list(params), axis.size, params[0].requires_grad
         self._wholes = [tuple(param.shape) for param in params]
         self._widths = [-(-shape[0] // axis.size) * _numel(shape[1:]) for shape in self._wholes]
         self._offsets = [0, *accumulate(self._widths)]
-        self.shares = [Share(shape, ((0, (even_ranges(shape[0], axis.size)[axis.rank],)),)) for shape in self._wholes]
+        self.shares = [
+            TensorShard(shape, ((0, (even_ranges(shape[0], axis.size)[axis.rank],)),)) for shape in self._wholes
+        ]
         self.mine = self.packed([param.detach() for param in params]).view(axis.size, -1)[axis.rank].clone()
         self._parts = self.parts_of(self.mine)
 
     def packed(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Whole tensors like the parameters, a part for every rank, one after the other; zeros for those missing."""
+        """Whole tensors, shaped like the parameters, as one flat tensor, rank by rank; zeros for missing ones."""
         flat = self.params[0].new_zeros(self._world, self._offsets[-1])
         for tensor, offset, width in zip(tensors, self._offsets, self._widths, strict=False):
             if tensor is not None:
@@ -152,7 +130,7 @@ class _Bucket:
         return flat.view(-1)
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part in a rank's row."""
+        """Views of each parameter's shard in one rank's flat tensor."""
         return [
             flat[offset : offset + _numel(share.local_shape)].view(share.local_shape)
             for offset, share in zip(self._offsets, self.shares, strict=False)
@@ -170,23 +148,22 @@ class _Bucket:
             param.data = part
 
 
-def _taken(node: Gradients, places: range) -> Gradients:
-    """Out of the node, so that each is let go of when it has been packed."""
-    found = [node[place] for place in places]
-    for place in places:
-        node[place] = None
+def _take(node: Gradients, members: range) -> Gradients:
+    """Remove these gradients from the node, so that each is freed once it is packed."""
+    found = node[members.start : members.stop]
+    node[members.start : members.stop] = [None] * len(members)
     return found
 
 
-def _together(params: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Those of one type that are trained, or not, in their order, some at a time: as many as so many bytes hold."""
-    kinds: dict[Any, list[nn.Parameter]] = {}
+def _bucketed(params: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Buckets of about `num_bytes`, in order, of parameters of the same dtype and device, all trained or all frozen."""
+    pending: dict[Any, list[nn.Parameter]] = {}
     for param in params:
-        some = kinds.setdefault((param.dtype, param.device, param.requires_grad), [])
-        some.append(param)
-        if sum(one.nbytes for one in some) >= num_bytes:
-            yield kinds.pop((param.dtype, param.device, param.requires_grad))
-    yield from kinds.values()
+        bucket = pending.setdefault((param.dtype, param.device, param.requires_grad), [])
+        bucket.append(param)
+        if sum(one.nbytes for one in bucket) >= num_bytes:
+            yield pending.pop((param.dtype, param.device, param.requires_grad))
+    yield from pending.values()
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""A process group for torch's device mesh that talks to nobody: whoever shards over the mesh brings an `Axis` to talk.
+"""A process group for torch's device mesh that never communicates: sharding over the mesh communicates by an `Axis`.
 
-`fully_shard` wants a device mesh, and a mesh wants c10d's default group. Ours is there by name only: it opens nothing
-and listens nowhere, and a collective that somebody calls on it is an error instead of a hang.
+`fully_shard` needs a device mesh, and a mesh needs c10d's default group. This one is a placeholder: it opens no
+connection, and a collective on it raises an error instead of hanging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["formal_mesh"]
 _NAME = "manyhands"
 
 
-class FormalGroup(dist.ProcessGroup):
+class PlaceholderGroup(dist.ProcessGroup):
     """Its collectives are those of the base class, which raise."""
 
     _registered_as = GroupName("")
@@ -41,10 +41,10 @@ class FormalGroup(dist.ProcessGroup):
 
 @contextmanager
 def formal_mesh(rank: int, size: int, device: torch.device) -> Iterator[DeviceMesh]:
-    """A mesh over all ranks; what is sharded over it stays so after the end, when the default group is gone again."""
+    """A mesh over all ranks. Modules stay sharded over it after the end, when the default group is destroyed."""
     if dist.is_initialized():
         raise TrainingFailed(
-            "The script has a default process group of its own, which is in the way of the one that sharding needs.",
+            "The script has initialised torch.distributed's default process group, but sharding needs to set its own.",
             fix=["no torch.distributed.init_process_group in the script", 'strategy="mirrored"'],
         )
     if _NAME not in dist.Backend.backend_list:
@@ -56,5 +56,5 @@ def formal_mesh(rank: int, size: int, device: torch.device) -> Iterator[DeviceMe
         dist.destroy_process_group()
 
 
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> FormalGroup:
-    return FormalGroup(rank, size)  # type: ignore[call-arg]  # torch has this one, too
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlaceholderGroup:
+    return PlaceholderGroup(rank, size)  # type: ignore[call-arg]  # a constructor that torch's stubs lack

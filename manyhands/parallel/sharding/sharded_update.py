@@ -1,11 +1,11 @@
-"""What may be divided over ranks row by row, and what each rank's optimizer then does with its part.
+"""Which models and optimizers can be sharded over ranks row by row, and the update of each rank's shard.
 
-Both ways to hold such parts stand on it: `fsdp_backend`, whose blocks come and go, and `gather_per_step`.
+Used by both backends: `fsdp_backend`, which gathers block by block, and `gather_per_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.optim.ftrl import FTRL
 from manyhands.parallel.gradients.gradient_norm import blocks_of, squares_of
-from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.model.step_buffers import MAX_SHADOW_NUMEL
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.weights.fused_update import has_fused
 from manyhands.parallel.weights.local_update import LocalUpdate
 
@@ -28,9 +27,9 @@ _ELEMENTWISE = {Adadelta, Adamax, ASGD, FTRL, NAdam, RAdam, Rprop}
 
 
 def elementwise(optimizer: Optimizer) -> bool:
-    """Whether an element's new value is known to depend on that element alone, so that parts of tensors will do.
+    """Whether an element's new value is known to depend on that element alone, so that shards of tensors suffice.
 
-    As with tensors and their owners, it cannot be told from outside. Adafactor, Muon and LBFGS look at more.
+    As in `owner_updates.ownable`, this cannot be seen from outside. Adafactor, Muon and LBFGS need more.
     """
     if isinstance(optimizer, SeveralOptimizers):
         return all(elementwise(one) for one in optimizer.optimizers.values())
@@ -41,25 +40,25 @@ def elementwise(optimizer: Optimizer) -> bool:
 def check_dividable(model: nn.Module, optimizer: Optimizer) -> None:
     if not elementwise(optimizer):
         raise SpecError(
-            f"{type(optimizer).__name__} is not known to treat every element by itself, and no worker has all of a "
-            "parameter.",
+            f"{type(optimizer).__name__} is not known to update each element independently, and each worker has only a "
+            "shard of a parameter.",
             fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"; of a mesh, sharded=False'],
         )
     for name, param in model.named_parameters():
         if param.ndim == 0 and param.requires_grad:
             raise SpecError(
-                f"{name} is a single number, which cannot be divided.",
+                f"{name} is a single number, which cannot be sharded.",
                 fix=["torch.nn.Parameter(torch.ones(1)), of one dim"],
             )
 
 
 def stays_whole(param: nn.Parameter) -> bool:
-    """A frozen one that a forward pass may change, as `StepBuffers` sees it, or that has no dim to divide."""
+    """Whether it is frozen and either small, as `StepBuffers` lets a forward pass change it, or without any dim."""
     return not param.requires_grad and (param.numel() <= MAX_SHADOW_NUMEL or param.ndim == 0)
 
 
-def cut_states_(optimizer: Optimizer, shares: Mapping[int, Share]) -> None:
-    """Some optimizers have states before their first step; `shares` are by the parameter's id."""
+def cut_states_(optimizer: Optimizer, shares: Mapping[int, TensorShard]) -> None:
+    """Shard optimizer state that exists before the first step; `shares` are by the parameter's id."""
     for param, values in optimizer.state.items():
         share = shares.get(id(param))
         if share is not None:
@@ -68,15 +67,15 @@ def cut_states_(optimizer: Optimizer, shares: Mapping[int, Share]) -> None:
 
 
 class ShardedUpdate(LocalUpdate):
-    """Every rank updates its own part, with the optimizer that knows nothing of the others'."""
+    """Every rank updates its shard, with an optimizer that has only this shard."""
 
-    def __init__(self, gradients: ShardedSum, optimizer: Optimizer, axis: Axis) -> None:
-        super().__init__(gradients, optimizer)
+    def __init__(self, params: Sequence[Tensor], optimizer: Optimizer, axis: Axis) -> None:
+        super().__init__(params, optimizer)
         self._axis = axis
 
     def norm(self) -> float:
-        """Over all ranks, the same on each."""
+        """The norm over all ranks, the same on each."""
         mine = squares_of(list(blocks_of(self._grads()))).sum().reshape(1).cpu()
-        everyone = torch.empty(self._axis.size, dtype=torch.float64)
-        self._axis.all_gather_start(everyone, mine, "norm of gradients").wait()
-        return float(everyone.cumsum(0)[-1].sqrt())
+        gathered = torch.empty(self._axis.size, dtype=torch.float64)
+        self._axis.all_gather_start(gathered, mine, "norm of gradients").wait()
+        return float(gathered.cumsum(0)[-1].sqrt())

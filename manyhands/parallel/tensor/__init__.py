@@ -1,1 +1,5 @@
-"""Tensor parallelism: layers that are sharded over ranks."""
+"""Tensor parallelism: layers that are sharded over ranks.
+
+May import `comm` and `parallel.model`.
+Start reading at `rules.propose`.
+"""

@@ -1,4 +1,4 @@
-"""Divide a model as planned, where it stands: modules and parameters stay the objects they are.
+"""Shard a model in place by its plan: modules and parameters stay the same objects.
 
 Start reading at `split_model_`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from manyhands.comm.axis import Axis
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.tensor.attention import HeadsAttention, HeadsRegion
 from manyhands.parallel.tensor.autograd_collectives import slices_in_order
 from manyhands.parallel.tensor.huggingface_attention import attention_of
@@ -19,15 +19,15 @@ from manyhands.parallel.tensor.layers import (
     ByElement,
     ChannelConv,
     ChannelNorm,
-    Columns,
-    ConvColumns,
-    ConvRows,
-    Divided,
+    ColumnParallel,
+    ConvColumnParallel,
+    ConvRowParallel,
     GridMatrix,
     HeadNorm,
     HeadTable,
-    Place,
-    Rows,
+    LayerPlacement,
+    ParallelLayer,
+    RowParallel,
     Vocabulary,
     divide_,
 )
@@ -36,32 +36,32 @@ from manyhands.parallel.tensor.whole_parameters import hold_
 
 __all__ = ["split_model_"]
 
-_MATRICES: dict[str, type[Divided]] = {
-    "columns": Columns,
-    "heads": Columns,
-    "vocabulary": Columns,
-    "rows": Rows,
+_MATRICES: dict[str, type[ParallelLayer]] = {
+    "columns": ColumnParallel,
+    "heads": ColumnParallel,
+    "vocabulary": ColumnParallel,
+    "rows": RowParallel,
     "grid": GridMatrix,
 }
-# What another library's attention counts, and its own code goes by.
+# Attributes of another library's attention that count heads or sizes, which its code uses.
 _COUNTS = (
     "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "all_head_size", "split_size",
 )  # fmt: skip
 
 
-def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Share]:
-    """Keep this rank's part of every layer; the rest is forgotten. Every rank has the same whole before.
+def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, TensorShard]:
+    """Keep this rank's shard of every layer and drop the rest. Every rank has the same whole model before.
 
-    Returns what this rank has of each parameter and buffer that is not whole, by its name in `state_dict`, with every
-    name that it has.
+    Returns this rank's shard of each parameter and buffer that is sharded, by its name in `state_dict`; under each of
+    its names, if it has several.
     """
     assert axis.size == plan.degree, f"a plan for {plan.degree} ranks, on an axis of {axis.size}"
     if axis.size == 1:
         return {}
-    modules, shares = dict(model.named_modules()), dict[int, Share]()
+    modules, shares = dict(model.named_modules()), dict[int, TensorShard]()
     layers = [(layer, modules[layer.name]) for layer in plan.layers if layer.kind != "whole"]
-    places = [
-        Place(
+    placements = [
+        LayerPlacement(
             layer.name,
             axis,
             layer.cuts(module, axis.size),
@@ -70,41 +70,43 @@ def split_model_(model: nn.Module, plan: TensorPlan, axis: Axis) -> dict[str, Sh
         )
         for layer, module in layers
     ]
-    for (layer, module), place in zip(layers, places, strict=True):  # all cuts are known before the first is made
-        _divide_layer_(module, layer, place, shares)
+    for (layer, module), placement in zip(layers, placements, strict=True):  # after all cuts have been computed
+        _divide_layer_(module, layer, placement, shares)
     hold_(model)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: shares[id(tensor)] for name, tensor in named if id(tensor) in shares}
 
 
 def _sequence_dim(layer: LayerSplit, modules: Mapping[str, nn.Module]) -> int | None:
-    """The dim that is the sequence in what a layer returns."""
+    """The sequence dim of a layer's output."""
     if not leaves_parts(modules[layer.name], layer.kind):
         return None
-    # Its output projection gets the sequence first; everywhere else it is next to the features.
+    # MultiheadAttention's output projection gets the sequence first; elsewhere it is next to the features.
     return 0 if layer.inside and isinstance(modules[layer.inside], nn.MultiheadAttention) else -2
 
 
-def _divide_layer_(module: nn.Module, layer: LayerSplit, place: Place, shares: dict[int, Share]) -> None:
+def _divide_layer_(
+    module: nn.Module, layer: LayerSplit, placement: LayerPlacement, shares: dict[int, TensorShard]
+) -> None:
     if layer.kind == "heads" and not layer.inside and not isinstance(module, nn.MultiheadAttention):
-        _divide_region_(module, place)
+        _divide_region_(module, placement)
         return
     kind = _kind_of(module, layer.kind)
-    _forget_sizes_(module, kind, place.axis.size)
-    for name, cuts in place.cuts.items():
+    _forget_sizes_(module, kind, placement.axis.size)
+    for name, cuts in placement.cuts.items():
         tensor: Tensor = {**module._buffers, **module._parameters}[name]  # type: ignore[assignment]
-        if id(tensor) not in shares:  # a tied one is cut once
-            shares[id(tensor)] = share_of(tuple(tensor.shape), cuts, place.axis.rank)
+        if id(tensor) not in shares:  # a tied tensor is sharded once
+            shares[id(tensor)] = share_of(tuple(tensor.shape), cuts, placement.axis.rank)
             _keep_(tensor, shares[id(tensor)])
-    divide_(module, kind, place)
+    divide_(module, kind, placement)
 
 
-def _keep_(tensor: Tensor, share: Share) -> None:
+def _keep_(tensor: Tensor, share: TensorShard) -> None:
     tensor.data = share.cut(tensor.data)
     tensor.grad = None
 
 
-def _kind_of(module: nn.Module, kind: str) -> type[Divided]:
+def _kind_of(module: nn.Module, kind: str) -> type[ParallelLayer]:
     if isinstance(module, nn.MultiheadAttention):
         return HeadsAttention
     if isinstance(module, nn.Embedding):
@@ -114,12 +116,12 @@ def _kind_of(module: nn.Module, kind: str) -> type[Divided]:
     if isinstance(module, NORMS):
         return ChannelNorm
     if isinstance(module, CONVS):
-        return ConvRows if kind == "rows" else ChannelConv if module.groups > 1 else ConvColumns
+        return ConvRowParallel if kind == "rows" else ChannelConv if module.groups > 1 else ConvColumnParallel
     return _MATRICES[kind] if is_matrix(module) else HeadNorm
 
 
-def _forget_sizes_(module: nn.Module, kind: type[Divided], degree: int) -> None:
-    """Sizes that a layer's own code compares with, or counts by, are from now on those of its part."""
+def _forget_sizes_(module: nn.Module, kind: type[ParallelLayer], degree: int) -> None:
+    """Set sizes that a layer's code reads to those of its shard."""
     if kind is ChannelConv and isinstance(module, CONVS):
         module.inputs = slices_in_order(module.in_channels, degree)  # type: ignore[assignment]
         module.groups //= degree
@@ -131,13 +133,13 @@ def _forget_sizes_(module: nn.Module, kind: type[Divided], degree: int) -> None:
         module.channels, module.num_features = slices_in_order(features, degree), features // degree  # type: ignore[assignment]
 
 
-def _divide_region_(module: nn.Module, place: Place) -> None:
+def _divide_region_(module: nn.Module, placement: LayerPlacement) -> None:
     found = attention_of(module)
     assert found is not None
     module.num_all_heads = found.num_heads  # type: ignore[assignment]
     _, width = sizes_of(module.get_submodule(found.into[0]))
-    module.outputs = slices_in_order(width, place.axis.size) if found.out is None else None  # type: ignore[assignment]
+    module.outputs = slices_in_order(width, placement.axis.size) if found.out is None else None  # type: ignore[assignment]
     for name in _COUNTS:
         if isinstance(getattr(module, name, None), int):
-            setattr(module, name, getattr(module, name) // place.axis.size)
-    divide_(module, HeadsRegion, place)
+            setattr(module, name, getattr(module, name) // placement.axis.size)
+    divide_(module, HeadsRegion, placement)

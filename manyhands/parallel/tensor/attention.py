@@ -1,8 +1,8 @@
-"""Attention of which each rank computes some of the heads.
+"""Attention sharded by heads: each rank computes some of them.
 
-`HeadsAttention` is `nn.MultiheadAttention`; `HeadsRegion` runs another library's attention with this rank's heads: its
-projections give and take plain parts, its own code between them sees fewer heads, and dropout of attention weights is
-cut out of the mask of all heads. Start reading at `HeadsAttention.forward`.
+`HeadsAttention` is for `nn.MultiheadAttention`; `HeadsRegion` runs another library's attention with this rank's heads:
+its projections return and take plain local tensors, its code between them sees fewer heads, and dropout of attention
+weights uses this rank's part of the mask of all heads. Start reading at `HeadsAttention.forward`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.parallel.tensor.autograd_collectives import Ranges, Split, cut, enter, slices_in_order
 from manyhands.parallel.tensor.dropout import dropout_part
-from manyhands.parallel.tensor.layers import Divided, Place, asked
-from manyhands.parallel.tensor.sharded_tensor import Parted, part_of, parted, whole_of
+from manyhands.parallel.tensor.layers import LayerPlacement, ParallelLayer, asked
+from manyhands.parallel.tensor.sharded_tensor import ShardedTensor, part_of, parted, whole_of
 from manyhands.torch_private import safe_softmax
 
 __all__ = ["HeadsAttention", "HeadsRegion"]
 
 
-class HeadsAttention(Divided):
-    """`nn.MultiheadAttention` by heads. Forward sums once, in the output projection."""
+class HeadsAttention(ParallelLayer):
+    """`nn.MultiheadAttention` sharded by heads. Forward has one all-reduce, in the output projection."""
 
     in_proj_weight = asked("in_proj_weight")
     in_proj_bias = asked("in_proj_bias")
@@ -50,28 +50,28 @@ class HeadsAttention(Divided):
         assert isinstance(self, nn.MultiheadAttention)
         query, key, value = whole_of(query), whole_of(key), whole_of(value)
         if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch's own
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch does
         batched, rows_first = query.dim() == 3, self.batch_first or query.dim() == 2
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
         q, k, v = self._projected(query, key, value)
-        # As torch has it: who says that the mask is the causal one has it left out.
+        # As in torch: with is_causal=True the mask itself is not used.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         attended, weights = self._attend(q, k, v, mask, need_weights, causal)
-        # In memory the sequence comes first, as torch has it: dropout after it draws its mask in the order of memory.
+        # In memory the sequence is the first dim, as in torch: a later dropout draws its mask in memory order.
         y = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if rows_first else y
-        seen = self._shown(weights, average_attn_weights) if need_weights else None
-        return (y, seen) if batched else (y[0], None if seen is None else seen[0])
+        shown = self._weights_to_return(weights, average_attn_weights) if need_weights else None
+        return (y, shown) if batched else (y[0], None if shown is None else shown[0])
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Queries, keys and values: rows x this rank's heads x length x head's size."""
         packed, bias = self.own("in_proj_weight"), self.own("in_proj_bias")
         if packed is not None and query is key and key is value:
             return [self._heads(part) for part in self._project(query, packed, bias).chunk(3, -1)]
-        apart = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
-        weights = packed.chunk(3) if packed is not None else apart
+        separate = [self.own(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        weights = packed.chunk(3) if packed is not None else separate
         biases = bias.chunk(3) if bias is not None else (None,) * 3
         return [
             self._heads(self._project(x, weight, own))
@@ -88,16 +88,16 @@ class HeadsAttention(Divided):
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores: the same for all heads, or this rank's heads' own."""
-        rows, total = None, self._weights_split().size
+        """The bias that is added to the scores: the same for all heads, or those of this rank's heads."""
+        bias, total = None, self._weights_split().size
         if mask is not None:
-            rows = _as_bias(mask, q.dtype)
-            if rows.dim() == 3:
-                rows = self._weights_split().part_of(rows.view(q.size(0), total, *rows.shape[1:]))
+            bias = _as_bias(mask, q.dtype)
+            if bias.dim() == 3:
+                bias = self._weights_split().part_of(bias.view(q.size(0), total, *bias.shape[1:]))
         if padding is not None:
-            hidden = _as_bias(padding, q.dtype)[:, None, None, :]
-            rows = hidden if rows is None else rows + hidden
-        return rows
+            padding_bias = _as_bias(padding, q.dtype)[:, None, None, :]
+            bias = padding_bias if bias is None else bias + padding_bias
+        return bias
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool, causal: bool
@@ -109,10 +109,10 @@ class HeadsAttention(Divided):
         weights = _attention_weights(self._weights_split(), q, k, mask, p)
         return weights @ v, weights
 
-    def _shown(self, weights: Tensor | None, average: bool) -> Tensor:
+    def _weights_to_return(self, weights: Tensor | None, average: bool) -> Tensor:
         assert weights is not None
-        every = parted(weights, self._weights_split())
-        return cast(Tensor, whole_of(every)).mean(1) if average else every
+        sharded = parted(weights, self._weights_split())
+        return cast(Tensor, whole_of(sharded)).mean(1) if average else sharded
 
     def _weights_split(self) -> Split:
         """Attention weights: rows x heads x length x length."""
@@ -137,7 +137,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch's scaled dot product attention, of this rank's heads."""
+    """Like torch's scaled dot product attention, for this rank's heads."""
     if dropout_p == 0.0:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -155,7 +155,7 @@ def _attention(
 def _attention_weights(
     split: Split, query: Tensor, key: Tensor, mask: Tensor | None, p: float, scale: float | None = None
 ) -> Tensor:
-    """Rows x this rank's heads x length x length; a query that may see nothing sees zeros, as torch has it."""
+    """Rows x this rank's heads x length x length; a fully masked query gets zeros, as in torch."""
     scores = (query * (query.size(-1) ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     weights = safe_softmax(scores if mask is None else scores + mask, -1)
     return dropout_part(weights, p, split).to(query.dtype) if p > 0.0 else weights
@@ -165,26 +165,26 @@ _OF_HEADS = ("alibi", "attention_mask", "mask", "position_bias")
 
 
 class HeadsRegion:
-    """Another library's attention, which now sees this rank's heads only."""
+    """Another library's attention, which computes only this rank's heads."""
 
-    place: Place
+    place: LayerPlacement
     num_all_heads: int
     outputs: Ranges | None
-    """Of the attended values, where the output projection is another module's."""
+    """The ranges of the attended values, if another module has the output projection."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = super().forward  # type: ignore[misc]
         names = inspect.signature(run).parameters
-        args = tuple(self._taken(name, value) for name, value in zip_longest(islice(names, len(args)), args))
-        kwargs = {name: self._taken(name, value) for name, value in kwargs.items()}
+        args = tuple(self._local_argument(name, value) for name, value in zip_longest(islice(names, len(args)), args))
+        kwargs = {name: self._local_argument(name, value) for name, value in kwargs.items()}
         if not self.training:  # type: ignore[attr-defined]
-            return self._handed_on(run(*args, **kwargs))
+            return self._wrap_outputs(run(*args, **kwargs))
         with _DropoutByHeads(self._weights_split()):
             result = run(*args, **kwargs)
-        return self._handed_on(result)
+        return self._wrap_outputs(result)
 
-    def _taken(self, name: str | None, value: Any) -> Any:
-        """What comes in is whole, but for what is of heads: masks and biases of scores, if each head has its own."""
+    def _local_argument(self, name: str | None, value: Any) -> Any:
+        """Arguments are whole tensors, except for masks and biases of scores that have a head dim."""
         split = self._weights_split()
         if name not in _OF_HEADS or not isinstance(value, Tensor):
             return whole_of(value)
@@ -194,8 +194,8 @@ class HeadsRegion:
             return cut(whole_of(value).view(-1, split.size, *value.shape[1:]), split).flatten(0, 1)
         return whole_of(value)
 
-    def _handed_on(self, result: Any) -> Any:
-        """Plain parts stay inside: attended values and attention weights go on as what they are."""
+    def _wrap_outputs(self, result: Any) -> Any:
+        """Local tensors stay inside: return attended values and attention weights as sharded tensors."""
         first, *rest = result if isinstance(result, tuple) else (result,)
         if self.outputs is not None:
             first = parted(first, self.place.split(first.dim() - 1, self.outputs))
@@ -209,11 +209,11 @@ class HeadsRegion:
 
 def _is_of_heads(x: Tensor, split: Split) -> bool:
     """Whether these are attention weights of this rank's heads: rows x heads x length x length."""
-    return x.dim() == 4 and x.size(1) == split.part_size(split.axis.rank) and not isinstance(x, Parted)
+    return x.dim() == 4 and x.size(1) == split.part_size(split.axis.rank) and not isinstance(x, ShardedTensor)
 
 
 class _DropoutByHeads(TorchFunctionMode):
-    """Dropout of attention weights is that of this rank's heads."""
+    """Applies this rank's part of the dropout of attention weights."""
 
     def __init__(self, split: Split) -> None:
         super().__init__()

@@ -1,18 +1,18 @@
-"""Talking in the middle of a forward pass, and the same the other way round in backward.
+"""Collectives inside the forward pass, each with the matching collective in backward.
 
-Where a layer is divided over the ranks of an axis, tensors are either whole, the same bits on every rank, or in parts
-along one dim. Four moves lead from one to the other, each with the gradient that one process would have:
+In a tensor-parallel layer, a tensor is either whole, with the same bits on every rank, or sharded along one dim. Four
+operations convert between the two, each with the gradient that one process would have:
 
-    enter    whole -> whole     each rank makes something else of it; backward sums the ranks' gradients
-    leave_   partial -> whole   forward sums; every rank goes on with the same, so backward has nothing to do
-    gather   parts -> whole     backward cuts
-    cut      whole -> part      backward gathers
+    enter    whole -> whole     input of a sharded operation; backward all-reduces the ranks' gradients
+    leave_   partial -> whole   forward all-reduces; all ranks have the same gradient, so backward does nothing
+    gather   parts -> whole     forward all-gathers; backward cuts
+    cut      whole -> part      backward all-gathers
 
-A sum that each rank needs a part of only is made so: `leave_in_parts`, whose backward gathers; and a whole that was
-gathered hands the ranks' gradients back in parts where it is entered.
+If each rank needs only a part of the sum, `leave_in_parts` reduce-scatters, and its backward all-gathers. If a whole
+tensor was gathered from sequence parts, backward of `enter` reduce-scatters the gradients to these parts.
 
-Parts may overlap: then `gather` adds what lies on the same place, in rank order. All ranks make the same calls in the
-same order, in backward, too. Start reading at `Split`.
+Parts may overlap: `gather` then adds the overlapping values, in rank order. All ranks make the same calls in the same
+order, also in backward. Start reading at `Split`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from manyhands.parallel.model.tensor_shard import Range
 __all__ = ["Ranges", "Split", "all_parts", "cut", "enter", "gather", "leave_", "leave_in_parts", "slices_in_order"]
 
 Ranges = tuple[tuple[Range, ...], ...]
-"""Of one dim, for each rank: the ranges that it has, one after the other."""
+"""For each rank, the ranges of one dim that it has, in the order in which it stores them."""
 
 
 def slices_in_order(size: int, parts: int) -> Ranges:
-    """One range for each rank; they differ by one at most."""
+    """One range per rank; their sizes differ by at most one."""
     return tuple(((r * size // parts, (r + 1) * size // parts),) for r in range(parts))
 
 
 class Split(NamedTuple):
-    """How a tensor is divided over the ranks of an axis: along one dim, into these ranges."""
+    """How a tensor is sharded over the ranks of an axis: along one dim, into these ranges."""
 
     axis: Axis
     dim: int
     ranges: Ranges
     name: str
-    """Of whoever talks, for errors."""
+    """The name of the layer that communicates, for errors."""
     sequence: bool = False
-    """Whether each rank has some of the rows of what would otherwise be whole: evenly, one range each."""
+    """Whether it is sharded along the sequence (a tensor that would otherwise be whole): evenly, one range each."""
 
     @property
     def mine(self) -> tuple[Range, ...]:
@@ -55,7 +55,7 @@ class Split(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the dim, in the whole."""
+        """The size of the dim in the whole tensor."""
         return max(stop for ranges in self.ranges for _, stop in ranges)
 
     def part_size(self, rank: int) -> int:
@@ -66,18 +66,18 @@ class Split(NamedTuple):
         return sum(map(self.part_size, range(self.axis.size))) > self.size
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """This rank's, of a whole."""
+        """This rank's part of a whole tensor."""
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.mine]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
 def enter(tensor: Tensor, axis: Axis, name: str) -> Tensor:
-    """The same values; gradients that the ranks have for them are summed. Twice of one tensor is summed once."""
+    """The same values; backward sums the ranks' gradients. Entering one tensor twice costs one sum."""
     if axis.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    if tensor.is_leaf:  # lives on after this pass, and must not keep the pass
+    if tensor.is_leaf:  # outlives this pass, and must not keep its graph alive
         return cast(Tensor, _Enter.apply(tensor, axis, name))  # type: ignore[no-untyped-call]
-    # Projections of one input, as queries, keys and values are, meet once in backward instead of three times.
+    # Projections of one input, such as queries, keys and values, all-reduce once in backward instead of three times.
     before = getattr(tensor, "_entered", None)
     if before is not None and before[0] is axis and before[1] == tensor._version:
         return cast(Tensor, before[2])
@@ -105,7 +105,7 @@ def leave_in_parts(tensor: Tensor, split: Split) -> Tensor:
 
 
 def gather(part: Tensor, split: Split) -> Tensor:
-    """The whole of all ranks' parts."""
+    """The whole tensor from all ranks' parts."""
     whole = cast(Tensor, _Gather.apply(part, split))  # type: ignore[no-untyped-call]
     if split.sequence and torch.is_grad_enabled():
         whole._gathered_from = (part, split, whole._version)  # type: ignore[attr-defined]
@@ -113,12 +113,12 @@ def gather(part: Tensor, split: Split) -> Tensor:
 
 
 def cut(whole: Tensor, split: Split) -> Tensor:
-    """This rank's part of a whole that every rank has."""
+    """This rank's part of a whole tensor that every rank has."""
     return cast(Tensor, _Cut.apply(whole, split))  # type: ignore[no-untyped-call]
 
 
 def sum_(tensor: Tensor, axis: Axis, name: str) -> Tensor:
-    """Sum over the ranks, in place where its memory has no gaps. Half precision is summed in fp32 and rounded once."""
+    """Sum over the ranks, in place if its memory has no gaps. Half precision is summed in fp32 and rounded once."""
     wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     flat = _flat(wide)
     axis.sum_start(flat, name).wait()
@@ -127,17 +127,17 @@ def sum_(tensor: Tensor, axis: Axis, name: str) -> Tensor:
 
 
 def _sum_part(tensor: Tensor, split: Split) -> Tensor:
-    """Of the sum over the ranks, this rank's part; of half precision as `sum_` has it."""
+    """This rank's part of the sum over the ranks; half precision as in `sum_`."""
     wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     by_rank = wide.unflatten(split.dim, (split.axis.size, -1)).movedim(split.dim, 0)  # type: ignore[no-untyped-call]
-    spent = by_rank.clone(memory_format=torch.contiguous_format)
-    part = torch.empty_like(spent[0])
-    split.axis.reduce_scatter(part, spent, split.name)
+    scratch = by_rank.clone(memory_format=torch.contiguous_format)
+    part = torch.empty_like(scratch[0])
+    split.axis.reduce_scatter(part, scratch, split.name)
     return part.to(tensor.dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its memory as it lies, whatever the order of its dims; a copy if there are gaps."""
+    """A flat view of its memory for any order of its dims; a copy if there are gaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     in_memory = tensor.permute(order)
     return in_memory.view(-1) if in_memory.is_contiguous() else tensor.contiguous().view(-1)
@@ -160,17 +160,17 @@ def _assemble(part: Tensor, split: Split) -> Tensor:
 
 
 def all_parts(part: Tensor, split: Split) -> list[Tensor]:
-    """Every rank's, padded on the way where they are not of one size."""
+    """Every rank's part; parts of different sizes are sent with padding."""
     axis, shapes = split.axis, [_with_size(part.shape, split.dim, split.part_size(r)) for r in range(split.axis.size)]
     counts = [torch.Size(shape).numel() for shape in shapes]
     room = max(counts)
     mine = functional.pad(part.contiguous().view(-1), (0, room - part.numel()))
-    everyone = part.new_empty(axis.size * room)
+    gathered = part.new_empty(axis.size * room)
     if room:
-        # Bytes: Gloo does not know every dtype.
-        axis.all_gather_start(everyone.view(torch.uint8), mine.view(torch.uint8), split.name).wait()
+        # As bytes: Gloo does not support every dtype.
+        axis.all_gather_start(gathered.view(torch.uint8), mine.view(torch.uint8), split.name).wait()
     return [
-        everyone[r * room : r * room + count].view(shape)
+        gathered[r * room : r * room + count].view(shape)
         for r, (count, shape) in enumerate(zip(counts, shapes, strict=True))
     ]
 
@@ -182,7 +182,7 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """No view: `enter` notes it on what it is made of, and a view would keep that, and with it itself, for ever."""
+    """Not a view: `enter` stores the result on its source, and a view would refer back to it: a reference cycle."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload,no-any-return]
 
 
@@ -194,7 +194,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # A gradient may be a view of memory that somebody else still reads.
+        # A gradient may be a view of memory that is still used elsewhere.
         return sum_(gradient.clone(), ctx.axis, f"{ctx.name}, backward"), None, None
 
 
@@ -210,7 +210,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _EnterInParts(torch.autograd.Function):
-    """A whole that was gathered from `part`; backward sums, and each rank gets its part of that."""
+    """For a whole tensor that was gathered from `part`: backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, split: Split) -> Tensor:

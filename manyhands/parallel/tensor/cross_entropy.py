@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are divided over ranks: a few numbers per row travel, never the logits."""
+"""Cross entropy of logits whose classes are sharded over ranks: ranks send a few numbers per row, never the logits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def entropy_in_parts(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """As `functional.cross_entropy`, in fp32 at least; NotImplemented for what needs the logits in one place.
+    """Like `functional.cross_entropy`, in fp32 at least; NotImplemented for what needs the whole logits.
 
-    That is weights by class and targets that are probabilities. Logits are divided along dim 1.
+    That is: class weights, and targets that are probabilities. Logits are sharded along dim 1.
     """
     if weight is not None or size_average is not None or reduce is not None or target.is_floating_point():
         return NotImplemented
@@ -43,32 +43,32 @@ def entropy_in_parts(
 
 
 class _Entropy(torch.autograd.Function):
-    """A loss for each row; 0 where it does not count."""
+    """The loss of each row; 0 for ignored rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, labels: Tensor, counted: Tensor, split: Split, smoothing: float) -> Tensor:
         ((start, stop),) = split.mine
         here = counted & (labels >= start) & (labels < stop)
-        place = torch.where(here, labels - start, 0)
+        column = torch.where(here, labels - start, 0)
         peak = rows.amax(1)
         shares = (rows - peak[:, None]).exp_()
-        told = torch.stack([peak, shares.sum(1), torch.where(here, _at(rows, place), 0.0), rows.sum(1)])
-        peaks, sums, hits, totals = _of_all(told, split)
+        summary = torch.stack([peak, shares.sum(1), torch.where(here, _at(rows, column), 0.0), rows.sum(1)])
+        peaks, sums, hits, totals = _gather(summary, split)
         top = peaks.amax(0)
         log_sum = (sums * (peaks - top).exp()).sum(0).log_() + top
         losses = log_sum - (1.0 - smoothing) * hits.sum(0) - smoothing / split.size * totals.sum(0)
-        ctx.save_for_backward(shares.mul_((peak - log_sum).exp_()[:, None]), place, here, counted)
+        ctx.save_for_backward(shares.mul_((peak - log_sum).exp_()[:, None]), column, here, counted)
         ctx.smoothing, ctx.num_classes = smoothing, split.size
         return torch.where(counted, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, place, here, counted = ctx.saved_tensors
+        probabilities, column, here, counted = ctx.saved_tensors
         wanted = torch.full_like(probabilities, ctx.smoothing / ctx.num_classes)
         hit = (here * (1.0 - ctx.smoothing)).to(wanted.dtype)
-        wanted.scatter_add_(1, place[:, None], hit[:, None])
-        found = (probabilities - wanted) * gradient[:, None]
-        return found.masked_fill_(~counted[:, None], 0.0), None, None, None, None
+        wanted.scatter_add_(1, column[:, None], hit[:, None])
+        grad_rows = (probabilities - wanted) * gradient[:, None]
+        return grad_rows.masked_fill_(~counted[:, None], 0.0), None, None, None, None
 
 
 def _check_labels(labels: Tensor, num_classes: int) -> None:
@@ -77,13 +77,13 @@ def _check_labels(labels: Tensor, num_classes: int) -> None:
         raise IndexError(f"Target {int(wrong[0])} is out of bounds: there are {num_classes} classes.")
 
 
-def _at(rows: Tensor, place: Tensor) -> Tensor:
-    return rows.gather(1, place[:, None]).squeeze(1)
+def _at(rows: Tensor, column: Tensor) -> Tensor:
+    return rows.gather(1, column[:, None]).squeeze(1)
 
 
-def _of_all(told: Tensor, split: Split) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every rank's numbers, by kind: ranks x rows each."""
+def _gather(summary: Tensor, split: Split) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every rank's summary, one tensor of ranks x rows per quantity."""
     ranges = tuple(((r, r + 1),) for r in range(split.axis.size))
-    everyone = torch.stack(all_parts(told[None], Split(split.axis, 0, ranges, split.name)))[:, 0]
-    peaks, sums, hits, totals = everyone.unbind(1)
+    gathered = torch.stack(all_parts(summary[None], Split(split.axis, 0, ranges, split.name)))[:, 0]
+    peaks, sums, hits, totals = gathered.unbind(1)
     return peaks, sums, hits, totals

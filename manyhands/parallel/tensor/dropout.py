@@ -1,6 +1,6 @@
-"""Dropout of a part: each rank draws the mask of the whole and keeps what falls on its part.
+"""Dropout of a shard: each rank draws the mask of the whole tensor and uses its part.
 
-So the ranks' generators stay equal, and every element meets the same fate as in one process.
+So the ranks' generators stay equal, and the same elements are dropped as in one process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["dropout_part", "feature_dropout_part"]
 
 
 def dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
-    """As `functional.dropout` in training."""
+    """Like `functional.dropout` in training."""
     if p in (0.0, 1.0):
         return part * (1.0 - p)
     return part * _kept_part(part, p, split).div_(1.0 - p)
 
 
 def feature_dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
-    """As `functional.dropout2d` and its kind in training: whole channels fall out."""
+    """Like `functional.dropout1d`, `2d` and `3d` in training: whole channels are dropped."""
     if p in (0.0, 1.0):
         return part * (1.0 - p)
     noise = part.new_empty(*part.shape[:2], *[1] * (part.dim() - 2))
@@ -29,7 +29,7 @@ def feature_dropout_part(part: Tensor, p: float, split: Split) -> Tensor:
 
 
 def _kept_part(like: Tensor, p: float, split: Split) -> Tensor:
-    """1 for what stays and 0 for what falls out, of this rank's part; `like` says its shape, dtype and memory order."""
+    """This rank's part of the mask, 1 for kept and 0 for dropped; `like` has its shape, dtype and memory order."""
     sizes = list(like.shape)
     sizes[split.dim] = split.size
     whole = torch.empty_permuted(sizes, _memory_order(like), dtype=like.dtype, device=like.device)
@@ -37,5 +37,5 @@ def _kept_part(like: Tensor, p: float, split: Split) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """Masks are drawn in the order in which their elements lie in memory, which is that of the tensor's own."""
+    """Masks are drawn in the memory order of their elements, which must be that of the tensor."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

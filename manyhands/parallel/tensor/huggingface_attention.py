@@ -1,6 +1,6 @@
-"""Attentions of Hugging Face's, known by the names of their projections: what is by heads in them, and how it lies.
+"""Recognises Hugging Face's attentions by the names of their projections, and how their heads are laid out.
 
-What has parameters that nobody here knows is no attention to us, and stays whole. Start reading at `attention_of`.
+A module with parameters that are not listed here is not recognised, and stays whole. Start reading at `attention_of`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROJECTIONS = (
     (("c_attn",), ("c_proj",)),
     (("query_key_value",), ("dense",)),
 )
-# One after the other in one weight: all queries, all keys, all values. Elsewhere a head has its own side by side.
+# Weights that store all queries, then all keys, then all values. Others store those of each head together.
 _PACKED = {"c_attn": 3}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 _NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
@@ -38,13 +38,13 @@ class Attention(NamedTuple):
     num_key_heads: int
     packed: int
     norms: tuple[str, ...] = ()
-    """Of single heads: the same few parameters for all of them."""
+    """Norms of single heads: the same few parameters for all heads."""
     table: str | None = None
-    """An embedding with a column for each head, as T5 has of the distance between two words."""
+    """An embedding with a column for each head, such as T5's of the distance between two words."""
 
 
 def attention_of(module: nn.Module) -> Attention | None:
-    """If it is an attention of Hugging Face's whose projections, and no other parameters, are known by name."""
+    """The module's description, if it is an attention of Hugging Face's all of whose parameters are known by name."""
     if not type(module).__module__.startswith("transformers.") or "Local" in type(module).__name__:
         return None
     children = dict(module.named_children())
@@ -68,13 +68,13 @@ def _counted(
         return Attention(into, out, num_heads, sizes[1][1] // (sizes[0][1] // num_heads), 1)
     if sizes[0][1] == 3 * sizes[0][0]:
         return Attention(into, out, num_heads, num_heads, _PACKED.get(into[0], 1))
-    if getattr(module, "new_decoder_architecture", False):  # Falcon's: a key and a value after the queries they are for
+    if getattr(module, "new_decoder_architecture", False):  # Falcon: each group's queries, then its key and value
         return Attention(into, out, num_heads, int(module.num_kv_heads), 1)  # type: ignore[arg-type]
     return None  # keys and values of another sequence, or one of each for all queries
 
 
 def _with_the_rest(found: Attention, module: nn.Module, members: Sequence[str]) -> Attention | None:
-    """Nothing, if there are parameters that are none of projections, norms of single heads and a table of heads."""
+    """Add norms of single heads and a table of heads; None if there are any other parameters."""
     head_size = sizes_of(module.get_submodule(found.out))[0] // found.num_heads if found.out else 0
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, param in module.named_parameters():

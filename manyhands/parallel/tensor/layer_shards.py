@@ -1,4 +1,4 @@
-"""How each tensor of a layer is cut, given the layer's kind of division and the number of ranks. Pure.
+"""How each tensor of a layer is sharded, given the kind of split and the number of ranks. Pure.
 
 Start reading at `cuts_of`.
 """
@@ -9,7 +9,7 @@ from math import isqrt
 
 from torch import nn
 
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.tensor.autograd_collectives import Ranges, slices_in_order
 
 __all__ = [
@@ -43,7 +43,7 @@ NORMS = (
 _MATRICES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-# Of Hugging Face's: Linear layers in all but name, and what works element by element in a way that hides it.
+# Hugging Face classes that work like Linear, and elementwise functions that a torch function override cannot see.
 _LIKE_LINEAR = {"Conv1D": "transformers.pytorch_utils", "FalconLinear": "transformers.models.falcon.modeling_falcon"}
 _OPAQUE = {"BloomGelu": "transformers.models.bloom.modeling_bloom"}
 
@@ -54,18 +54,18 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def out_and_in(module: nn.Module) -> tuple[int, int]:
-    """The dims of its weight that are outputs and inputs."""
+    """The output dim and the input dim of its weight."""
     return (1, 0) if is_transposed(module) else (0, 1)
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """A Linear or the like, with nothing added: `weight` and maybe `bias` are its own parameters."""
+    """Whether it is a plain Linear or works like one: its parameters are `weight` and maybe `bias`."""
     plain = type(module) in _MATRICES or _is_listed(module, _LIKE_LINEAR)
     return plain and module._parameters.get("weight") is not None
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether it works element by element, in a function of its own, which would get the whole."""
+    """Whether it works element by element in a custom function, which would otherwise get the whole tensor."""
     return _is_listed(module, _OPAQUE)
 
 
@@ -74,7 +74,7 @@ def _is_listed(module: nn.Module, known: dict[str, str]) -> bool:
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs: of a matrix, or channels of a convolution."""
+    """The numbers of inputs and outputs of a matrix, or of channels of a convolution."""
     weight = module._parameters["weight"]
     assert weight is not None
     if isinstance(module, CONVS):
@@ -84,13 +84,13 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def factors(degree: int) -> tuple[int, int]:
-    """The most even rows x columns that so many ranks can stand in."""
+    """The grid of rows x columns for this many ranks that is closest to a square."""
     columns = next(n for n in range(isqrt(degree), 0, -1) if degree % n == 0)
     return degree // columns, columns
 
 
 def cuts_of(module: nn.Module, kind: str, degree: int, packed: int = 1) -> dict[str, tuple[Cut, ...]]:
-    """For each tensor of the layer that is cut: along which dims, into what. `packed` matrices may lie in one."""
+    """The dims and ranges of each sharded tensor of the layer. One weight may contain `packed` matrices."""
     if kind == "heads" and isinstance(module, nn.MultiheadAttention):
         return _of_attention(module, degree)
     if isinstance(module, NORMS):
@@ -124,7 +124,7 @@ def _of_weight(module: nn.Module, kind: str, degree: int, packed: int) -> dict[s
 
 
 def _interleaved(size: int, degree: int, packed: int) -> Ranges:
-    """Of each of the packed matrices its part, for every rank."""
+    """For every rank, its part of each of the packed matrices."""
     each = size // packed
     parts = slices_in_order(each, degree)
     return tuple(tuple((k * each + a, k * each + b) for k in range(packed) for a, b in mine) for mine in parts)
@@ -133,11 +133,11 @@ def _interleaved(size: int, degree: int, packed: int) -> Ranges:
 def _of_attention(module: nn.MultiheadAttention, degree: int) -> dict[str, tuple[Cut, ...]]:
     size = module.embed_dim
     packed = _interleaved(3 * size, degree, 3)
-    apart = slices_in_order(size, degree)
+    separate = slices_in_order(size, degree)
     ranges = {
         "in_proj_weight": packed,
         "in_proj_bias": packed,
-        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), apart),
+        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), separate),
     }
     return {name: ((0, found),) for name, found in ranges.items() if module._parameters.get(name) is not None}
 
@@ -150,5 +150,5 @@ def _of_norm(module: nn.Module, degree: int) -> dict[str, tuple[Cut, ...]]:
     return {name: ((0, ranges),) for name, tensor in tensors.items() if tensor is not None and tensor.dim() == 1}
 
 
-def share_of(shape: tuple[int, ...], cuts: tuple[Cut, ...], rank: int) -> Share:
-    return Share(shape, tuple(sorted((dim, ranges[rank]) for dim, ranges in cuts)))
+def share_of(shape: tuple[int, ...], cuts: tuple[Cut, ...], rank: int) -> TensorShard:
+    return TensorShard(shape, tuple(sorted((dim, ranges[rank]) for dim, ranges in cuts)))

@@ -1,8 +1,8 @@
-"""Layers of which each rank has a part. A user's layer becomes one where it stands: same object, same parameters.
+"""Tensor-parallel layers. A user's layer is converted in place: same object, same parameters.
 
-`divide_` gives a module a class that is its own and one of the kinds below, so that names, hooks, tied weights and
-`isinstance` stay as they were. Its parameters then hold this rank's part; whoever asks the layer for its `weight` from
-outside gets a `Parted`, which is the whole to all purposes. Start reading at `Columns`.
+`divide_` sets a module's class to a subclass of its own and of one of the kinds below, so that names, hooks, tied
+weights and `isinstance` stay as they were. Its parameters then are this rank's shards; code outside of the layer that
+reads its `weight` gets a `ShardedTensor`, which behaves like the whole tensor. Start reading at `ColumnParallel`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from manyhands.parallel.tensor.autograd_collectives import (
     slices_in_order,
 )
 from manyhands.parallel.tensor.layer_shards import TRANSPOSED, Cut, out_and_in
-from manyhands.parallel.tensor.sharded_tensor import Parted, part_of, parted, whole_of
+from manyhands.parallel.tensor.sharded_tensor import ShardedTensor, part_of, parted, whole_of
 from manyhands.torch_private import pytree
 
 __all__ = [
     "ByElement",
     "ChannelConv",
     "ChannelNorm",
-    "Columns",
-    "ConvColumns",
-    "ConvRows",
-    "Divided",
+    "ColumnParallel",
+    "ConvColumnParallel",
+    "ConvRowParallel",
     "GridMatrix",
     "HeadNorm",
     "HeadTable",
-    "Place",
-    "Rows",
+    "LayerPlacement",
+    "ParallelLayer",
+    "RowParallel",
     "Vocabulary",
     "asked",
     "at_home",
@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 
-class Place:
-    """What a divided layer knows of itself: its name, its ranks, how each of its tensors is cut."""
+class LayerPlacement:
+    """A sharded layer's name, its ranks, and how each of its tensors is sharded."""
 
     def __init__(
         self,
@@ -65,23 +65,23 @@ class Place:
         sequence: int | None = None,
     ) -> None:
         self.name, self.axis, self.cuts, self.bare, self.sequence = name, axis, cuts, bare, sequence
-        """`bare`: inside an attention by heads, where tensors are plain parts. `sequence`: the dim along which sums
-        are left in parts."""
+        """`bare`: inside an attention sharded by heads, where tensors are plain local tensors. `sequence`: the dim
+        along which sums stay sharded."""
         self.at_home = False
-        """Whether the layer's own forward asks for its weight."""
+        """Whether the layer's own forward reads its weight now."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerPlacement:
         return self  # a group of ranks cannot be copied
 
     def ranges(self, dim: int = 0) -> Ranges:
-        """Of the layer's weight along a dim."""
+        """The ranges of the layer's weight along a dim."""
         return next(ranges for cut_dim, ranges in self.cuts["weight"] if cut_dim == dim)
 
     def split(self, dim: int, ranges: Ranges) -> Split:
         return Split(self.axis, dim, ranges, self.name)
 
     def summed(self, y: Tensor) -> Tensor:
-        """The sum over the ranks; a part of it for each, if sums are left so and what is summed has such a dim."""
+        """The sum over the ranks; sharded along the sequence, if that is on and `y` has a sequence dim."""
         if self.sequence is None or y.dim() < 3 or y.size(self.sequence) % self.axis.size:
             return leave_(y, self.axis, self.name)
         dim = self.sequence % y.dim()
@@ -89,7 +89,7 @@ class Place:
         return parted(leave_in_parts(y, split), split)
 
     def outside(self, tensor: str, value: Tensor) -> Tensor:
-        """What a stranger gets who asks for the layer's `weight`."""
+        """The value of the layer's `weight` (or another tensor) for code outside of the layer."""
         cuts = self.cuts.get(tensor, ())
         if not cuts or self.at_home:
             return value
@@ -99,8 +99,8 @@ class Place:
         return _whole_of_block(value, self, cuts)
 
 
-def _whole_of_block(value: Tensor, place: Place, cuts: tuple[Cut, ...]) -> Tensor:
-    """Of a matrix that is cut along both dims: each rank's block in its place among zeros, summed."""
+def _whole_of_block(value: Tensor, place: LayerPlacement, cuts: tuple[Cut, ...]) -> Tensor:
+    """The whole of a matrix that is sharded along both dims: the sum of the ranks' blocks, each padded with zeros."""
     padding: list[int] = []
     for dim in range(value.dim()):
         split = place.split(dim, next(ranges for d, ranges in cuts if d == dim))
@@ -110,7 +110,7 @@ def _whole_of_block(value: Tensor, place: Place, cuts: tuple[Cut, ...]) -> Tenso
 
 
 def asked(name: str) -> Any:
-    """A parameter as whoever asks the layer for it gets it."""
+    """A property that returns a parameter to code outside of the layer."""
 
     def get(self: nn.Module) -> Tensor | None:
         if name not in self._parameters:
@@ -121,57 +121,57 @@ def asked(name: str) -> Any:
     return property(get)
 
 
-class Divided:
-    """A kind of division, to be mixed into a layer's own class."""
+class ParallelLayer:
+    """A kind of split, mixed into a layer's class."""
 
-    place: Place
+    place: LayerPlacement
     weight = asked("weight")
     bias = asked("bias")
 
     def own(self, name: str) -> Tensor | None:
-        """A parameter as it lies here: this rank's part, or the whole if it is not divided."""
+        """The local parameter: this rank's shard, or the whole if it is not sharded."""
         value: Tensor | None = self._parameters.get(name)  # type: ignore[attr-defined]
         return value
 
 
 @cache
 def class_of(kind: type[Any], own: type[nn.Module]) -> type[nn.Module]:
-    """Its own class, and that kind before it."""
+    """A class that inherits from that kind and from the module's own class."""
     return type(own.__name__, (kind, own), {"__doc__": kind.__doc__})
 
 
-def divide_(module: nn.Module, kind: type[Any], place: Place) -> None:
-    """Make the module a layer of that kind; its parameters hold parts already."""
+def divide_(module: nn.Module, kind: type[Any], place: LayerPlacement) -> None:
+    """Make the module a layer of that kind; its parameters are shards already."""
     module.place = place  # type: ignore[assignment]
     module.__class__ = class_of(kind, type(module))  # type: ignore[arg-type]
 
 
 @contextmanager
 def at_home(model: nn.Module) -> Iterator[None]:
-    """Inside, whoever asks a layer for its tensors gets what lies here, as the layer's own forward does."""
-    places = [module.place for module in model.modules() if isinstance(module, Divided)]
-    for place in places:
+    """Inside, any code that reads a layer's tensors gets the local ones, as the layer's own forward does."""
+    placements = [module.place for module in model.modules() if isinstance(module, ParallelLayer)]
+    for place in placements:
         place.at_home = True
     try:
         yield
     finally:
-        for place in places:
+        for place in placements:
             place.at_home = False
 
 
 def return_wholes_(module: nn.Module) -> None:
-    """For a module whose output others hang hooks on: what its layers hand to each other stays in parts."""
-    module.register_forward_hook(lambda module, args, output: pytree.tree_map_only(Tensor, _whole_apart, output))
+    """For a module with hooks on its output: it returns whole tensors. Its layers still exchange sharded ones."""
+    module.register_forward_hook(lambda module, args, output: pytree.tree_map_only(Tensor, _whole_copy, output))
 
 
-def _whole_apart(tensor: Tensor) -> Tensor:
-    """No view, either: to write to one is to lose its hooks."""
+def _whole_copy(tensor: Tensor) -> Tensor:
+    """Never a view: writing to a view would lose its hooks."""
     whole: Tensor = whole_of(tensor)
     return whole.clone() if whole._is_view() else whole
 
 
-class _Matrix(Divided):
-    """Of `nn.Linear`, and of Hugging Face's Conv1D, whose weight is the transpose of a Linear's."""
+class _Matrix(ParallelLayer):
+    """For `nn.Linear`, and Hugging Face's Conv1D, whose weight is the transpose of a Linear's."""
 
     def matrix(self) -> Tensor:
         weight = self.own("weight")
@@ -179,8 +179,8 @@ class _Matrix(Divided):
         return weight if isinstance(self, nn.Linear) else weight.t()
 
 
-class Columns(_Matrix):
-    """Each rank computes some of the outputs from all inputs. Nothing travels forward; backward sums once."""
+class ColumnParallel(_Matrix):
+    """Each rank computes some of the outputs from all inputs. No collective in forward, one all-reduce in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
@@ -195,11 +195,11 @@ class Columns(_Matrix):
         bias = self.own("bias")
         if bias is None or "bias" in self.place.cuts:
             return bias
-        return cut(bias, self.place.split(0, self._outputs()))  # whole, because others use it, too
+        return cut(bias, self.place.split(0, self._outputs()))  # a whole bias, because other layers use it, too
 
 
-class Rows(_Matrix):
-    """Each rank takes some of the inputs and computes a summand of all outputs. Forward sums once."""
+class RowParallel(_Matrix):
+    """Each rank takes some of the inputs and computes a summand of all outputs. One all-reduce in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
@@ -214,7 +214,7 @@ def _with_bias(y: Tensor, bias: Tensor | None, num_dims_after: int = 0) -> Tenso
 
 
 class GridMatrix(_Matrix):
-    """Each rank has a block of the matrix: some of the outputs from some of the inputs. Whole in, whole out."""
+    """Each rank has a block of the matrix: some outputs from some inputs. Input and output are whole tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
@@ -224,19 +224,19 @@ class GridMatrix(_Matrix):
         return _with_bias(gather(y, place.split(y.dim() - 1, place.ranges(out))), self.own("bias"))
 
 
-class Vocabulary(Divided):
-    """An embedding of which each rank has some rows; the others' are zeros in its sum, which is therefore exact."""
+class Vocabulary(ParallelLayer):
+    """An embedding sharded by rows; each rank adds zeros for the other ranks' rows, so the sum is exact."""
 
     def forward(self, ids: Tensor) -> Tensor:
         place, weight = self.place, self.own("weight")
         assert weight is not None and isinstance(self, nn.Embedding)
         ((start, stop),) = place.split(0, place.ranges()).mine
-        elsewhere = (ids < start) | (ids >= stop)
+        not_mine = (ids < start) | (ids >= stop)
         _check_ids(ids, self.num_embeddings)
         padding = self.padding_idx
         mine = padding - start if padding is not None and start <= padding < stop else None
-        rows = functional.embedding((ids - start).masked_fill(elsewhere, 0), weight, mine)
-        return place.summed(rows.masked_fill(elsewhere[..., None], 0.0))
+        rows = functional.embedding((ids - start).masked_fill(not_mine, 0), weight, mine)
+        return place.summed(rows.masked_fill(not_mine[..., None], 0.0))
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
@@ -244,8 +244,8 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
         raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {num_embeddings} rows")
 
 
-class _Conv(Divided):
-    """Transposed ones take the size of their output, too, if somebody asks for one."""
+class _Conv(ParallelLayer):
+    """Transposed convolutions also take an optional output size."""
 
     def _channel_dim(self, x: Tensor) -> int:
         return x.dim() - len(self.kernel_size) - 1  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ class _Conv(Divided):
         return self._conv_forward(x, self.own("weight"), bias)  # type: ignore[attr-defined,no-any-return]
 
     def _channels(self, which: int) -> Ranges:
-        """Of outputs (0) or inputs (1)."""
+        """The ranges of output (0) or input (1) channels."""
         return self.place.ranges(out_and_in(self)[which])  # type: ignore[arg-type]
 
 
@@ -282,7 +282,7 @@ def _transposed(
     return result
 
 
-class ConvColumns(_Conv):
+class ConvColumnParallel(_Conv):
     """Each rank computes some of the output channels."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -291,7 +291,7 @@ class ConvColumns(_Conv):
         return parted(y, place.split(self._channel_dim(y), self._channels(0)))
 
 
-class ConvRows(_Conv):
+class ConvRowParallel(_Conv):
     """Each rank takes some of the input channels, and computes a summand of all output channels."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -302,7 +302,7 @@ class ConvRows(_Conv):
 
 
 class ChannelConv(_Conv):
-    """A convolution in groups: each rank has some of the groups, with their inputs and outputs."""
+    """A grouped convolution: each rank has some of the groups, with their inputs and outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         place, dim = self.place, self._channel_dim(x)
@@ -310,11 +310,11 @@ class ChannelConv(_Conv):
         return parted(y, place.split(dim, place.ranges()))
 
     inputs: Ranges
-    """Of the input's channels."""
+    """The ranges of the input's channels."""
 
 
-class HeadNorm(Divided):
-    """A norm of single heads: whole, and used by each rank for its own heads, so its gradients are sums."""
+class HeadNorm(ParallelLayer):
+    """A norm of single heads: whole on every rank, which uses it for its heads, so gradients are all-reduced."""
 
     @property
     def weight(self) -> Tensor | None:
@@ -331,8 +331,8 @@ class HeadNorm(Divided):
         return None if value is None else enter(value, self.place.axis, self.place.name)
 
 
-class HeadTable(Divided):
-    """An embedding with a column for each head, of which each rank looks up its own heads'."""
+class HeadTable(ParallelLayer):
+    """An embedding with a column for each head; each rank has the columns of its heads."""
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.own("weight")
@@ -340,16 +340,16 @@ class HeadTable(Divided):
         return functional.embedding(ids, weight, self.padding_idx)
 
 
-class ByElement(Divided):
-    """Something element by element, done to the part."""
+class ByElement(ParallelLayer):
+    """An elementwise function, applied to the local part."""
 
     def forward(self, x: Tensor) -> Tensor:
         run: Callable[[Tensor], Tensor] = super().forward  # type: ignore[misc]
-        return parted(run(x.part), x.division) if isinstance(x, Parted) else run(x)
+        return parted(run(x.part), x.division) if isinstance(x, ShardedTensor) else run(x)
 
 
-class ChannelNorm(Divided):
-    """BatchNorm, InstanceNorm or GroupNorm of some of the channels, each of which needs nothing of the others."""
+class ChannelNorm(ParallelLayer):
+    """BatchNorm, InstanceNorm or GroupNorm of some of the channels, which are independent of the other channels."""
 
     channels: Ranges
 

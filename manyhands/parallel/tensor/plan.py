@@ -1,6 +1,6 @@
-"""The plan of a model's division over ranks: for every layer its kind, its bytes, and why.
+"""The tensor-parallel plan of a model: for every layer its kind of split, its bytes, and the reason.
 
-`plan_tensor` is pure, and refuses what cannot work before anything starts. Start reading there.
+`plan_tensor` is pure, and refuses what cannot work before any process starts. Start reading there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from manyhands.parallel.tensor.layer_shards import (
     share_of,
     sizes_of,
 )
-from manyhands.parallel.tensor.rules import KINDS, Choice, by_heads, fits_kind, propose
+from manyhands.parallel.tensor.rules import KINDS, LayerChoice, by_heads, fits_kind, propose
 
 __all__ = ["LayerSplit", "TensorPlan", "leaves_parts", "plan_tensor"]
 
 
 class LayerSplit(msgspec.Struct, frozen=True):
-    """What becomes of one layer: a module with parameters or buffers of its own, or an attention."""
+    """How one layer is split: a module that directly has parameters or buffers, or an attention."""
 
     name: str
     layer: str
@@ -39,13 +39,13 @@ class LayerSplit(msgspec.Struct, frozen=True):
     kind: str
     why: str
     num_bytes: int
-    """Of its parameters and buffers; those that it shares count where they come first."""
+    """The size of its parameters and buffers; shared ones count in the first layer that has them."""
     bytes_per_rank: int
-    """Of the rank that has most of it."""
+    """The size on the rank that has most of it."""
     inside: str = ""
     packed: int = 1
     stays_whole: tuple[str, ...] = ()
-    """Parameters of a divided layer that are not divided, because others use them, too."""
+    """Parameters of a sharded layer that are not sharded, because other layers use them, too."""
 
     def cuts(self, module: nn.Module, degree: int) -> dict[str, tuple[Cut, ...]]:
         found = cuts_of(module, self.kind, degree, self.packed)
@@ -56,7 +56,7 @@ class TensorPlan(msgspec.Struct, frozen=True):
     degree: int
     layers: tuple[LayerSplit, ...]
     sequence: bool = False
-    """Whether sums between divided layers are left in parts, along the sequence."""
+    """Whether sums between sharded layers stay sharded along the sequence."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +70,7 @@ class TensorPlan(msgspec.Struct, frozen=True):
         return next((layer.kind for layer in self.layers if layer.name == name), "whole")
 
     def rows(self) -> list[tuple[str, ...]]:
-        """For a table: layer, class, kind, bytes, bytes per worker, why."""
+        """Rows of a table: layer, class, kind, bytes, bytes per worker, why."""
         return [
             (layer.name, layer.layer, layer.kind, str(layer.num_bytes), str(layer.bytes_per_rank), layer.why)
             for layer in self.layers
@@ -88,46 +88,47 @@ class TensorPlan(msgspec.Struct, frozen=True):
 def plan_tensor(
     model: nn.Module, degree: int, patterns: Mapping[str, str] | None = None, *, sequence: bool = False
 ) -> TensorPlan:
-    """How to divide the model's layers over so many ranks.
+    """How to shard the model's layers over this many ranks.
 
-    `patterns` name layers (`*.mlp.up`) and kinds, and come before every rule; of several that match, the first counts.
+    `patterns` map names of layers (`*.mlp.up`) to kinds, and override the rules; of several that match, the first
+    counts.
     """
     if degree < 1:
-        raise SpecError(f"A model cannot be divided among {degree} workers.", fix=["mh.Tensor(2)"])
+        raise SpecError(f"A model cannot be divided among {degree} workers.", fix=["mh.TensorParallel(2)"])
     names = dict(model.named_modules())
     chosen = propose(model, degree, _given(names, patterns or {}))
-    stays = _settle_ties(names, chosen)
+    kept_whole = _resolve_ties(names, chosen)
     _check_degree(names, chosen, degree)
     if sequence:
-        _tell_of_sequences(names, chosen)
-    return TensorPlan(degree, tuple(_layers(names, chosen, stays, degree)), sequence)
+        _explain_sequences(names, chosen)
+    return TensorPlan(degree, tuple(_layers(names, chosen, kept_whole, degree)), sequence)
 
 
-def _tell_of_sequences(names: Mapping[str, nn.Module], chosen: dict[str, Choice]) -> None:
-    """Say whose sums are left in parts of the sequence, and which norms take those."""
+def _explain_sequences(names: Mapping[str, nn.Module], chosen: dict[str, LayerChoice]) -> None:
+    """Say in the plan which layers' sums stay sharded along the sequence, and which norms take them so."""
     for name, choice in chosen.items():
         if leaves_parts(names[name], choice.kind):
-            chosen[name] = choice._replace(why=f"{choice.why}; its sum by sequence")
+            chosen[name] = choice._replace(why=f"{choice.why}; its sum is sharded by sequence")
     for name, module in names.items():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            chosen.setdefault(name, Choice("whole", "of parts by sequence, where it gets them"))
+            chosen.setdefault(name, LayerChoice("whole", "computed in parts by sequence, if its input is sharded so"))
 
 
 def leaves_parts(module: nn.Module, kind: str) -> bool:
-    """Whether what it returns is a sum that can be left in parts of the sequence."""
+    """Whether it returns a sum that can stay sharded along the sequence."""
     return (kind == "rows" and is_matrix(module)) or (kind == "vocabulary" and isinstance(module, nn.Embedding))
 
 
-def _given(names: Mapping[str, nn.Module], patterns: Mapping[str, str]) -> dict[str, Choice]:
-    given: dict[str, Choice] = {}
+def _given(names: Mapping[str, nn.Module], patterns: Mapping[str, str]) -> dict[str, LayerChoice]:
+    given: dict[str, LayerChoice] = {}
     for pattern, kind in patterns.items():
         if kind not in KINDS:
             near = get_close_matches(kind, KINDS, 3) or list(KINDS)
-            raise SpecError(f"{pattern!r} asks for {kind!r}, which is no kind of split.", fix=[*map(repr, near)])
+            raise SpecError(f"{pattern!r} asks for {kind!r}, which is not a kind of split.", fix=[*map(repr, near)])
         matching = [name for name in names if name and _matches(name, pattern)]
         if not matching:
-            there = [name for name in names if name]
-            near = get_close_matches(pattern.lstrip("*."), there, 3, 0.3) or there[:3]
+            layer_names = [name for name in names if name]
+            near = get_close_matches(pattern.lstrip("*."), layer_names, 3, 0.3) or layer_names[:3]
             raise SpecError(f"The pattern {pattern!r} matches no layer.", where="rules", fix=[*map(repr, near)])
         fitting = [name for name in matching if fits_kind(names[name], kind)]
         if not fitting:
@@ -140,20 +141,20 @@ def _given(names: Mapping[str, nn.Module], patterns: Mapping[str, str]) -> dict[
     return given
 
 
-def _asked_for(name: str, names: Mapping[str, nn.Module], kind: str, pattern: str) -> dict[str, Choice]:
+def _asked_for(name: str, names: Mapping[str, nn.Module], kind: str, pattern: str) -> dict[str, LayerChoice]:
     if kind == "heads":
         return by_heads(name, names)
     below = [other for other in names if other.startswith(f"{name}.")] if kind == "whole" else []
-    return dict.fromkeys([name, *below], Choice(kind, f"asked for: {pattern}"))
+    return dict.fromkeys([name, *below], LayerChoice(kind, f"asked for: {pattern}"))
 
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or (pattern.startswith("*.") and fnmatchcase(name, pattern[2:]))
 
 
-def _settle_ties(names: Mapping[str, nn.Module], chosen: dict[str, Choice]) -> dict[str, tuple[str, ...]]:
-    """Make layers that share a parameter agree; returns which parameters of which layers stay whole for that."""
-    stays: dict[str, tuple[str, ...]] = {}
+def _resolve_ties(names: Mapping[str, nn.Module], chosen: dict[str, LayerChoice]) -> dict[str, tuple[str, ...]]:
+    """Give layers that share a parameter compatible kinds; returns the parameters that stay whole for that."""
+    kept_whole: dict[str, tuple[str, ...]] = {}
     for owners in _shared(names).values():
         layers = [name for name, _ in owners]
         kinds = [chosen[name].kind for name in layers if name in chosen]
@@ -162,18 +163,18 @@ def _settle_ties(names: Mapping[str, nn.Module], chosen: dict[str, Choice]) -> d
         if "vocabulary" in kinds and all(fits_kind(names[name], "vocabulary") for name in layers):
             for name in layers:
                 others = ", ".join(other for other in layers if other != name)
-                chosen[name] = Choice("vocabulary", f"tied to {others}")
+                chosen[name] = LayerChoice("vocabulary", f"tied to {others}")
         elif all(tensor == "bias" and _can_cut_bias(names[name], chosen.get(name)) for name, tensor in owners):
-            stays.update({name: (tensor,) for name, tensor in owners if name in chosen})
+            kept_whole.update({name: (tensor,) for name, tensor in owners if name in chosen})
         else:
             for name in layers:
                 others = ", ".join(other for other in layers if other != name)
-                chosen[name] = Choice("whole", f"shares a parameter with {others}")
-    return stays
+                chosen[name] = LayerChoice("whole", f"shares a parameter with {others}")
+    return kept_whole
 
 
 def _shared(names: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
-    """Parameters that several modules have: each owner with its name for it."""
+    """Parameters that several modules have: each owner's name with its name for the parameter."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in names.items():
         for tensor, parameter in module._parameters.items():
@@ -182,12 +183,12 @@ def _shared(names: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
     return {key: found for key, found in owners.items() if len(found) > 1}
 
 
-def _can_cut_bias(module: nn.Module, choice: Choice | None) -> bool:
-    """A layer by columns cuts its part out of a whole bias; one that is not divided uses all of it."""
+def _can_cut_bias(module: nn.Module, choice: LayerChoice | None) -> bool:
+    """A layer split by columns can cut its part out of a whole bias; a layer that is not split uses all of it."""
     return choice is None or choice.kind in ("whole", "rows") or (is_matrix(module) and not choice.inside)
 
 
-def _check_degree(names: Mapping[str, nn.Module], chosen: Mapping[str, Choice], degree: int) -> None:
+def _check_degree(names: Mapping[str, nn.Module], chosen: Mapping[str, LayerChoice], degree: int) -> None:
     needs = [need for name, choice in chosen.items() for need in _needs(name, names[name], choice, degree)]
     for name, what, size, parts in needs:
         if size % parts == 0 or (what == "rows of the vocabulary" and size >= parts):
@@ -197,12 +198,12 @@ def _check_degree(names: Mapping[str, nn.Module], chosen: Mapping[str, Choice], 
         nearest = min(works, key=lambda n: (abs(n - degree), n))
         raise SpecError(
             f"The {size} {what} of {name} cannot be divided evenly among {parts} workers.",
-            fix=[f"mh.Tensor({nearest})" if nearest > 1 else "one worker", f'rules={{"{name}": "whole"}}'],
+            fix=[f"mh.TensorParallel({nearest})" if nearest > 1 else "one worker", f'rules={{"{name}": "whole"}}'],
         )
 
 
-def _needs(name: str, module: nn.Module, choice: Choice, degree: int) -> Iterator[tuple[str, str, int, int]]:
-    """What must come out even: which layer's what, how many of it, over how many parts."""
+def _needs(name: str, module: nn.Module, choice: LayerChoice, degree: int) -> Iterator[tuple[str, str, int, int]]:
+    """What must be divisible: the layer, the quantity, its size, and the number of parts."""
     if choice.kind == "heads" and isinstance(module, nn.MultiheadAttention):
         yield name, "heads", module.num_heads, degree
     elif choice.kind == "heads" and (found := attention_of(module)) is not None:
@@ -232,11 +233,14 @@ def _needs_of_weight(name: str, module: nn.Module, kind: str, degree: int) -> It
 
 
 def _layers(
-    names: Mapping[str, nn.Module], chosen: Mapping[str, Choice], stays: Mapping[str, tuple[str, ...]], degree: int
+    names: Mapping[str, nn.Module],
+    chosen: Mapping[str, LayerChoice],
+    kept_whole: Mapping[str, tuple[str, ...]],
+    degree: int,
 ) -> Iterator[LayerSplit]:
     counted: set[int] = set()
     for name, module in names.items():
-        choice = chosen.get(name, Choice("whole", "no rule"))
+        choice = chosen.get(name, LayerChoice("whole", "no rule"))
         tensors = {key: t for key, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
         if not tensors and choice.kind == "whole":
             continue
@@ -249,7 +253,7 @@ def _layers(
             0,
             choice.inside,
             choice.packed,
-            stays.get(name, ()),
+            kept_whole.get(name, ()),
         )
         cuts = layer.cuts(module, degree)
         new = {key: tensor for key, tensor in tensors.items() if id(tensor) not in counted}

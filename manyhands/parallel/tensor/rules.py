@@ -1,8 +1,8 @@
-"""Which layer is divided how, found from the modules themselves. Pure: nothing is changed, nobody is asked.
+"""Rules that choose each layer's kind of split from the modules. Pure: nothing is changed or communicated.
 
-A rule proposes what is cheap where a model is built as most are: its layers in the order in which they are defined.
-If the model's code does something else between two layers the result is the same, because tensors in parts gather
-themselves (`sharded_tensor`), and only costs more. What has no rule stays whole. Start reading at `propose`.
+The rules assume, as is true of most models, that layers run in the order in which they are defined. If the model's
+code does something else between two layers the result is still the same, because a `ShardedTensor` is gathered when
+the whole is needed, but costs more. A layer without a rule stays whole. Start reading at `propose`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.parallel.tensor.huggingface_attention import Attention, attention_of
 from manyhands.parallel.tensor.layer_shards import CONVS, NORMS, TRANSPOSED, is_matrix, is_opaque, sizes_of
 
-__all__ = ["KINDS", "Choice", "Group", "by_heads", "fits_kind", "propose"]
+__all__ = ["KINDS", "Group", "LayerChoice", "by_heads", "fits_kind", "propose"]
 
 KINDS = {
     "columns": "each worker computes some of the outputs (of a convolution: channels)",
@@ -27,9 +27,9 @@ KINDS = {
     "whole": "every worker has all of it",
 }
 
-# A small table costs less in memory than the sum of looked-up rows costs in time; a small output layer is as cheap.
+# Smaller embeddings and output layers are not split: their communication costs more time than the memory is worth.
 LARGE_BYTES = 2**16
-# Time saved by dividing a matrix alone grows with inputs x outputs, what has to travel with inputs + outputs.
+# The time saved by splitting a single matrix grows with inputs x outputs, its communication with inputs + outputs.
 LARGE_SIDE = 512
 
 _ELEMENTWISE = (
@@ -42,27 +42,29 @@ _BY_CHANNEL = (
 )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class LayerChoice(NamedTuple):
     kind: str
     why: str
     inside: str = ""
-    """The attention by heads that a projection belongs to: there, tensors are plain parts."""
+    """The attention split by heads that a projection belongs to: there, tensors are plain local tensors."""
     packed: int = 1
-    """How many matrices lie in one weight: 3 for queries, keys and values."""
+    """How many matrices one weight contains: 3 for queries, keys and values."""
 
 
-def propose(model: nn.Module, degree: int, given: Mapping[str, Choice]) -> dict[str, Choice]:
-    """What to divide beside what is `given`; a rule that would have to change something given is left out."""
+def propose(model: nn.Module, degree: int, given: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
+    """Choose kinds for layers that are not `given`; a rule that would change a given one is not applied."""
     found = dict(given)
     names = dict(model.named_modules())
-    rules = (_attentions(names), _apart_pairs(names), _chains(names, degree), _words(model, names, degree))
+    rules = (_attentions(names), _bert_pairs(names), _chains(names, degree), _vocabularies(model, names, degree))
     for rule in rules:
         for together in rule:
             if not any(name in found for name in together):
                 found.update(together)
     for name, module in names.items():
         if name not in found and _is_large_alone(module, degree):
-            found[name] = Choice("columns", f"large by itself, at least {LARGE_SIDE} on both sides; gathered after")
+            found[name] = LayerChoice(
+                "columns", f"a large single matrix, at least {LARGE_SIDE} on both sides; gathered after"
+            )
     return found
 
 
@@ -70,8 +72,8 @@ def _is_large_alone(module: nn.Module, degree: int) -> bool:
     return is_matrix(module) and min(sizes_of(module)) >= LARGE_SIDE and sizes_of(module)[1] % degree == 0
 
 
-Group = dict[str, Choice]
-"""Layers that are divided together or not at all."""
+Group = dict[str, LayerChoice]
+"""Layers that are split together or not at all."""
 
 
 def _attentions(names: Mapping[str, nn.Module]) -> Iterator[Group]:
@@ -81,36 +83,39 @@ def _attentions(names: Mapping[str, nn.Module]) -> Iterator[Group]:
 
 
 def by_heads(name: str, names: Mapping[str, nn.Module]) -> Group:
-    """An attention with its projections; nothing, if it is none that we know."""
+    """An attention with its projections; empty if it is not a known attention."""
     module = names[name]
     if type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn:
         out = _join(name, "out_proj")
-        about, inside = Choice("heads", f"{module.num_heads} heads"), Choice("rows", f"heads of {name}", inside=name)
-        return {name: about, out: inside}
+        attention, inside = (
+            LayerChoice("heads", f"{module.num_heads} heads"),
+            LayerChoice("rows", f"heads of {name}", inside=name),
+        )
+        return {name: attention, out: inside}
     found = attention_of(module)
     return _of_library(name, found, names) if found is not None else {}
 
 
 def _of_library(name: str, found: Attention, names: Mapping[str, nn.Module]) -> Group:
-    group = {name: Choice("heads", f"{found.num_heads} heads")}
+    group = {name: LayerChoice("heads", f"{found.num_heads} heads")}
     for projection in found.into:
-        group[_join(name, projection)] = Choice("heads", f"heads of {name}", inside=name, packed=found.packed)
+        group[_join(name, projection)] = LayerChoice("heads", f"heads of {name}", inside=name, packed=found.packed)
     for norm in found.norms:
-        group[_join(name, norm)] = Choice("heads", "of each head; gradients are summed", inside=name)
+        group[_join(name, norm)] = LayerChoice("heads", "of each head; gradients are summed", inside=name)
     if found.table is not None:
-        group[_join(name, found.table)] = Choice("heads", f"a value for each of the heads of {name}", inside=name)
+        group[_join(name, found.table)] = LayerChoice("heads", f"a value for each of the heads of {name}", inside=name)
     if found.out is not None:
-        group[_join(name, found.out)] = Choice("rows", f"heads of {name}", inside=name)
+        group[_join(name, found.out)] = LayerChoice("rows", f"heads of {name}", inside=name)
         return group
-    # BERT and its kin project in the module beside.
+    # BERT and related models have the output projection in a sibling module.
     after = _join(name.rpartition(".")[0], "output.dense")
     if after in names and is_matrix(names[after]):
-        group[after] = Choice("rows", f"heads of {name}")
+        group[after] = LayerChoice("rows", f"heads of {name}")
     return group
 
 
-def _apart_pairs(names: Mapping[str, nn.Module]) -> Iterator[Group]:
-    """`intermediate.dense` and `output.dense`, as BERT and its kin have them."""
+def _bert_pairs(names: Mapping[str, nn.Module]) -> Iterator[Group]:
+    """`intermediate.dense` and `output.dense`, as in BERT and related models."""
     for name, module in names.items():
         first, second = (names.get(_join(name, part)) for part in ("intermediate.dense", "output.dense"))
         if first is None or second is None or not is_matrix(first) or not is_matrix(second):
@@ -120,10 +125,10 @@ def _apart_pairs(names: Mapping[str, nn.Module]) -> Iterator[Group]:
 
 
 def _chains(names: Mapping[str, nn.Module], degree: int) -> Iterator[Group]:
-    """Pairs of layers among the children of a module: one divided by outputs, the next one by inputs."""
+    """Pairs of layers among the children of a module: one split by outputs, the next one by inputs."""
     nested: set[str] = set()
     for name, module in names.items():
-        # Projections of an attention do not feed one another, in whatever order they are defined.
+        # Projections of an attention do not feed one another, in any order of their definition.
         if name in nested or isinstance(module, nn.ModuleList) or "Attention" in type(module).__name__:
             continue
         certain = type(module) is nn.Sequential
@@ -143,7 +148,7 @@ def _links(name: str, chain: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _pairs(links: Sequence[tuple[str, nn.Module]], degree: int, certain: bool) -> Iterator[Group]:
-    """Walk along: open with a layer, close with the next that takes what it gives; anything else begins anew."""
+    """Find a layer and the next one that takes its outputs; any other module in between resets the search."""
     weighted = [name for name, module in links if _is_weighted(module)]
     opened: list[tuple[str, nn.Module]] = []
     between: list[str] = []
@@ -154,7 +159,7 @@ def _pairs(links: Sequence[tuple[str, nn.Module]], degree: int, certain: bool) -
                 yield _pair([n for n, _ in opened], between, name, kind)
                 opened, between = [], []
             elif opened and not between and type(module) is type(opened[-1][1]) and _same_sizes(module, opened[-1][1]):
-                opened.append((name, module))  # a gate beside it
+                opened.append((name, module))  # a gate parallel to it
             else:
                 opened, between = [(name, module)], []
         elif opened and (_by_channel(module, opened[-1][1], degree) or is_opaque(module)):
@@ -165,9 +170,9 @@ def _pairs(links: Sequence[tuple[str, nn.Module]], degree: int, certain: bool) -
 
 def _pair(first: Sequence[str], between: Sequence[str], second: str, kind: str = "columns") -> Group:
     return {
-        **{name: Choice(kind, f"then {second} by rows") for name in first},
-        **{name: Choice("channels", f"between {first[-1]} and {second}") for name in between},
-        second: Choice("rows", f"after {', '.join(first)} by {kind}"),
+        **{name: LayerChoice(kind, f"then {second} by rows") for name in first},
+        **{name: LayerChoice("channels", f"between {first[-1]} and {second}") for name in between},
+        second: LayerChoice("rows", f"after {', '.join(first)} by {kind}"),
     }
 
 
@@ -176,14 +181,14 @@ def _is_weighted(module: nn.Module) -> bool:
 
 
 def _takes(module: nn.Module, before: nn.Module) -> bool:
-    """Whether its inputs are the outputs of the one before; of a convolution's, flattened, several for each channel."""
+    """Whether its inputs are the outputs of `before`; a convolution's may be flattened to several per channel."""
     inputs, outputs = sizes_of(module)[0], sizes_of(before)[1]
     flattened = isinstance(before, CONVS) and is_matrix(module) and inputs % outputs == 0
     return flattened or (inputs == outputs and isinstance(before, CONVS) == isinstance(module, CONVS))
 
 
 def _widens(module: nn.Module) -> bool:
-    """Projections of attentions that we do not know are square, and do not feed one another."""
+    """Projections of unknown attentions are square, and do not feed one another."""
     inputs, outputs = sizes_of(module)
     return isinstance(module, CONVS) or inputs != outputs
 
@@ -193,7 +198,7 @@ def _same_sizes(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _by_channel(module: nn.Module, before: nn.Module, degree: int) -> bool:
-    """Whether it has parameters by channel, and needs nothing of other channels."""
+    """Whether it has parameters per channel, and treats each channel independently."""
     outputs = sizes_of(before)[1]
     if type(module) is nn.GroupNorm:
         return module.num_channels == outputs and module.num_groups % degree == 0
@@ -206,8 +211,8 @@ def _is_activation(module: nn.Module) -> bool:
     return type(module).__module__ == "transformers.activations"
 
 
-def _words(model: nn.Module, names: Mapping[str, nn.Module], degree: int) -> Iterator[Group]:
-    """Embeddings, and output layers, by vocabulary; tied ones together."""
+def _vocabularies(model: nn.Module, names: Mapping[str, nn.Module], degree: int) -> Iterator[Group]:
+    """Embeddings and output layers, split by vocabulary; tied ones together."""
     outputs = {name for name in names if names[name] is _output_layer(model)}
     for name, module in names.items():
         if not _is_table(module) or module.num_embeddings < degree:  # type: ignore[operator]
@@ -215,10 +220,13 @@ def _words(model: nn.Module, names: Mapping[str, nn.Module], degree: int) -> Ite
         tied = [n for n, m in names.items() if is_matrix(m) and m.weight is module.weight]
         if tied or _is_large(module):
             why = f"tied to {', '.join(tied)}" if tied else "a large table"
-            yield {name: Choice("vocabulary", why), **{n: Choice("vocabulary", f"tied to {name}") for n in tied}}
+            yield {
+                name: LayerChoice("vocabulary", why),
+                **{n: LayerChoice("vocabulary", f"tied to {name}") for n in tied},
+            }
     for name in outputs:
         if _is_large(names[name]) and sizes_of(names[name])[1] >= degree:
-            yield {name: Choice("vocabulary", "the output layer; cross entropy is computed in parts")}
+            yield {name: LayerChoice("vocabulary", "the output layer; cross entropy is computed in parts")}
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
@@ -227,7 +235,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     while type(last) is nn.Sequential and len(last):
         last = last[-1]
     if last is model and (children := list(model.children())):
-        # Of a module with code of its own, the last that is defined, if it makes more of what it gets, as logits are.
+        # For a custom module, the last child, if it has more outputs than inputs, as a layer of logits has.
         last = children[-1] if is_matrix(children[-1]) and _is_wider(children[-1]) else None
     return last if isinstance(last, nn.Module) and is_matrix(last) else None
 
@@ -248,7 +256,7 @@ def _is_large(module: nn.Module) -> bool:
 
 
 def fits_kind(module: nn.Module, kind: str) -> bool:
-    """Whether a layer can be divided so at all."""
+    """Whether a layer can be split in this way at all."""
     if kind in ("columns", "rows", "grid"):
         return is_matrix(module) or (_is_weighted(module) and kind != "grid")
     if kind == "vocabulary":

@@ -1,10 +1,10 @@
-"""A tensor of which each rank has a part, and which gathers itself when somebody needs the whole.
+"""A tensor that is sharded over ranks, and all-gathered when an operation needs the whole.
 
-Divided layers hand `Parted` tensors to each other. To everybody else one is a tensor with the whole's shape: what works
-element by element, or on other dims than the divided one, is done to the part alone; `cross_entropy` is computed in
-parts; anything else gets the whole, gathered on the spot. So no rule has to know what a model does between its layers
-for the result to be right, only for it to be cheap. Gathering is a meeting of all ranks: whoever looks at a value on
-one rank alone waits for the others. Start reading at `Parted.__torch_function__`.
+Sharded layers pass `ShardedTensor`s to each other. To all other code one is a tensor with the shape of the whole:
+operations that are elementwise, or on other dims than the sharded one, run on the local part; `cross_entropy` is
+computed in parts; any other operation gets the whole tensor, gathered at that moment. So results are right for any
+code between the layers, and the rules matter only for speed. A gather is a collective: code that reads a value on one
+rank only waits for the other ranks. Start reading at `ShardedTensor.__torch_function__`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from manyhands.parallel.tensor.cross_entropy import entropy_in_parts
 from manyhands.parallel.tensor.dropout import dropout_part, feature_dropout_part
 from manyhands.torch_private import pytree
 
-__all__ = ["Parted", "part_of", "parted", "whole_of"]
+__all__ = ["ShardedTensor", "part_of", "parted", "whole_of"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Parted(Tensor):
-    """Has the whole's shape, and of its values this rank's `part`."""
+class ShardedTensor(Tensor):
+    """Has the shape of the whole tensor, and this rank's `part` of its values."""
 
     part: Tensor
     division: Split
     is_view: bool
-    """Of another one: what is written to it is seen there, if it is written to the part."""
+    """Whether it is a view of another one, which shares writes to the part."""
 
     @staticmethod
-    def __new__(cls, part: Tensor, split: Split) -> Parted:
+    def __new__(cls, part: Tensor, split: Split) -> ShardedTensor:
         sizes = list(part.shape)
         sizes[split.dim] = split.size
-        made: Parted = Tensor._make_wrapper_subclass(cls, sizes, dtype=part.dtype, device=part.device)
+        made: ShardedTensor = Tensor._make_wrapper_subclass(cls, sizes, dtype=part.dtype, device=part.device)
         made.division, made.is_view = split, False
         return made
 
     def whole(self) -> Tensor:
-        """Gathered, once for as long as nobody writes to it."""
+        """The gathered tensor; cached until the part is written to."""
         key = (self.part._version, torch.is_grad_enabled())
         kept: tuple[Any, Tensor] | None = self.__dict__.get("_gathered")
         if kept is None or kept[0] != key:
@@ -53,7 +53,9 @@ class Parted(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         sizes = tuple(self.shape)
-        return f"Parted(shape={sizes}, divided along dim {self.division.dim} over {self.division.axis.size} ranks)"
+        return (
+            f"ShardedTensor(shape={sizes}, sharded along dim {self.division.dim} over {self.division.axis.size} ranks)"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.whole().detach().clone()
@@ -74,19 +76,19 @@ class Parted(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Below autograd, for those who take it for a plain tensor: C++, and others' `autograd.Function`s."""
-        if func._schema.is_mutable and args and isinstance(args[0], Parted):
+        """Below autograd, for code that treats it as a plain tensor: C++, and `autograd.Function`s."""
+        if func._schema.is_mutable and args and isinstance(args[0], ShardedTensor):
             _refuse_to_write(args[0], str(func))
         return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs or {}))
 
 
 class _Wrap(torch.autograd.Function):
-    """For whoever takes a `Parted` for a plain tensor of autograd's: the gradient of the whole, cut."""
+    """For code that treats a `ShardedTensor` as a plain autograd tensor: backward cuts the whole's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split) -> Parted:
+    def forward(ctx: Any, part: Tensor, split: Split) -> ShardedTensor:
         ctx.split = split
-        return Parted(part, split)
+        return ShardedTensor(part, split)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -94,33 +96,39 @@ class _Wrap(torch.autograd.Function):
 
 
 def parted(part: Tensor, split: Split) -> Tensor:
-    """A tensor of which this rank has `part`; the whole itself, where there is one rank."""
+    """The sharded tensor of which this rank has `part`; the plain tensor if there is one rank."""
     if split.axis.size == 1:
         return part
-    made: Parted = _Wrap.apply(part, split)  # type: ignore[no-untyped-call]
+    made: ShardedTensor = _Wrap.apply(part, split)  # type: ignore[no-untyped-call]
     made.part = part
     return made
 
 
 def whole_of(value: Any) -> Any:
-    return value.whole() if isinstance(value, Parted) else value
+    return value.whole() if isinstance(value, ShardedTensor) else value
 
 
 def part_of(tensor: Tensor, split: Split) -> Tensor:
-    """This rank's part, divided like this: as it is, if it is; otherwise cut out of the whole."""
-    if isinstance(tensor, Parted) and tensor.division.dim == split.dim and tensor.division.ranges == split.ranges:
+    """This rank's part of the tensor under this split; cut out of the whole if it is not sharded like this already."""
+    if (
+        isinstance(tensor, ShardedTensor)
+        and tensor.division.dim == split.dim
+        and tensor.division.ranges == split.ranges
+    ):
         return tensor.part
     return cut(whole_of(tensor), split)
 
 
 def _is_in_own_function(args: tuple[Any, ...]) -> bool:
-    """Whether this may be the forward of somebody's `autograd.Function`, whose result must be a plain tensor."""
-    return not torch.is_grad_enabled() and any(isinstance(arg, Parted) and arg.part.requires_grad for arg in args)
+    """Whether this may be the forward of an `autograd.Function`, whose result must be a plain tensor."""
+    return not torch.is_grad_enabled() and any(
+        isinstance(arg, ShardedTensor) and arg.part.requires_grad for arg in args
+    )
 
 
 def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else None
-    if not (isinstance(target, Parted) and _writes(func)):
+    if not (isinstance(target, ShardedTensor) and _writes(func)):
         return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
     if target.is_view:
         _refuse_to_write(target, func.__name__)
@@ -136,64 +144,64 @@ def _writes(func: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
 
 
-def _refuse_to_write(target: Parted, what: str) -> None:
+def _refuse_to_write(target: ShardedTensor, what: str) -> None:
     raise TrainingFailed(
-        f"{what} writes into a view of what {target.division.name} returned, which is divided over the workers.",
+        f"{what} writes into a view of what {target.division.name} returned, which is sharded over the workers.",
         fix=[f'rules={{"{target.division.name}": "whole"}}', "write into a copy: .clone()"],
     )
 
 
-# What needs no whole. A handler that cannot do without says NotImplemented.
+# Operations that do not need the whole tensor. A handler returns NotImplemented if it does after all.
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each part with the same part of the others; wholes must have one value for all along the divided dim."""
+    """On parts of the same split; whole tensors must broadcast along the sharded dim (or are cut, for sequences)."""
     found = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    first = next(value for value in found if isinstance(value, Parted))
-    if not all(_goes_with(value, first) or _has_all_rows(value, first) for value in found):
+    first = next(value for value in found if isinstance(value, ShardedTensor))
+    if not all(_is_compatible(value, first) or _has_all_rows(value, first) for value in found):
         return NotImplemented
-    if _writes(func) and not isinstance(args[0], Parted):
+    if _writes(func) and not isinstance(args[0], ShardedTensor):
         return NotImplemented
 
     def local(value: Any) -> Any:
-        if isinstance(value, Parted):
+        if isinstance(value, ShardedTensor):
             return value.part
         if not isinstance(value, Tensor):
             return value
         if _has_all_rows(value, first):
-            return cut(value, first.division._replace(dim=_place(value, first)))
+            return cut(value, first.division._replace(dim=_matching_dim(value, first)))
         return enter(value, first.division.axis, first.division.name)
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
-    if args and isinstance(args[0], Parted) and result is args[0].part:
+    if args and isinstance(args[0], ShardedTensor) and result is args[0].part:
         return args[0]
     return parted(result, first.division)
 
 
-def _goes_with(other: Tensor, first: Parted) -> bool:
-    if isinstance(other, Parted):
+def _is_compatible(other: Tensor, first: ShardedTensor) -> bool:
+    if isinstance(other, ShardedTensor):
         return other.dim() == first.dim() and other.division[1:3] == first.division[1:3]
-    place = _place(other, first)
-    return other.dim() <= first.dim() and (place < 0 or other.size(place) == 1)
+    dim = _matching_dim(other, first)
+    return other.dim() <= first.dim() and (dim < 0 or other.size(dim) == 1)
 
 
-def _place(other: Tensor, first: Parted) -> int:
-    """Which of its dims meets the divided one."""
+def _matching_dim(other: Tensor, first: ShardedTensor) -> int:
+    """The dim of `other` that broadcasts with the sharded one."""
     return first.division.dim - first.dim() + other.dim()
 
 
-def _has_all_rows(other: Tensor, first: Parted) -> bool:
-    """Whether it is whole where each rank needs its rows only."""
-    if isinstance(other, Parted) or not first.division.sequence or other.dim() > first.dim():
+def _has_all_rows(other: Tensor, first: ShardedTensor) -> bool:
+    """Whether it is a whole tensor of which each rank needs only its part of the sequence."""
+    if isinstance(other, ShardedTensor) or not first.division.sequence or other.dim() > first.dim():
         return False
-    place = _place(other, first)
-    return place >= 0 and other.size(place) == first.division.size > 1
+    dim = _matching_dim(other, first)
+    return dim >= 0 and other.size(dim) == first.division.size > 1
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of single rows, whose weights every rank uses for its own rows."""
+    """Norms over other dims than the sharded one: every rank uses the weights for its part."""
     x, shape = args[:2]
-    if not isinstance(x, Parted) or x.division.dim >= x.dim() - len(shape):
+    if not isinstance(x, ShardedTensor) or x.division.dim >= x.dim() - len(shape):
         return NotImplemented
 
     def local(value: Any) -> Any:
@@ -204,17 +212,17 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along the last dim, which stays, as norms of people's own do it."""
+    """Along the last dim with keepdim, as users' own norms do it."""
     x = args[0]
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    last = isinstance(x, Parted) and dims in (-1, (-1,), [-1]) and x.division.dim < x.dim() - 1
+    last = isinstance(x, ShardedTensor) and dims in (-1, (-1,), [-1]) and x.division.dim < x.dim() - 1
     if not last or not kwargs.get("keepdim", len(args) > 2 and args[2]):
         return NotImplemented
     return parted(func(x.part, *args[1:], **kwargs), x.division)
 
 
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs or len(args) != 3 or not isinstance(args[0], Parted):
+    if kwargs or len(args) != 3 or not isinstance(args[0], ShardedTensor):
         return NotImplemented
     x, first, second = args
     one, other = first % x.dim(), second % x.dim()
@@ -223,9 +231,9 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_channel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pooling and the like: every channel by itself."""
+    """Pooling and similar operations, which treat channels independently."""
     x = args[0]
-    if not isinstance(x, Parted) or x.division.dim != 1 or x.dim() != _num_spatial(func) + 2:
+    if not isinstance(x, ShardedTensor) or x.division.dim != 1 or x.dim() != _num_spatial(func) + 2:
         return NotImplemented
     result = func(x.part, *args[1:], **kwargs)
     return parted(result, x.division) if isinstance(result, Tensor) else NotImplemented
@@ -248,15 +256,15 @@ def _feature_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _dropout_arguments(
-    input: Parted, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> tuple[Parted, float, bool]:
+    input: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[ShardedTensor, float, bool]:
     return input, p, training if train is None else train
 
 
 def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where the divided dim stays, or becomes the last one together with all dims after it."""
+    """If the sharded dim stays, or becomes the last one together with all dims after it."""
     x, *sizes = args
-    if not isinstance(x, Parted) or kwargs or not sizes or isinstance(sizes[0], torch.dtype):
+    if not isinstance(x, ShardedTensor) or kwargs or not sizes or isinstance(sizes[0], torch.dtype):
         return NotImplemented
     shape = list(sizes[0]) if isinstance(sizes[0], list | tuple) else sizes
     shape = list(torch.empty(x.shape, device="meta").reshape(shape).shape)
@@ -269,7 +277,7 @@ def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _reshaped(x, list(shape))
 
 
-def _reshaped(x: Parted, shape: list[int]) -> Any:
+def _reshaped(x: ShardedTensor, shape: list[int]) -> Any:
     split, old = x.division, list(x.shape)
     after = old[split.dim + 1 :]
     dim = len(shape) - 1 - len(after)
@@ -285,24 +293,24 @@ def _reshaped(x: Parted, shape: list[int]) -> Any:
 
 
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of it: numbers and slices of the dims before the divided one, or one mask over them."""
+    """Indexing by numbers and slices of dims before the sharded one, or by one mask over them."""
     x, index = args
-    if not isinstance(x, Parted):
+    if not isinstance(x, ShardedTensor):
         return NotImplemented
     if isinstance(index, Tensor):
-        if index.dtype != torch.bool or isinstance(index, Parted) or index.dim() > x.division.dim:
+        if index.dtype != torch.bool or isinstance(index, ShardedTensor) or index.dim() > x.division.dim:
             return NotImplemented
         return parted(x.part[index], x.division._replace(dim=x.division.dim - index.dim() + 1))
-    places = list(index) if isinstance(index, tuple) else [index]
-    if any(place is not Ellipsis and not isinstance(place, int | slice) for place in places):
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is not Ellipsis and not isinstance(item, int | slice) for item in items):
         return NotImplemented
-    if any(place is Ellipsis for place in places):
-        at = next(i for i, place in enumerate(places) if place is Ellipsis)
-        places[at : at + 1] = [slice(None)] * (x.dim() - len(places) + 1)
-    if len(places) > x.division.dim and places[x.division.dim] != slice(None):
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (x.dim() - len(items) + 1)
+    if len(items) > x.division.dim and items[x.division.dim] != slice(None):
         return NotImplemented
-    gone = sum(isinstance(place, int) for place in places[: x.division.dim])
-    return _view(x.part[tuple(places)], x.division._replace(dim=x.division.dim - gone))
+    gone = sum(isinstance(item, int) for item in items[: x.division.dim])
+    return _view(x.part[tuple(items)], x.division._replace(dim=x.division.dim - gone))
 
 
 def _view(part: Tensor, split: Split) -> Tensor:
@@ -313,7 +321,7 @@ def _view(part: Tensor, split: Split) -> Tensor:
 
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits = args[0] if args else kwargs.get("input")
-    if not isinstance(logits, Parted) or logits.division.dim != 1:
+    if not isinstance(logits, ShardedTensor) or logits.division.dim != 1:
         return NotImplemented
     return entropy_in_parts(
         logits.part, logits.division, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"}
@@ -321,9 +329,9 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _functions(*names: str) -> list[Any]:
-    """Every function of that name that torch has."""
-    places = (torch, functional, Tensor, torch._C._nn)
-    return [getattr(place, name) for place in places for name in names if hasattr(place, name)]
+    """Every torch function of these names."""
+    owners = (torch, functional, Tensor, torch._C._nn)
+    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
 _PROPERTIES = (

@@ -1,13 +1,12 @@
-"""Weights that the ranks of one host share: each updates its part, once, for everybody.
+"""Weights that the ranks of one host share: each rank updates its part, once, for all ranks of the host.
 
-Parameters and the optimizer's states lie in shared memory, one copy per host. After all gradients are there, a rank
-sums its part of them along the tree and turns it into new weights in the same pass (native/update.c); a meeting later
-everybody computes with them. Nothing is gathered. With clipping or loss scaling the sums are made first, since their
-norm decides.
+Parameters and optimizer state are in shared memory, one copy per host. When all gradients are there, a rank sums its
+part of them along the tree and computes the new weights in the same pass (native/update.c); after a barrier all ranks
+use them. There is no gather. With clipping or loss scaling the sums are made first, since their norm is needed.
 
-With `copies=2` an update reads one copy of weights and states and writes the other, and a flip makes that the current
-one. A worker that is killed at any instruction of an update leaves the old copy whole, and any other can do its part
-again from its gradients (`finish_for`), which are still there. Start reading at `SharedWeights.apply`.
+With `copies=2` an update reads one copy of weights and optimizer state, writes the other, and a flip makes that the
+current one. A worker that is killed at any instruction of an update leaves the old copy intact, and any other rank can
+repeat its part from its gradients (`finish_for`), which are still there. Start reading at `FusedSharedWeights.apply`.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from torch.optim import Optimizer
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import TrainingFailed
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
 from manyhands.parallel.gradients.slice_tree import ONE
 from manyhands.parallel.replicas.fingerprint import fingerprint
 from manyhands.parallel.weights.fused_update import (
     BLOCK,
     Batch,
     Fused,
-    Piece,
+    ParameterRange,
     fusible,
     pack_pieces,
     run_update,
     state_names,
 )
-from manyhands.parallel.weights.shared_memory_weights import CommonWeights
+from manyhands.parallel.weights.shared_memory_weights import SharedMemoryWeights
 
-__all__ = ["SharedWeights", "shareable"]
+__all__ = ["FusedSharedWeights", "shareable"]
 
 _LINE_FLOATS = 16
 
 
 def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
-    """Why these weights cannot be shared under this optimizer; empty where they can."""
+    """Why these weights cannot be shared with this optimizer; empty if they can."""
     why = fusible(optimizer, params)
     if why:
         return why
@@ -55,19 +54,19 @@ def shareable(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
 
 
 class _Table(NamedTuple):
-    """A rank's pieces of a batch and their gradients, as native takes them."""
+    """A rank's pieces of a batch and their gradients, packed for native/update.c."""
 
     pieces: bytes
     sources: bytes
     num_blocks: int
 
 
-class SharedWeights(CommonWeights):
-    """Rank 0's weights, for all ranks, from now on. Every rank makes one at the same time."""
+class FusedSharedWeights(SharedMemoryWeights):
+    """Makes all ranks share rank 0's weights. Every rank constructs one at the same time."""
 
     def __init__(
         self,
-        gradients: SharedGradients,
+        gradients: SharedMemorySum,
         optimizer: Optimizer,
         plane: Plane,
         memory: Callable[[str, int], Segment],
@@ -75,39 +74,39 @@ class SharedWeights(CommonWeights):
         copies: int = 1,
         current: int | None = None,
     ) -> None:
-        """`current` is for a rank that comes later: the copy which the others have. It makes one alone."""
+        """`current` is for a rank that joins later, which constructs one alone: the copy that the other ranks use."""
         super().__init__(gradients, optimizer, plane, memory, copies=copies)
-        # All memory first: where there is not enough, nothing has changed yet.
+        # Allocate all memory first: if there is not enough, nothing has changed yet.
         self._states = {name: self._keep(f"state {name}") for name in state_names(optimizer)}
-        self._left: dict[int, Tensor] = {}
-        """By group of parameters, digests of blocks of this rank's part as the last update left them."""
-        self._in_optimizer = [self._place[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        self._settle(current)
+        self._digests_left: dict[int, Tensor] = {}
+        """By parameter group, digests of the blocks of this rank's part as the last update left them."""
+        self._in_optimizer = [self._index_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        self._begin_sharing(current)
         self._fused = Fused(optimizer, self._state)
         self._tables: dict[tuple[object, ...], _Table] = {}
 
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
-        """Memory for a state of the optimizer. Fresh memory is zero, and other ranks may be updating theirs already."""
-        self._left.clear()
+        """Memory for optimizer state. New memory is zero, and other ranks may be updating their parts already."""
+        self._digests_left.clear()
         if name not in self._states:
             self._states[name] = self._keep(f"state {name}")
         segment, views = self._states[name][self._current]
-        place = self._place[id(param)]
-        # With two copies nobody writes to this one in a step, so it may be filled for those who are lost in it, too.
+        index = self._index_of[id(param)]
+        # With two copies no rank writes to this one in a step, so it is filled for ranks that are lost in it, too.
         mine = self._part_of(self._plane.rank) if self._copies == 1 else range(self._flat.num_bytes // 4)
-        low, high = self._overlap(place, mine)
+        low, high = self._overlap(index, mine)
         if start and low < high:
-            _stretch(segment, low, high).fill_(start)
-        return views[place]
+            _range_of(segment, low, high).fill_(start)
+        return views[index]
 
     def _part_of(self, rank: int) -> range:
-        """All weights are of one type, so there is one section."""
+        """All weights have one dtype, so there is one section."""
         return self._flat.sections[0].part(rank, self._plane.world)
 
-    def _overlap(self, place: int, part: range) -> tuple[int, int]:
-        """The part's share of a parameter, in elements of the whole, up to the next parameter's start."""
-        start = self._flat.starts[place]
-        stop = start + -(-self._params[place].numel() // _LINE_FLOATS) * _LINE_FLOATS
+    def _overlap(self, index: int, part: range) -> tuple[int, int]:
+        """The elements of a parameter that are in `part`, as positions in the flat memory, with the gap after it."""
+        start = self._flat.starts[index]
+        stop = start + -(-self._params[index].numel() // _LINE_FLOATS) * _LINE_FLOATS
         return max(start, part.start), min(stop, part.stop)
 
     # ---- the update ----
@@ -120,7 +119,7 @@ class SharedWeights(CommonWeights):
         self._check_untouched()
         if not self.is_current:
             raise TrainingFailed(
-                "The optimizer was given further parameters while its workers share their weights.",
+                "Parameters were added to the optimizer while the workers of this host share their weights.",
                 fix=["optimizer.add_param_group(...) inside `with trainer.editing():`"],
             )
         self._factor, self._clip, self._summed = factor, 1.0, False
@@ -129,20 +128,20 @@ class SharedWeights(CommonWeights):
         self._clip = factor
 
     def apply(self) -> None:
-        """Sum this rank's part of the gradients and update its part of the weights; then wait for the others."""
+        """Sum this rank's part of the gradients and update its part of the weights; then wait for the other ranks."""
         self._batches = self._fused.plan_step(self._numbers())
         left = self.finish_for(self._plane.rank)
-        self._plane.meet("new weights")
-        self._look_for_alarm()
-        self._left = left
+        self._plane.barrier("new weights")
+        self._check_alarm()
+        self._digests_left = left
         self._fused.step_taken(self._batches)
         self._flip()
         self._note_versions()
 
     def finish_for(self, rank: int) -> dict[int, Tensor]:
-        """Do a rank's part of the update. With two copies, any number of times, for any rank, until the flip.
+        """Do a rank's part of the update. With two copies it can be repeated for any rank until the flip.
 
-        Where weights are watched: what it leaves, by group.
+        Returns, if memory is checked, the digests of what it wrote by parameter group.
         """
         left: dict[int, Tensor] = {}
         for batch in self._batches:
@@ -158,33 +157,33 @@ class SharedWeights(CommonWeights):
             self._compare(batch, digests[0])
             left[batch.group] = digests[1]
         if self._copies > 1:
-            self._carry_over(rank)
+            self._copy_unchanged(rank)
         return left
 
     def _compare(self, batch: Batch, found: Tensor) -> None:
-        before = self._left.get(batch.group)
+        before = self._digests_left.get(batch.group)
         if before is None or torch.equal(before, found):
             return
         block = int((before != found).nonzero()[0])
         blocks = [
             range(low, min(low + BLOCK, stop))
-            for start, stop in self._stretches(batch, self._plane.rank)
+            for start, stop in self._ranges(batch, self._plane.rank)
             for low in range(start, stop, BLOCK)
         ]
-        places = [self._in_optimizer[number] for number in batch.members]
-        overlaps = [(place, *self._overlap(place, blocks[block])) for place in places]
-        self._raise_alarm(next(place for place, low, high in overlaps if low < high))
+        indices = [self._in_optimizer[number] for number in batch.members]
+        overlaps = [(index, *self._overlap(index, blocks[block])) for index in indices]
+        self._raise_alarm(next(index for index, low, high in overlaps if low < high))
 
     def accept(self) -> None:
         super().accept()
-        self._left.clear()
+        self._digests_left.clear()
 
     def digest_of_part(self) -> int:
-        """Of this rank's part of weights and states, to compare with what other hosts have."""
+        """The digest of this rank's part of weights and optimizer state, to compare with other hosts' copies."""
         part = self._part_of(self._plane.rank)
         kept = {"weights": self._weights, **dict(sorted(self._states.items()))}
         return fingerprint(
-            (name, _stretch(copies[self._current].segment, part.start, part.stop)) for name, copies in kept.items()
+            (name, _range_of(copies[self._current].segment, part.start, part.stop)) for name, copies in kept.items()
         )
 
     def _flip(self) -> None:
@@ -194,28 +193,28 @@ class SharedWeights(CommonWeights):
 
     def look_at_copy(self, current: int) -> None:
         super().look_at_copy(current)
-        for place in self._in_optimizer:
-            state = self._optimizer.state.get(self._params[place], {})
+        for index in self._in_optimizer:
+            state = self._optimizer.state.get(self._params[index], {})
             for name in self._states.keys() & state.keys():
-                state[name] = self._states[name][current].views[place]
+                state[name] = self._states[name][current].views[index]
 
     def move(self, plane: Plane) -> None:
         super().move(plane)
-        self._tables.clear()  # parts are others now
-        self._left.clear()
+        self._tables.clear()  # the ranks' parts have changed
+        self._digests_left.clear()
 
     @property
     def _next(self) -> int:
         return (self._current + 1) % self._copies
 
-    def _carry_over(self, rank: int) -> None:
-        """What this step does not change is the same in the next copy."""
+    def _copy_unchanged(self, rank: int) -> None:
+        """Copy what this step does not change into the next copy."""
         changed = {self._in_optimizer[number] for batch in self._batches for number in batch.members}
         part = self._part_of(rank)
-        for place in range(len(self._params)) if len(changed) < len(self._params) else ():
-            low, high = self._overlap(place, part)
-            for kept in (self._weights, *self._states.values()) if place not in changed and low < high else ():
-                new, old = (_stretch(kept[i].segment, low, high) for i in (self._next, self._current))
+        for index in range(len(self._params)) if len(changed) < len(self._params) else ():
+            low, high = self._overlap(index, part)
+            for kept in (self._weights, *self._states.values()) if index not in changed and low < high else ():
+                new, old = (_range_of(kept[i].segment, low, high) for i in (self._next, self._current))
                 new.copy_(old)
 
     def _numbers(self) -> Sequence[int]:
@@ -223,14 +222,14 @@ class SharedWeights(CommonWeights):
         present = self._gradients.present
         if len(present) == len(self._params):
             return range(len(self._in_optimizer))
-        there = set(present)
-        return [number for number, place in enumerate(self._in_optimizer) if place in there]
+        with_gradient = set(present)
+        return [number for number, index in enumerate(self._in_optimizer) if index in with_gradient]
 
     def _table(self, batch: Batch, rank: int) -> _Table:
-        """A rank's pieces of the batch and their gradients. A group's are kept as long as the rows are the same."""
+        """A rank's pieces of the batch and their gradients; cached for a whole group while gradient buffers stay."""
         if not self._fused.is_whole_group(batch):
             return self._make_table(batch, rank)
-        key = (batch.group, rank, self._current, self._summed, self._gradients.rows)
+        key = (batch.group, rank, self._current, self._summed, self._gradients.starts)
         if key not in self._tables:
             self._tables[key] = self._make_table(batch, rank)
         return self._tables[key]
@@ -240,29 +239,29 @@ class SharedWeights(CommonWeights):
         kept = [self._weights, *(self._states[name] if name is not None else None for name in names)]
         old, new = ([k[i].segment.address if k else 0 for k in kept] for i in (self._current, self._next))
         pieces, sources = [], []
-        for start, stop in self._stretches(batch, rank):
+        for start, stop in self._ranges(batch, rank):
             (old_w, *olds), (new_w, *news) = (
                 [base + 4 * start if base else 0 for base in bases] for bases in (old, new)
             )
-            pieces.append(Piece(stop - start, old_w, new_w, tuple(olds), tuple(news)))
+            pieces.append(ParameterRange(stop - start, old_w, new_w, tuple(olds), tuple(news)))
             at = 4 * start
             sources += [self._gradients.total_address(at)] if self._summed else self._gradients.addresses(at)
         num_blocks = sum(-(-piece.numel // BLOCK) for piece in pieces)
         return _Table(pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources), num_blocks)
 
-    def _stretches(self, batch: Batch, rank: int) -> list[tuple[int, int]]:
-        """A rank's part of the batch's parameters, in elements; neighbours in one piece, with the gap between."""
-        found: list[tuple[int, int]] = []
+    def _ranges(self, batch: Batch, rank: int) -> list[tuple[int, int]]:
+        """A rank's part of the batch's parameters as element ranges; neighbours are joined, with the gap between."""
+        ranges: list[tuple[int, int]] = []
         part = self._part_of(rank)
         for number in batch.members:
             start, stop = self._overlap(self._in_optimizer[number], part)
             if start >= stop:
                 continue
-            if found and found[-1][1] == start:
-                found[-1] = (found[-1][0], stop)
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
             else:
-                found.append((start, stop))
-        return found
+                ranges.append((start, stop))
+        return ranges
 
     def norm(self) -> float:
         self._summed = True
@@ -273,5 +272,5 @@ class SharedWeights(CommonWeights):
         super().release()
 
 
-def _stretch(segment: Segment, start: int, stop: int) -> Tensor:
+def _range_of(segment: Segment, start: int, stop: int) -> Tensor:
     return torch.frombuffer(segment.buffer, dtype=torch.float32, count=stop - start, offset=4 * start)

@@ -1,21 +1,20 @@
-"""From the sum of gradients to new weights, on every rank's own copy of them.
+"""From summed gradients to new weights, on a rank that has a copy of all weights.
 
-Once per step `scale` comes first, which multiplies the gradient by a number; then, if asked for, `norm` and `clip`,
-which multiplies once more; then `apply`, the optimizer's step, unless the step is skipped. `fused_shared_weights` and
-`owner_updates` have the same verbs for weights that ranks share.
+Each step calls `scale`, which multiplies the gradient by a number; then, if the norm is needed, `norm` and `clip`,
+which multiplies again; then `apply`, the optimizer's step, unless the step is skipped. `fused_shared_weights` and
+`owner_updates` have the same methods for weights that ranks share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.comm.host_memory import Segment
 from manyhands.parallel.gradients.gradient_norm import global_norm
-from manyhands.parallel.gradients.network_sum import GradientSum
-from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
 from manyhands.parallel.weights.fused_update import Fused, fusible
 from manyhands.torch_private import foreach_mul_
 
@@ -23,31 +22,38 @@ __all__ = ["LocalUpdate", "Update", "runs_fused"]
 
 
 class Update(Protocol):
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Memory that ranks share."""
+
     def scale(self, factor: float) -> None: ...
     def norm(self) -> float: ...
     def clip(self, factor: float) -> None: ...
     def apply(self) -> None: ...
-    def close(self) -> None: ...
+    def release(self) -> None:
+        """Give this rank its own weights and optimizer state, without waiting for the others."""
+
+    def close(self) -> None:
+        """The same, and give back what ranks share, once all of them are here."""
 
 
 def runs_fused(optimizer: Optimizer) -> bool:
-    """Whether a rank by itself runs the fused version; however the work is divided, all must do as one does."""
+    """Whether a single rank runs the fused version; with any division of the work, all ranks must do the same."""
     return not fusible(optimizer, [param for group in optimizer.param_groups for param in group["params"]])
 
 
 class LocalUpdate:
-    """The optimizer runs in full on this rank, fused where it can be. Gradients are in `.grad` all the time."""
+    """The whole optimizer runs on this rank, fused if possible. Gradients stay in `.grad`."""
 
-    def __init__(self, gradients: GradientSum | SharedGradients | ShardedSum, optimizer: Optimizer) -> None:
-        self._gradients, self._optimizer = gradients, optimizer
+    segments: Sequence[Segment] = ()
+
+    def __init__(self, params: Sequence[Tensor], optimizer: Optimizer) -> None:
+        """`params` are those that take gradients."""
+        self._params, self._optimizer = params, optimizer
         self._fused = self._fuse()
 
     def _fuse(self) -> Fused | None:
         return Fused(self._optimizer) if runs_fused(self._optimizer) else None
-
-    def move(self, gradients: GradientSum | SharedGradients) -> None:
-        """From now on gradients come from here."""
-        self._gradients = gradients
 
     def scale(self, factor: float) -> None:
         grads = self._grads()
@@ -65,9 +71,11 @@ class LocalUpdate:
             self._fused = self._fuse()
         self._optimizer.step() if self._fused is None else self._fused.apply()
 
-    def close(self) -> None:
+    def release(self) -> None:
         if self._fused is not None:
             self._fused.close()
 
+    close = release
+
     def _grads(self) -> list[Tensor]:
-        return [param.grad for param in self._gradients.params if param.grad is not None]
+        return [param.grad for param in self._params if param.grad is not None]

@@ -1,9 +1,9 @@
-"""Torch's own optimizers on weights that the ranks of one host share: each tensor is updated by one rank, for all.
+"""Torch's optimizers on weights that the ranks of one host share: one rank, its owner, updates each tensor for all.
 
-For optimizers that look at one tensor at a time and have no fused version. The sums of gradients lie in shared memory;
-a rank gives its own tensors their `.grad`, runs torch's `step`, and so writes weights that all look at. States are made
-by torch, too, in a tensor's first step. They then move into shared memory, where every rank sees all of them: each
-has a complete optimizer, whose `state_dict` is that of one process. Start reading at `OwnedWeights.apply`.
+For optimizers that update each tensor independently and have no fused version. Summed gradients are in shared memory;
+a rank sets `.grad` of the tensors it owns and runs torch's `step`, which writes the shared weights. Torch also creates
+optimizer state in a tensor's first step. It then moves into shared memory, where every rank sees all of it: each has a
+complete optimizer, whose `state_dict` is that of one process. Start reading at `OwnerUpdates.apply`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.comm.shared_memory_axis import PlaneAxis
 from manyhands.optim.ftrl import FTRL
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
 from manyhands.parallel.model.flat_layout import lay_out
 from manyhands.parallel.replicas.fingerprint import fingerprint
-from manyhands.parallel.weights.shared_memory_weights import CommonWeights
+from manyhands.parallel.weights.shared_memory_weights import SharedMemoryWeights
 from manyhands.torch_private import foreach_mul_
 
-__all__ = ["OwnedWeights", "ownable", "owners"]
+__all__ = ["OwnerUpdates", "ownable", "owners"]
 
 _ONE_TENSOR_AT_A_TIME = frozenset(
     (ASGD, FTRL, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop)
@@ -48,26 +48,26 @@ _ONE_TENSOR_AT_A_TIME = frozenset(
 
 
 def ownable(optimizer: Optimizer) -> bool:
-    """Whether every tensor's new value is known to depend on that tensor alone.
+    """Whether the new value of each tensor is known to depend on that tensor alone.
 
-    It cannot be told from outside: D-Adaptation and Prodigy estimate one step size from all of them. A subclass may do
-    anything, and so may hooks, which would see some gradients only.
+    This cannot be seen from outside: D-Adaptation and Prodigy estimate one step size from all tensors. A subclass may
+    do anything, and so may hooks, which would see only some gradients.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return type(optimizer) in _ONE_TENSOR_AT_A_TIME and not hooks
 
 
 def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each tensor, so that all have about as much: the largest first, to whoever has least."""
+    """The owner of each tensor, with about as many bytes per rank: the largest first, to the rank with the fewest."""
     load, owner = [0] * num_ranks, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owner[place] = load.index(min(load))
-        load[owner[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += sizes[index]
     return owner
 
 
-class _State(msgspec.Struct, array_like=True):
-    """A state of a parameter, as its owner describes it to the others."""
+class _OwnedState(msgspec.Struct, array_like=True):
+    """Optimizer state of the parameter with index `place`, as its owner describes it to the other ranks."""
 
     place: int
     name: str
@@ -79,12 +79,12 @@ class _State(msgspec.Struct, array_like=True):
         return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype), device="meta")
 
 
-class OwnedWeights(CommonWeights):
-    """Rank 0's weights, for all ranks, from now on. Every rank makes one at the same time."""
+class OwnerUpdates(SharedMemoryWeights):
+    """Makes all ranks share rank 0's weights. Every rank constructs one at the same time."""
 
     def __init__(
         self,
-        gradients: SharedGradients,
+        gradients: SharedMemorySum,
         optimizer: Optimizer,
         plane: Plane,
         memory: Callable[[str, int], Segment],
@@ -93,13 +93,13 @@ class OwnedWeights(CommonWeights):
         self._axis = PlaneAxis(plane, timeout_s=plane.timeout_s)
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owner = owners([param.nbytes if id(param) in updated else 0 for param in self._params], plane.world)
-        self._mine = {place for place, rank in enumerate(owner) if rank == plane.rank}
+        self._mine = {index for index, rank in enumerate(owner) if rank == plane.rank}
         self._states: dict[tuple[int, str], Tensor] = {}
-        self._updates, self._left = 0, dict[int, int]()
-        """Fingerprints of this rank's tensors, where the last update took them."""
-        self._adopt()  # before weights move: where there is not enough memory, nothing has changed yet
-        self._settle()
-        # Whoever loads states replaces them.
+        self._updates, self._fingerprints_left = 0, dict[int, int]()
+        """Fingerprints of this rank's tensors, if the last update took them."""
+        self._adopt()  # before weights move: if there is not enough memory, nothing has changed yet
+        self._begin_sharing()
+        # load_state_dict replaces the state.
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
 
     # ---- the update ----
@@ -117,65 +117,65 @@ class OwnedWeights(CommonWeights):
         self._factors.append(factor)
 
     def apply(self) -> None:
-        """Update this rank's own tensors; then wait for the others, and hear which states they have made."""
+        """Update the tensors that this rank owns; then wait for the other ranks and share the state they created."""
         total = self._total if self._total is not None else self._gradients.total()
-        for place, left in self._left.items():
-            if self._fingerprint(place) != left:
-                self._raise_alarm(place)
-        mine = [place for place in self._gradients.present if place in self._mine]
-        grads = [total[place] for place in mine]
+        for index, fingerprint_left in self._fingerprints_left.items():
+            if self._fingerprint(index) != fingerprint_left:
+                self._raise_alarm(index)
+        mine = [index for index in self._gradients.present if index in self._mine]
+        grads = [total[index] for index in mine]
         for factor in self._factors:
             if factor != 1.0 and grads:
                 foreach_mul_(grads, factor)
-        for place, grad in zip(mine, grads, strict=True):
-            self._params[place].grad = grad
+        for index, grad in zip(mine, grads, strict=True):
+            self._params[index].grad = grad
         self._optimizer.step()
-        for place in mine:
-            self._params[place].grad = None  # the next backward writes there
-        told = self._axis.all_gather_bytes("new weights", self._tell_new_states(mine))
-        if any(told):
-            self._share([state for text in told if text for state in msgspec.json.decode(text, type=list[_State])])
-        self._look_for_alarm()
+        for index in mine:
+            self._params[index].grad = None  # the next backward writes there
+        sent = self._axis.all_gather_bytes("new weights", self._describe_new_states(mine))
+        if any(sent):
+            self._share([state for text in sent if text for state in msgspec.json.decode(text, type=list[_OwnedState])])
+        self._check_alarm()
         self._updates += 1
         due = self._watch_every and self._updates % self._watch_every == 0
-        self._left = {place: self._fingerprint(place) for place in self._mine} if due else {}
+        self._fingerprints_left = {index: self._fingerprint(index) for index in self._mine} if due else {}
         self._note_versions()
 
-    def _fingerprint(self, place: int) -> int:
-        states = [(name, value) for _, name, value in self._states_of([place])]
-        return fingerprint([("", self._params[place]), *states])
+    def _fingerprint(self, index: int) -> int:
+        states = [(name, value) for _, name, value in self._states_of([index])]
+        return fingerprint([("", self._params[index]), *states])
 
     def accept(self) -> None:
         super().accept()
-        self._left = {}
+        self._fingerprints_left = {}
 
-    # ---- the optimizer's states ----
+    # ---- optimizer state ----
 
-    def _tell_new_states(self, places: Iterable[int]) -> bytes:
-        found = [(p, n, v) for p, n, v in self._states_of(places) if v is not self._states.get((p, n))]
+    def _describe_new_states(self, indices: Iterable[int]) -> bytes:
+        found = [(p, n, v) for p, n, v in self._states_of(indices) if v is not self._states.get((p, n))]
         return msgspec.json.encode([_describe(*state) for state in found]) if found else b""
 
-    def _states_of(self, places: Iterable[int]) -> list[tuple[int, str, Tensor]]:
-        states = [(place, self._optimizer.state.get(self._params[place], {})) for place in places]
+    def _states_of(self, indices: Iterable[int]) -> list[tuple[int, str, Tensor]]:
+        states = [(index, self._optimizer.state.get(self._params[index], {})) for index in indices]
         return [(p, name, value) for p, state in states for name, value in state.items() if isinstance(value, Tensor)]
 
-    def _share(self, new: list[_State]) -> None:
-        """Owners put new states into shared memory, and every rank's optimizer looks at them there."""
+    def _share(self, new: list[_OwnedState]) -> None:
+        """Owners copy new state into shared memory, and every rank's optimizer uses it there."""
         self._make_room(new)
-        everything = self._optimizer.state
-        for place, name in ((state.place, state.name) for state in new):
-            state, shared = everything[self._params[place]], self._states[place, name]
-            if place in self._mine:
+        state_of = self._optimizer.state
+        for index, name in ((state.place, state.name) for state in new):
+            state, shared = state_of[self._params[index]], self._states[index, name]
+            if index in self._mine:
                 shared.copy_(state[name])
             state[name] = shared
-        # In the order of the parameters on every rank: nothing that is saved tells who owned what.
+        # In the order of the parameters on every rank: a checkpoint does not depend on the owners.
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        ordered = {param: everything[param] for param in params if param in everything}
-        everything.clear()
-        everything.update(ordered)
-        self._plane.meet("states of the optimizer")
+        ordered = {param: state_of[param] for param in params if param in state_of}
+        state_of.clear()
+        state_of.update(ordered)
+        self._plane.barrier("states of the optimizer")
 
-    def _make_room(self, states: Sequence[_State]) -> None:
+    def _make_room(self, states: Sequence[_OwnedState]) -> None:
         missing = [state for state in states if not _fits(state, self._states.get((state.place, state.name)))]
         if not missing:
             return
@@ -185,21 +185,21 @@ class OwnedWeights(CommonWeights):
         self._states.update({(state.place, state.name): view for state, view in zip(missing, views, strict=True)})
 
     def _adopt(self) -> None:
-        """Move states that every rank has alike into shared memory; all write the same there, so none need wait."""
+        """Move state that is the same on every rank into shared memory; all write the same bytes, so none waits."""
         found = self._states_of(range(len(self._params)))
         self._make_room([_describe(*state) for state in found])
-        self._left = {}
-        for place, name, value in found:
-            self._optimizer.state[self._params[place]][name] = self._states[place, name].copy_(value)
+        self._fingerprints_left = {}
+        for index, name, value in found:
+            self._optimizer.state[self._params[index]][name] = self._states[index, name].copy_(value)
 
     def release(self) -> None:
         self._loaded.remove()
         super().release()
 
 
-def _describe(place: int, name: str, value: Tensor) -> _State:
-    return _State(place, name, str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()))
+def _describe(index: int, name: str, value: Tensor) -> _OwnedState:
+    return _OwnedState(index, name, str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()))
 
 
-def _fits(state: _State, known: Tensor | None) -> bool:
+def _fits(state: _OwnedState, known: Tensor | None) -> bool:
     return known is not None and list(known.shape) == state.shape and str(known.dtype) == f"torch.{state.dtype}"

@@ -1,8 +1,8 @@
-"""Weights that the ranks of one host have in common: one copy in shared memory, which every rank's model looks at.
+"""Weights that the ranks of one host share: one copy in shared memory, which every rank's model uses.
 
-How they are updated is for those who derive from this: `fused_shared_weights` divides them into parts for a fused
-update, `owner_updates` into whole tensors for torch's own optimizers. Whatever else writes to a parameter writes for
-all ranks: weights change by hand inside `editing` only, where the others look at copies of their own.
+Subclasses update them: `fused_shared_weights` divides them into parts for a fused update, `owner_updates` into whole
+tensors for torch's optimizers. Any other write to a parameter writes for all ranks: users change weights only inside
+`editing`, where the other ranks use private copies.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.optim import Optimizer
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import MemoryChanged, TrainingFailed
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
 
-__all__ = ["CommonWeights", "Kept"]
+__all__ = ["SharedCopy", "SharedMemoryWeights"]
 
 
-class Kept(NamedTuple):
-    """One copy of the weights, or of a state: the memory, and each parameter's tensor in it."""
+class SharedCopy(NamedTuple):
+    """One copy of the weights, or of one kind of optimizer state: the memory, and each parameter's tensor in it."""
 
     segment: Segment
     views: list[Tensor]
 
 
-class CommonWeights:
-    """Memory for `copies` of the weights, allocated here; from `_settle` on, rank 0's weights for all ranks."""
+class SharedMemoryWeights:
+    """Memory for `copies` of the weights, allocated here; from `_begin_sharing` on, all ranks use rank 0's weights."""
 
     def __init__(
         self,
-        gradients: SharedGradients,
+        gradients: SharedMemorySum,
         optimizer: Optimizer,
         plane: Plane,
         memory: Callable[[str, int], Segment],
@@ -45,7 +45,7 @@ class CommonWeights:
         self._gradients, self._optimizer, self._plane, self._copies = gradients, optimizer, plane, copies
         self._memory, self._segments = memory, dict[str, Segment]()
         self._flat, self._params = gradients.flat, gradients.params
-        self._place = {id(param): place for place, param in enumerate(self._params)}
+        self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._weights = self._keep("weights")
         self._alarm = self._allot("alarm", 4096)
         self._current = 0
@@ -56,12 +56,12 @@ class CommonWeights:
         self._segments[name] = self._memory(name, num_bytes)
         return self._segments[name]
 
-    def _keep(self, name: str) -> list[Kept]:
+    def _keep(self, name: str) -> list[SharedCopy]:
         segments = [self._allot(f"{name}, copy {i}", self._flat.num_bytes) for i in range(self._copies)]
-        return [Kept(segment, self._flat.views(self._params, segment)) for segment in segments]
+        return [SharedCopy(segment, self._flat.views(self._params, segment)) for segment in segments]
 
-    def _settle(self, current: int | None = None) -> None:
-        """Begin with rank 0's weights; with `current`, with those of others, which are there in that copy."""
+    def _begin_sharing(self, current: int | None = None) -> None:
+        """Start with rank 0's weights; with `current`, with those that the other ranks have in that copy."""
         if current is not None:
             self.look_at_copy(current)
             return
@@ -69,7 +69,7 @@ class CommonWeights:
         if self._plane.rank == 0:
             for view, param in zip(views, self._params, strict=True):
                 view.copy_(param.detach())
-        self._plane.meet("weights of rank 0")
+        self._plane.barrier("weights of rank 0")
         self._look_at(views)
 
     @property
@@ -86,7 +86,7 @@ class CommonWeights:
         self._look_at(self._weights[current].views)
 
     def where(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Which segment a tensor lies in, and at which byte; None where in none of them."""
+        """The segment that contains a tensor, and the byte where it starts; None if no segment does."""
         address = tensor.data_ptr()
         for name, segment in self._segments.items():
             if segment.address <= address < segment.address + segment.num_bytes:
@@ -94,7 +94,7 @@ class CommonWeights:
         return None
 
     def tensor_at(self, where: tuple[str, int], shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """What another rank's `where` told of, as this one sees it."""
+        """The tensor whose location another rank got from `where`, in this rank's mapping."""
         name, start = where
         if name not in self._segments:
             self._allot(name, self._flat.num_bytes)
@@ -102,86 +102,86 @@ class CommonWeights:
         return whole.as_strided(tuple(shape), tuple(stride))
 
     def move(self, plane: Plane) -> None:
-        """From now on with the ranks of this plane."""
+        """Use the plane of another group of ranks."""
         self._plane = plane
 
     def _look_at(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self._params, values, strict=True):
             param.data = value
 
-    # ---- by hand ----
+    # ---- changes by the user ----
 
     @property
     def is_current(self) -> bool:
-        """Whether the optimizer still has the parameters that it had."""
+        """Whether the optimizer still has the same parameters."""
         return True
 
     def accept(self) -> None:
-        """The weights were changed from outside, on purpose and by all ranks alike."""
+        """Accept that the weights were changed from outside, on purpose and in the same way on all ranks."""
         self._versions = None
 
     def _note_versions(self) -> None:
-        """From here on, whoever changes weights without `accept` is told so."""
+        """From here on, a change of the weights without `accept` raises an error."""
         self._versions = [param._version for param in self._params]
 
     def _check_untouched(self) -> None:
-        """A change by hand on every rank would be made once per rank. (Through `.data` torch does not count it.)"""
+        """A change by the user's code would be made once per rank. (Torch does not count changes through `.data`.)"""
         if self._versions is not None and self._versions != [param._version for param in self._params]:
             raise TrainingFailed(
                 "Weights were changed outside of a step, but the workers of this host share them.",
                 fix=["with trainer.editing() as model: ..., on every worker"],
             )
 
-    # ---- behind our back ----
+    # ---- memory that changed without an update ----
 
     def watch(self, every: int, names: Sequence[str]) -> None:
-        """What an update left in memory must be there in the next; else `MemoryChanged`, on every rank.
+        """Check that memory is at each update what the last one left; else raise `MemoryChanged` on every rank.
 
-        A fused update looks at all of it each time, torch's own optimizers once in `every`; with 0, nothing ever.
+        A fused update checks all of it each time, torch's optimizers once in `every` updates; 0 checks nothing.
         """
         self._watch_every, self._names = every, list(names)
 
-    def _raise_alarm(self, place: int) -> None:
-        """This parameter, or a state of it, is not what the last update left. All learn it when they meet."""
-        self._alarm.buffer[:8] = (place + 1).to_bytes(8, "little")
+    def _raise_alarm(self, index: int) -> None:
+        """Record that this parameter, or its optimizer state, changed; all ranks read that after the next barrier."""
+        self._alarm.buffer[:8] = (index + 1).to_bytes(8, "little")
 
-    def _look_for_alarm(self) -> None:
-        """After everybody's part of the update, before it counts."""
-        place = int.from_bytes(self._alarm.buffer[:8], "little") - 1
-        if place >= 0:
+    def _check_alarm(self) -> None:
+        """Called after all ranks' parts of the update, before it counts."""
+        index = int.from_bytes(self._alarm.buffer[:8], "little") - 1
+        if index >= 0:
             raise MemoryChanged(
-                f"{self._names[place]}, or a state that the optimizer keeps for it, changed in shared memory after the "
-                "last update, and no step did it.",
+                f"{self._names[index]}, or its optimizer state, changed in shared memory after the last update, but "
+                "not by a training step.",
                 fix=[
-                    "with trainer.editing() as model: ..., for weights and states that are changed by hand",
-                    "a test of this machine's memory, where nothing changes them",
+                    "with trainer.editing() as model: ..., if your code changes weights or optimizer state",
+                    "a memory test of this machine, if it does not",
                 ],
             )
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Inside, rank 0 writes to the weights that all share, and the others to copies that are dropped."""
+        """Inside, rank 0 writes to the shared weights, and the other ranks to copies that are dropped."""
         views = self._weights[self._current].views
-        self._plane.meet("editing")
+        self._plane.barrier("editing")
         if self._plane.rank:
             self._look_at([view.clone() for view in views])
         try:
             yield
         finally:
-            self._plane.meet("edited weights")
+            self._plane.barrier("edited weights")
             if self._plane.rank:
                 self._look_at(views)
 
     def close(self) -> None:
-        """Give every rank weights and states of its own again, and the memory back."""
+        """Give every rank a private copy of weights and optimizer state again, and free the shared memory."""
         self.release()
-        self._plane.meet("weights of their own")
+        self._plane.barrier("private copies of the weights")
         if self._plane.rank == 0:
             for segment in self._segments.values():
                 segment.free()
 
     def release(self) -> None:
-        """Give this rank weights and states of its own again."""
+        """Give this rank a private copy of weights and optimizer state again."""
         self._look_at([view.clone() for view in self._weights[self._current].views])
         for param in self._params:
             state = self._optimizer.state.get(param, {})

@@ -1,9 +1,9 @@
-"""Workers that train on stretches of batches by themselves, and push to servers in between: Downpour, asynchronous
-EASGD, and rounds of averaging that do not wait for everybody.
+"""Workers that run local steps on ranges of batches, and push to servers after each range: Downpour, asynchronous
+EASGD, and averaging rounds that do not wait for all workers.
 
-A stretch is leased, pushed and applied as one step of `Served`; what happens in it, and what is pushed, is a rule's
-business (`parameter_server.engine.local_rules`). Where the rule is LocalSGD's, the user's optimizer is each worker's
-own, and servers have another one, for the weights that all agree on. Start reading at `Stretched.train_stretch`.
+A range is leased, pushed and applied as one step of `LeasedEngine`; a rule (`parameter_server.engine.local_rules`)
+decides how to train on it and what to push. For LocalSGD, each worker has the user's optimizer, and servers have
+another one, for the agreed weights. Start reading at `LocalStepsEngine.train_range`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.comm.axis import Axis
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.errors import SpecError
 from manyhands.parallel.averaging.combine_ranks import to_first_rank
 from manyhands.parallel.averaging.local_worker_state import (
-    OwnState,
+    LocalWorkerState,
     check_optimizer,
     load_optimizer,
     states_of_optimizer,
@@ -30,31 +29,31 @@ from manyhands.parallel.averaging.local_worker_state import (
 from manyhands.parallel.averaging.rounds import Downpour, Quorum
 from manyhands.parallel.gradients.gradient_norm import clip_factor, global_norm
 from manyhands.parallel.gradients.network_sum import total_weight
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine, LeaseHolder, Servers
 from manyhands.parameter_server.engine.local_rules import Accrue, Drift, Elastic, LocalRule, Pull
-from manyhands.parameter_server.engine.served import Served
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.protocol.leases import Interval, Lease
 from manyhands.parameter_server.protocol.messages import Filled, Number, Open
-from manyhands.parameter_server.worker.server_connection import Pushed
-from manyhands.strategies.base import PieceLike, StepLike
+from manyhands.parameter_server.worker.server_connection import PushedGradient
+from manyhands.strategies.base import SliceLike, StepLike
 from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.engine_parts import ModelSide, Ranks, StepSettings
 from manyhands.torch_private import foreach_mul_
 
-__all__ = ["LocalWay", "Stretched", "way_of"]
+__all__ = ["LocalStepsEngine", "LocalWay", "way_of"]
 
 
 class LocalWay(NamedTuple):
-    """What was asked for."""
+    """How the strategy trains locally and combines the results."""
 
     every: int
-    """Batches of a stretch."""
+    """Batches per range."""
     make_rule: Callable[[Sequence[nn.Parameter], Pull, Optimizer], LocalRule]
-    told: str
-    """In words that a checkpoint keeps: a run goes on in the way it began."""
+    description: str
+    """Text that is saved in checkpoints: a run can only be resumed with the same description."""
     make_outer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
-    """The servers' optimizer; None: the user's is theirs."""
+    """The servers' optimizer; None: servers use the user's optimizer."""
     quorum: Quorum | None = None
-    """Stretches are put together in rounds."""
+    """If not None, ranges are averaged in rounds."""
 
 
 def way_of(strategy: ParameterServer | LocalSGD) -> LocalWay:
@@ -67,9 +66,15 @@ def way_of(strategy: ParameterServer | LocalSGD) -> LocalWay:
         )
     assert strategy.leases, "it averages without servers"
     if strategy.asynchronous:
-        beta, told = strategy.pull, f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}"
+        beta, description = (
+            strategy.pull,
+            f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}",
+        )
         return LocalWay(
-            strategy.every, lambda params, pull, optimizer: Elastic(params, pull, optimizer, beta), told, to_the_mean
+            strategy.every,
+            lambda params, pull, optimizer: Elastic(params, pull, optimizer, beta),
+            description,
+            to_the_mean,
         )
     return _rounds_of(strategy)
 
@@ -89,7 +94,7 @@ def _rounds_of(strategy: LocalSGD) -> LocalWay:
 
 
 def to_the_mean(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Moves the agreed weights by what workers push, and no farther."""
+    """Subtracts what workers push from the agreed weights."""
     return torch.optim.SGD(params, lr=1.0)
 
 
@@ -99,8 +104,8 @@ def beyond_the_mean(strategy: LocalSGD, params: Iterable[nn.Parameter]) -> Optim
     return torch.optim.SGD(params, lr=strategy.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
-class _Stretch:
-    """What is told of one, besides its row."""
+class _LocalRange:
+    """What is sent for one range, in addition to its gradient buffer."""
 
     def __init__(self) -> None:
         self.loss = 0.0
@@ -109,29 +114,32 @@ class _Stretch:
         self.changes = b""
 
 
-class Stretched(Served):
-    """One worker among several that train by themselves, and push now and then.
+class LocalStepsEngine(LeasedEngine):
+    """One worker among several that run local steps, and push periodically.
 
-    Promises: every stretch counts exactly once on every server, whoever dies; nobody waits for anybody, but where all
-    meet. A worker that dies loses the stretch it is in, which somebody else begins anew.
-    Costs: the weights' bytes once for each push and each pull. The result depends on who was when how fast.
+    Promises: every range counts exactly once on every server, even if workers or servers die; workers wait for each
+    other at sync points only. When a worker dies, another worker repeats its current range from the beginning.
+    Costs: the bytes of the weights once for each push and each pull. The result depends on the speed of each worker.
     """
 
     def __init__(
         self,
-        *served: Any,
+        ranks: Ranks,
+        side: ModelSide,
+        settings: StepSettings,
+        choice: ParameterServer,
+        servers: Servers,
+        holder: LeaseHolder,
+        *,
         way: LocalWay,
-        clip_norm: float | None,
-        network: Callable[[], Axis],
-        **named: Any,
     ) -> None:
-        """`served` and `named` are `Served`'s. Clipping is each worker's own, of every local step."""
-        super().__init__(*served, clip_norm=None, **named)
-        self._way, self._clip, self._network = way, clip_norm, network
-        self.averaging = way.told
+        """Each worker clips the gradient of every local step; servers do not clip."""
+        super().__init__(ranks, side, settings._replace(clip_norm=None), choice, servers, holder)
+        self._way, self._clip, self._network = way, settings.clip_norm, ranks.network
+        self.averaging = way.description
         self._version = 0
         self._inner: Optimizer | None = None
-        self._gathered: list[OwnState] = []
+        self._gathered: list[LocalWorkerState] = []
 
     def setup(self, model: nn.Module, optimizer: Optimizer, *, joining: bool = False) -> None:
         if self._way.make_outer is not None:
@@ -140,25 +148,25 @@ class Stretched(Served):
         super().setup(model, optimizer, joining=joining)
         if self._rows:
             raise SpecError(
-                "Rows of mh.Embedding and mh.EmbeddingBag are on servers, where local steps cannot change them.",
+                "Rows of mh.nn.Embedding and mh.nn.EmbeddingBag are on servers, where local steps cannot change them.",
                 fix=['mh.ParameterServer(mode="async"), without push_every and pull_every', "torch.nn.Embedding"],
             )
         if joining:
-            self._begin_anew()
+            self._reset_rule()
 
-    def _begin_anew(self) -> None:
-        """Weights are others than those that this worker has trained, or other ones are trained."""
+    def _reset_rule(self) -> None:
+        """Make a new rule, after the weights were replaced or the set of trained parameters has changed."""
         trained = self._trained()
         self._rule = self._way.make_rule(trained, self._fetch, self._inner or self._optimizer)
         self._grads = [torch.empty_like(param) for param in trained]
 
     def synchronise(self) -> None:
         super().synchronise()
-        self._begin_anew()
+        self._reset_rule()
 
     @property
     def updates(self) -> int:
-        """How many stretches servers have applied, in all courses that are over."""
+        """How many ranges servers have applied, in all finished intervals."""
         return self._version
 
     @property
@@ -169,75 +177,75 @@ class Stretched(Served):
     def has_rounds(self) -> bool:
         return self._way.quorum is not None
 
-    def come_together(self) -> None:
-        """Go on from the weights that all agree on."""
+    def use_agreed_weights(self) -> None:
+        """Continue from the agreed weights."""
         self._rule.take([])
 
-    # ---- courses ----
+    # ---- intervals ----
 
-    def open(self, number: Number, course: Course, scheduler: Any, *, scheduled: bool) -> None:
+    def open(self, number: Number, interval: Interval, scheduler: Any, *, scheduled: bool) -> None:
         if self._inner is not None:
-            scheduler, scheduled = None, False  # it is the workers' own
-        self._gathered = []  # for a checkpoint that was not written
-        super().open(number, course, scheduler, scheduled=scheduled)
-        self._rule.enter(len(self._course_now.workers))
+            scheduler, scheduled = None, False  # each worker has its own
+        self._gathered = []  # may be left from a checkpoint that was not written
+        super().open(number, interval, scheduler, scheduled=scheduled)
+        self._rule.enter(len(self._current.workers))
 
     def _install(
-        self, number: Number, course: Course, workers: dict[int, bool], scheduler: Any, scheduled: bool
+        self, number: Number, interval: Interval, workers: dict[int, bool], scheduler: Any, scheduled: bool
     ) -> Open:
-        opened = super()._install(number, course, workers, scheduler, scheduled)
+        opened = super()._install(number, interval, workers, scheduler, scheduled)
         every = self._way.every
         alone = -(-opened.alone // every)
         return msgspec.structs.replace(opened, batches_per_step=every, alone=alone, quorum=self._way.quorum)
 
-    # ---- between two meetings ----
+    # ---- between two sync points ----
 
-    def train_stretch(self, steps: Iterable[StepLike], work: Held) -> None:
-        """Train on what was leased, and push what came of it."""
-        stretch = _Stretch()
+    def train_range(self, steps: Iterable[StepLike], work: Lease) -> None:
+        """Train on a leased range of batches, and push the result."""
+        local_range = _LocalRange()
         for step in steps:
-            self._local_step(step, stretch)
-        served, _ = self._memory_now()
-        row = self._reach.row(work)
-        served.begin_filling(row, work.filling)
-        based_on, absent = self._rule.fill(served.row(row).views)
-        served.write_statistics(row, [self._buffers.joined(stretch.statistics)])
+            self._local_step(step, local_range)
+        memory, _ = self._memory_now()
+        buffer = self._reach.row(work)
+        memory.begin_filling(buffer, work.filling)
+        based_on, absent = self._rule.fill(memory.row(buffer).views)
+        memory.write_statistics(buffer, [self._buffers.joined(local_range.statistics)])
         self.phases.mark("update")
         filled = Filled(
-            number=self._course_now.number,
+            number=self._current.number,
             worker=self._worker,
             held=work,
             based_on=based_on,
-            total=stretch.loss,
-            weight=float(stretch.rows),
+            total=local_range.loss,
+            weight=float(local_range.rows),
             absent=absent,
-            changes=stretch.changes,
+            changes=local_range.changes,
         )
-        self._push(Pushed(filled))
+        self._push(PushedGradient(filled))
         self.phases.mark("reduce")
 
-    def _local_step(self, step: StepLike, stretch: _Stretch) -> None:
-        _, filler = self._memory_now()
+    def _local_step(self, step: StepLike, local_range: _LocalRange) -> None:
+        _, writer = self._memory_now()
         self._rule.before_step()
         self.phases.mark("reduce")
         pieces = [step.slice(v) for v in range(step.num_slices)]
         self.phases.mark("load")
-        filler.begin(self._grads, len(pieces))
+        writer.begin(self._grads, len(pieces))
         self._buffers.begin(len(pieces), 2)
         results = [self._computed(piece, step) for piece in pieces]
-        absent = set(filler.finish())
+        absent = set(writer.finish())
         total = sum(total for total, _, _, _ in results)
         weight = total_weight((weight for _, weight, _, _ in results), step.number)
         self._rule.step(self._scaled([i not in absent for i in range(len(self._grads))], step.rows / weight))
         self.phases.mark("update")
-        if not stretch.rows:
-            stretch.changes = self._changes()
-        stretch.statistics += [statistics for _, _, statistics, _ in results]
-        stretch.loss += total / weight * step.rows
-        stretch.rows += step.rows
+        if not local_range.rows:
+            local_range.changes = self._changes()
+        local_range.statistics += [statistics for _, _, statistics, _ in results]
+        local_range.loss += total / weight * step.rows
+        local_range.rows += step.rows
 
-    def _computed(self, piece: PieceLike, step: StepLike) -> tuple[float, float, Tensor, list[Contribution]]:
-        """A slice, with the loss that this worker has."""
+    def _computed(self, piece: SliceLike, step: StepLike) -> tuple[float, float, Tensor, list[TableGradient]]:
+        """Compute a slice with this worker's loss function."""
         assert self._loss_fn is not None
         slices = self._slice(piece, step)
         try:
@@ -247,7 +255,7 @@ class Stretched(Served):
         raise AssertionError("a slice has one loss")
 
     def _scaled(self, present: Sequence[bool], factor: float) -> list[Tensor | None]:
-        """The gradients of a step as its rule sees them."""
+        """The gradients of a step, scaled and clipped, for the rule."""
         grads = [grad for grad, there in zip(self._grads, present, strict=True) if there]
         factor *= clip_factor(factor * global_norm(grads), self._clip) if self._clip is not None else 1.0
         if factor != 1.0 and grads:
@@ -263,23 +271,23 @@ class Stretched(Served):
     # ---- checkpoints ----
 
     def gather_state(self) -> None:
-        """By all workers: what each has to itself comes to the chief."""
+        """Called by all workers: the chief receives the state of each worker."""
         super().gather_state()
         if self._inner is not None:
-            own = OwnState(self._rule.own(), states_of_optimizer(self._inner))
-            gathered = to_first_rank(own.pack(), self._network(), "what each worker has to itself")
-            self._gathered = [OwnState.unpack(data) for data in gathered]
+            own = LocalWorkerState(self._rule.own(), states_of_optimizer(self._inner))
+            gathered = to_first_rank(own.pack(), self._network(), "state of each worker")
+            self._gathered = [LocalWorkerState.unpack(data) for data in gathered]
 
     def state(self) -> dict[str, Any]:
         gathered, self._gathered = self._gathered, []
-        told = {**super().state(), "updates": self._version}
+        state = {**super().state(), "updates": self._version}
         if self._inner is not None:
-            told["workers"] = [own.tree() for own in gathered]
-            told["outer"] = {} if told["in_memory"] else states_of_optimizer(self._optimizer)
-        return told
+            state["workers"] = [own.tree() for own in gathered]
+            state["outer"] = {} if state["in_memory"] else states_of_optimizer(self._optimizer)
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """With another number of workers each begins with the agreed weights; the optimizer's states go round."""
+        """With another number of workers, each begins with the agreed weights and the optimizer state of rank r % n."""
         super().restore(state)
         self._version = state.get("updates", 0)
         self._rule.take([])
@@ -287,7 +295,7 @@ class Stretched(Served):
             return
         if not state["in_memory"]:
             load_optimizer(self._optimizer, state["outer"])
-        if told := [OwnState.from_tree(tree) for tree in state["workers"]]:
-            own = told[max(self._axis.rank, 0) % len(told)]
-            self._rule.take(own.weights if len(told) == self._axis.size else [])
+        if workers := [LocalWorkerState.from_tree(tree) for tree in state["workers"]]:
+            own = workers[max(self._axis.rank, 0) % len(workers)]
+            self._rule.take(own.weights if len(workers) == self._axis.size else [])
             load_optimizer(self._inner, own.optimizer)

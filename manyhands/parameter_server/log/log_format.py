@@ -1,9 +1,9 @@
-"""The log of a server's updates, as bytes: what one was made of, which of several logs' updates count, what is torn.
+"""The log of a server's updates, as bytes: the inputs of each update, which updates count, and what is torn.
 
-A segment is a file of frames. Its first tells what had been applied when it was begun, and so what counts of the
-segments before it; every other is one update. A frame has its length and a checksum, and says how much of the segment
-was on disk when it was written: what is broken behind that was never vouched for, and is cut off; what is broken before
-it was, and is an error. Pure; files are `write_ahead_log`'s business. Start reading at `frames`, then `surviving`.
+A segment is a file of frames. Its first says what had been applied when it began, and so which updates of earlier
+segments count; every other frame is one update. A frame has its length and a checksum, and says how much of the segment
+was on disk when it was written: broken data beyond that was never confirmed, and is cut off; broken data before it is
+an error. Pure; files are in `write_ahead_log`. Start reading at `frames`, then `surviving`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from manyhands.parameter_server.protocol.messages import RowGradients
-from manyhands.parameter_server.protocol.shard import Contribution
+from manyhands.parameter_server.protocol.shard import SliceGradient
 
 __all__ = [
     "Begin",
     "Broken",
     "Frame",
     "Terms",
-    "Update",
+    "UpdateRecord",
     "body",
     "check_torn",
     "frames",
@@ -45,40 +45,40 @@ T = TypeVar("T")
 
 
 class Broken(Exception):
-    """Updates that workers were told of cannot be read any more; the words say which."""
+    """Updates that were confirmed to workers cannot be read; the message says which."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an update rests on. Under other terms it would be another one."""
+    """What an update depends on. With other terms it would be a different one."""
 
     servers: int
     part: str
-    """Of the parameters: which this server has of which model, as a digest."""
+    """A digest of the model's layout and of this server's chunks of it."""
     batch_size: int
     slices: int
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first frame of a segment: of earlier ones, updates of the steps to `low` count and those in `seen`."""
+    """The first frame of a segment: of earlier ones, updates of steps up to `low` count, and those in `seen`."""
 
     terms: Terms
     low: int
     seen: list[int]
     unsynced: bool = False
-    """It is in some host's memory, and what it rests on may have been lost with another's."""
+    """It is in the memory of one host, and what it continues may have been lost with another host."""
 
     def counts(self, step: int) -> bool:
         return step <= self.low or step in self.seen
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One update; behind it in its frame is the sum of the gradients, for those parameters that have one."""
+class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One update; after it in its frame is the sum of the gradients, for the parameters that have one."""
 
-    contributions: list[Contribution]
+    contributions: list[SliceGradient]
     groups: list[dict[str, Any]]
-    """The optimizer's settings that it was made with, by group of parameters."""
+    """The optimizer settings of the update, by parameter group."""
     statistics: list[bytes] = []
-    """What each slice made of the batch statistics; in the first server's log."""
+    """The batch statistics after each slice; in the first server's log."""
     pieces: list[RowGradients] = []
 
 
@@ -88,16 +88,16 @@ class Frame(NamedTuple):
     start: int
     end: int
     step: int
-    """Of an update; 0: it begins a segment."""
+    """Of an update; 0: the first frame of a segment."""
     synced: int
-    """So many bytes of the segment were on disk when it was written."""
+    """How many bytes of the segment were on disk when it was written."""
     crc: int
 
 
-def pack(value: Begin | Update, step: int, synced: int, payload: Sequence[Bytes] = ()) -> list[Bytes]:
-    """A frame, in pieces to be written one behind the other."""
-    told = msgspec.msgpack.encode(value)
-    parts: list[Bytes] = [_LENGTH.pack(len(told)), told, *payload]
+def pack(value: Begin | UpdateRecord, step: int, synced: int, payload: Sequence[Bytes] = ()) -> list[Bytes]:
+    """A frame, in pieces to be written in this order."""
+    encoded = msgspec.msgpack.encode(value)
+    parts: list[Bytes] = [_LENGTH.pack(len(encoded)), encoded, *payload]
     length = sum(len(part) for part in parts)
     crc = zlib.crc32(_numbers(length, step, synced))
     for part in parts:
@@ -110,9 +110,9 @@ def _numbers(length: int, step: int, synced: int) -> bytes:
 
 
 def frames(data: Data) -> tuple[list[Frame], int]:
-    """The frames of a segment, by their headers alone, and where the first one would begin that is none.
+    """The frames of a segment, by their headers alone, and where the first invalid one would begin.
 
-    A length is compared with what there is before anything is read.
+    A length is compared with the size of the data before anything is read.
     """
     found, start = list[Frame](), 0
     while (frame := _at(data, start)) is not None:
@@ -138,20 +138,20 @@ def is_sound(data: Data, frame: Frame) -> bool:
 
 
 def body(data: Data, frame: Frame, kind: type[T]) -> tuple[T, memoryview]:
-    """What a sound frame says, and what is behind it; `Broken` if it was written by something else than `pack`."""
+    """The content of a sound frame, and the data after it; `Broken` if it was not written by `pack`."""
     view = memoryview(data)[frame.start + _HEADER.size : frame.end]
     (length,) = _LENGTH.unpack_from(view)
     if length > len(view) - _LENGTH.size:
         raise Broken(f"the frame at byte {frame.start} is shorter than it says")
-    told, rest = view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
+    encoded, rest = view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
     try:
-        return msgspec.msgpack.decode(told, type=kind), rest
+        return msgspec.msgpack.decode(encoded, type=kind), rest
     except msgspec.MsgspecError as error:
         raise Broken(f"the frame at byte {frame.start} is no {kind.__name__}: {error}") from error
 
 
 def check_torn(data: Data, start: int) -> None:
-    """Nothing to read begins at `start`; `Broken` if there was something once that workers may have been told of."""
+    """No valid frame begins at `start`; `Broken` if there was one that may have been confirmed to workers."""
     for frame in _later(data, start):
         if frame.synced > start and is_sound(data, frame):
             raise Broken(f"what was on disk at byte {start} has changed")
@@ -166,14 +166,14 @@ def _later(data: Data, start: int) -> Iterator[Frame]:
 
 
 def whole(data: Data, found: Sequence[Frame]) -> list[Frame]:
-    """Of a segment's frames, those to the first that is torn; `Broken` as `check_torn` has it.
+    """Of a segment's frames, those before the first torn one; `Broken` in the cases of `check_torn`.
 
-    What is known to have been on disk is not looked at here.
+    What is known to have been on disk is not checked here.
     """
-    vouched_for = max((frame.synced for frame in found), default=0)
+    known_on_disk = max((frame.synced for frame in found), default=0)
     kept = list[Frame]()
     for frame in found:
-        if frame.end > vouched_for and not is_sound(data, frame):
+        if frame.end > known_on_disk and not is_sound(data, frame):
             check_torn(data, frame.start)
             break
         kept.append(frame)
@@ -181,11 +181,11 @@ def whole(data: Data, found: Sequence[Frame]) -> list[Frame]:
 
 
 def surviving(segments: Sequence[tuple[Begin, Sequence[int]]], version: int) -> list[tuple[int, int]]:
-    """Which updates of a log count, in their order, as (segment, place in it); `segments` have the steps of theirs.
+    """Which updates of a log count, in order, as (segment, index in it); `segments` have the steps of their updates.
 
-    `version` is that of the state they are to be applied to, which has all steps to it; some of these may be among what
-    is returned. `Broken` if a segment rests on updates that are neither there nor in that state; if these were never
-    promised to be on disk, it is left out.
+    `version` is that of the state they will be applied to, which has all steps up to it; some of these may be in the
+    result. `Broken` if a segment continues updates that are neither in the log nor in that state; a segment whose
+    predecessors were never promised to be on disk is left out instead.
     """
     kept: dict[int, tuple[int, int]] = {}
     for number, (begin, steps) in enumerate(segments):
@@ -194,13 +194,13 @@ def surviving(segments: Sequence[tuple[Begin, Sequence[int]]], version: int) -> 
             continue
         if missing:
             raise Broken(f"step {missing[0]} is missing, and the state that it continues is that after step {version}")
-        kept = {step: place for step, place in kept.items() if begin.counts(step)}
-        kept |= {step: (number, place) for place, step in enumerate(steps)}
+        kept = {step: index for step, index in kept.items() if begin.counts(step)}
+        kept |= {step: (number, index) for index, step in enumerate(steps)}
     return list(kept.values())
 
 
 def obsolete(begins: Sequence[Begin | None], saved: int) -> int:
-    """How many segments, from the first on, nobody needs once the state after step `saved` is on disk.
+    """How many segments, from the first on, are no longer needed once the state after step `saved` is on disk.
 
     The last of `begins` is what the next segment would begin with. None: it could not be read.
     """

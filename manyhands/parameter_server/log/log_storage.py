@@ -1,8 +1,9 @@
-"""Where a server writes its log: to files of its own, or through a backup on another host.
+"""Where a server stores its log: in local files, or through a backup on another host.
 
-A place has one segment at a time. What it has settled outlives the failure that it is for: a synced file the loss of
-power, any other file the loss of every process of this host, and a backup the loss of this host. Which place a segment
-goes to is decided when it begins. Start reading at `OnDisk`, then at `AtBackup.append` and `Backups.choose`.
+A storage has one segment at a time. What it has settled outlives the failure that it protects against: a synced file a
+power cut, any other file the death of every process of this host, and a backup the loss of this host. The storage of a
+segment is chosen when it begins. Start reading at `DiskStorage`, then at `BackupStorageClient.append` and
+`Backups.choose`.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from manyhands.private_files import open_private
 
 __all__ = [
     "LOGS",
-    "AtBackup",
+    "AppendBytes",
+    "BackupStorageClient",
     "Backups",
+    "BytesAppended",
+    "DiskStorage",
     "Flush",
     "Flushed",
     "FromBackup",
-    "Keep",
-    "Kept",
-    "OnDisk",
-    "Place",
-    "PlaceLost",
+    "LogStorage",
+    "StorageLost",
     "log_directory",
     "segment_path",
 ]
 
-# In the home of a training.
+# In the directory of a training.
 LOGS = "updates"
 PIECE_BYTES = 2**19
-# So much is under way to a backup at once; and so much would be sent again to another process with its address.
+# Maximum in flight to a backup, which is also the most that would be sent again to a successor with its address.
 WINDOW_BYTES = 16 * 2**20
-# A backup that says nothing for so long is asked how much it has;
+# A backup that is silent for this long is asked how much it has;
 ASK_S = 0.2
-# and one that has taken nothing more for so long is given up.
+# and one that has confirmed nothing more for this long is given up.
 LOST_AFTER_S = 10.0
-# An address that was given up is tried again after so long.
+# An address that was given up is tried again after this time.
 RETRY_S = 600.0
 
 
@@ -58,8 +59,8 @@ def segment_path(directory: Path, number: int) -> Path:
     return directory / f"{number:08}.log"
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """To a backup: bytes of a segment. It takes those that continue what it has; without any, it is a question."""
+class AppendBytes(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """To a backup: bytes of a segment. It appends those that continue what it has; without any, it is a query."""
 
     training: int
     server: int
@@ -78,8 +79,8 @@ class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     ticket: int
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """To every Keep: how many bytes of the segment there are now."""
+class BytesAppended(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer to every `AppendBytes`: how many bytes of the segment the backup has now."""
 
     segment: int
     num_bytes: int
@@ -90,28 +91,28 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     ticket: int
 
 
-FromBackup = Kept | Flushed
+FromBackup = BytesAppended | Flushed
 
 
-class PlaceLost(Exception):
-    """What was written there may be lost, and no more can be; the words say why."""
+class StorageLost(Exception):
+    """What was written there may be lost, and nothing more can be written; the message says why."""
 
 
-class Place(Protocol):
+class LogStorage(Protocol):
     takes_time: bool
-    """Settling does, so that several updates should share it."""
+    """Settling is slow, so that several updates should share it."""
 
     def begin(self, path: Path) -> None: ...
 
     def append(self, parts: Sequence[Bytes]) -> None: ...
 
     def settle(self) -> None:
-        """Return when all that was written is safe from what this place is for."""
+        """Return when all that was written is safe from the failure that this storage protects against."""
 
     def end(self) -> None: ...
 
 
-class OnDisk:
+class DiskStorage:
     def __init__(self, *, synced: bool) -> None:
         self.takes_time, self._fd = synced, -1
 
@@ -134,10 +135,10 @@ class OnDisk:
         self._fd = -1
 
 
-class AtBackup:
-    """The backup writes to the same file, by way of its own host. `PlaceLost` when it does not answer any more.
+class BackupStorageClient:
+    """The backup writes to the same file, from its own host. `StorageLost` when it no longer answers.
 
-    Another process that takes its address goes on where it was: what it lacks is sent again.
+    A successor at its address continues where it was: what it lacks is sent again.
     """
 
     takes_time = True
@@ -150,28 +151,28 @@ class AtBackup:
         is_known: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`is_known`: the run knows of it, as far as has been heard here."""
+        """`is_known`: whether the backup belongs to the run, by the latest list that this server has."""
         self._port, self._training, self._server, self._is_known = port, training, server, is_known
         self._clock = clock
-        self._segment, self._end, self._kept = 0, 0, 0
-        self._under_way: deque[Keep] = deque()
-        self._moved_at, self._is_asking = 0.0, False
+        self._segment, self._end, self._confirmed = 0, 0, 0
+        self._in_flight: deque[AppendBytes] = deque()
+        self._confirmed_at, self._is_asking = 0.0, False
 
     def answers(self) -> bool:
-        """Whether there is one."""
-        self._segment, self._end, self._kept = 0, 0, -1
+        """Whether a backup answers at this address."""
+        self._segment, self._end, self._confirmed = 0, 0, -1
         self._begin_waiting()
         try:
-            while self._kept < 0:
-                self._listen()
-        except PlaceLost:
+            while self._confirmed < 0:
+                self._receive_or_ask()
+        except StorageLost:
             return False
         return True
 
     def begin(self, path: Path) -> None:
-        os.close(_create(path))  # a backup that does not find it there has another run directory
-        self._segment, self._end, self._kept = int(path.stem), 0, 0
-        self._under_way.clear()
+        os.close(_create(path))  # a backup that does not find this file has another run directory
+        self._segment, self._end, self._confirmed = int(path.stem), 0, 0
+        self._in_flight.clear()
 
     def append(self, parts: Sequence[Bytes]) -> None:
         data = b"".join(parts)
@@ -180,56 +181,56 @@ class AtBackup:
 
     def _send(self, data: bytes) -> None:
         self._begin_waiting()
-        while self._end + len(data) - self._kept > WINDOW_BYTES:
-            self._listen()
-        piece = self._keep(data)
-        self._under_way.append(piece)
+        while self._end + len(data) - self._confirmed > WINDOW_BYTES:
+            self._receive_or_ask()
+        piece = self._message(data)
+        self._in_flight.append(piece)
         self._end += len(data)
-        self._port.send(piece)  # if it is lost, whoever answers says what is missing
+        self._port.send(piece)  # if it is lost, the next answer shows what is missing
 
     def settle(self) -> None:
         self._begin_waiting()
-        while self._kept < self._end:
-            self._listen()
+        while self._confirmed < self._end:
+            self._receive_or_ask()
 
     def end(self) -> None:
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def _begin_waiting(self) -> None:
-        self._moved_at, self._is_asking = self._clock(), False
+        self._confirmed_at, self._is_asking = self._clock(), False
 
-    def _listen(self) -> None:
-        """Hear what there is to hear, or ask."""
+    def _receive_or_ask(self) -> None:
+        """Read what has arrived, or ask."""
         is_quiet = not self._port.socket.poll(round(ASK_S * 1000))
         for _, message in self._port.receive():
-            if isinstance(message, Kept) and message.segment == self._segment:
-                self._hear(message)
+            if isinstance(message, BytesAppended) and message.segment == self._segment:
+                self._take_answer(message)
         if not self._is_known():
-            raise PlaceLost("its host has left the run")
-        if self._clock() - self._moved_at > LOST_AFTER_S:
-            raise PlaceLost(f"it has had nothing to say for {LOST_AFTER_S:g} s")
+            raise StorageLost("its host has left the run")
+        if self._clock() - self._confirmed_at > LOST_AFTER_S:
+            raise StorageLost(f"it has confirmed nothing for {LOST_AFTER_S:g} s")
         if is_quiet:
             self._is_asking = True
-            self._port.send(self._keep(b""))
+            self._port.send(self._message(b""))
 
-    def _keep(self, data: bytes) -> Keep:
-        return Keep(training=self._training, server=self._server, segment=self._segment, at=self._end, data=data)
+    def _message(self, data: bytes) -> AppendBytes:
+        return AppendBytes(training=self._training, server=self._server, segment=self._segment, at=self._end, data=data)
 
-    def _hear(self, told: Kept) -> None:
-        if told.error:
-            raise PlaceLost(told.error)
-        if told.num_bytes > self._kept:
-            self._kept, self._moved_at = told.num_bytes, self._clock()
-        while self._under_way and self._under_way[0].end <= self._kept:
-            self._under_way.popleft()
-        if self._is_asking:  # what it lacks was on its way to a process that is gone
+    def _take_answer(self, answer: BytesAppended) -> None:
+        if answer.error:
+            raise StorageLost(answer.error)
+        if answer.num_bytes > self._confirmed:
+            self._confirmed, self._confirmed_at = answer.num_bytes, self._clock()
+        while self._in_flight and self._in_flight[0].end <= self._confirmed:
+            self._in_flight.popleft()
+        if self._is_asking:  # what it lacks was on its way to a process that has died
             self._is_asking = False
-            for piece in self._under_way:
+            for piece in self._in_flight:
                 self._port.send(piece)
 
 
 class Backups:
-    """Those that a server may write to, as they come and go. Without any, segments go to files of its own."""
+    """The backups that a server may write to, as they join and leave. Without any, segments go to local files."""
 
     def __init__(
         self,
@@ -240,29 +241,29 @@ class Backups:
         *,
         training: int = 1,
     ) -> None:
-        """`addresses` has those of backups on other hosts, the one that is to be preferred first."""
+        """`addresses` returns those of backups on other hosts, the preferred one first."""
         self._training, self._server = training, server
         self._addresses, self._connect, self._clock = addresses, connect, clock
         self._ports: dict[str, Port[FromBackup]] = {}
         self._given_up: dict[str, float] = {}
         self._tickets = 0
         self.at: str | None = None
-        """The address of the one that has the segment."""
+        """The address of the backup that has the segment."""
 
-    def choose(self) -> Place:
-        """Where the next segment goes."""
+    def choose(self) -> LogStorage:
+        """The storage for the next segment."""
         for address in self._usable():
             is_known = partial(self._is_known, address)
-            place = AtBackup(self._port(address), self._training, self._server, is_known, self._clock)
-            if place.answers():
+            storage = BackupStorageClient(self._port(address), self._training, self._server, is_known, self._clock)
+            if storage.answers():
                 self.at = address
-                return place
+                return storage
             self._given_up[address] = self._clock()
         self.at = None
-        return OnDisk(synced=False)
+        return DiskStorage(synced=False)
 
     def give_up(self) -> None:
-        """The one that has the segment has failed."""
+        """The backup that has the segment has failed."""
         if self.at is not None:
             self._given_up[self.at] = self._clock()
         self.at = None
@@ -273,7 +274,7 @@ class Backups:
         return self.at is None and bool(self._usable())
 
     def flush(self) -> None:
-        """Have other hosts' writing where this one can read it, as far as those hosts answer."""
+        """Make what other hosts have written readable on this one, as far as those hosts answer."""
         self._tickets += 1
         for address in self._usable():
             if not self._flush(self._port(address)):

@@ -1,8 +1,9 @@
-"""A server's log: segments in a directory, written in order, and safe before anybody is told of what is in them.
+"""A server's log: segments in a directory, written in order, and safe before any update in them is reported.
 
-Each process begins segments of its own, so nothing is ever written behind what a predecessor left torn. Updates are
-made safe together: when there is no other to be made, or when those that wait are old or many. What a segment holds is
-`log_format`'s business, what safe means `log_storage`'. Start reading at `ServedLog.write` and `ServedLog.settle`.
+Each process begins new segments, so nothing is ever written after what a predecessor left torn. Updates are made safe
+in groups: when no other update is due, or when those that wait are old or many. The content of a segment is
+defined in `log_format`, what safe means in `log_storage`. Start reading at `WriteAheadLog.write` and
+`WriteAheadLog.settle`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from manyhands.parameter_server.log.log_format import (
     Broken,
     Bytes,
     Frame,
-    Update,
+    UpdateRecord,
     body,
     check_torn,
     frames,
@@ -37,30 +38,30 @@ from manyhands.parameter_server.log.log_format import (
 from manyhands.parameter_server.log.log_storage import (
     LOGS,
     Backups,
-    OnDisk,
-    Place,
-    PlaceLost,
+    DiskStorage,
+    LogStorage,
+    StorageLost,
     log_directory,
     segment_path,
 )
 from manyhands.private_files import make_directory
 
-__all__ = ["LogReader", "Past", "ServedLog", "log_of", "saved_step"]
+__all__ = ["LogReader", "LoggedUpdate", "WriteAheadLog", "log_of", "saved_step"]
 
-# So long, or for so many bytes, updates wait to be made safe together while others are there to be made.
+# This long, or for this many bytes, updates wait to be made safe together while others are due.
 SYNC_S = 0.005
 SYNC_BYTES = 4 * 2**20
 LOST = "lost"
-# What a checkpoint has made needless is found when a segment begins.
+# Segments that a checkpoint has made obsolete are found when a segment begins.
 SEGMENT_BYTES = 256 * 2**20
 
 
-class Past(NamedTuple):
-    """An update that was made before."""
+class LoggedUpdate(NamedTuple):
+    """An update that was made before a restart."""
 
     step: int
     begin: Begin
-    update: Update
+    update: UpdateRecord
     payload: memoryview
 
 
@@ -72,43 +73,43 @@ class _Segment(NamedTuple):
 
 
 def log_of(
-    home: Path, server: int, backups: Backups | None = None, tell: Callable[[str], None] = lambda _: None
-) -> ServedLog:
-    """Of a server of the training with this `home`. With `backups` it is where they have it; else on disk, synced."""
-    return ServedLog(log_directory(home / LOGS, server), lambda: saved_step(home), backups, tell)
+    home: Path, server: int, backups: Backups | None = None, report: Callable[[str], None] = lambda _: None
+) -> WriteAheadLog:
+    """A server's log, for the training in directory `home`. With `backups` they store it; else synced files."""
+    return WriteAheadLog(log_directory(home / LOGS, server), lambda: saved_step(home), backups, report)
 
 
 def saved_step(home: Path) -> int | None:
-    """Of the checkpoint that was committed last; None where there is none."""
+    """The step of the last committed checkpoint; None if there is none."""
     return next((one.manifest.step for one in scan(home / "checkpoints") if one.manifest is not None), None)
 
 
-class ServedLog:
-    """One process at a time has it."""
+class WriteAheadLog:
+    """Used by one process at a time."""
 
     def __init__(
         self,
         directory: Path,
         saved: Callable[[], int | None],
         backups: Backups | None = None,
-        tell: Callable[[str], None] = lambda _: None,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`saved` tells the step of the newest checkpoint; `tell` is told when segments go to another place."""
+        """`saved` returns the step of the newest checkpoint; `report` is called when segments change their storage."""
         self._directory, self._saved, self.reader = directory, saved, LogReader(directory)
-        self._backups, self._tell = backups, tell
-        self._place: Place = OnDisk(synced=backups is None)
+        self._backups, self._report = backups, report
+        self._storage: LogStorage = DiskStorage(synced=backups is None)
         self._path: Path | None = None
         self._end = self._safe = 0
         self._since = 0.0
-        self._begun: dict[Path, Begin | None] = {}
+        self._begins: dict[Path, Begin | None] = {}
         self._at: str | None = None
-        self._moved: int | None = None
-        """Segments after this step are in another place, at `_at`, than those before."""
-        with self._no_error_passes():
-            os.stat(directory.parent.parent)  # a run directory that this host does not see is not made here
+        self._moved_after: int | None = None
+        """Segments after this step are in another storage, at `_at`, than those before."""
+        with self._reporting_errors():
+            os.stat(directory.parent.parent)  # a run directory that this host does not see is not created here
             make_directory(directory)
             if backups is None:
-                for path in self._paths()[-1:]:  # a predecessor may have been killed before it had this on disk
+                for path in self._paths()[-1:]:  # a predecessor may have been killed before this was on disk
                     _sync(path)
                 _sync(directory)
 
@@ -117,19 +118,19 @@ class ServedLog:
             self._backups.flush()
 
     def reader_of(self, server: int) -> LogReader:
-        """Of another server's log, which is beside this one."""
+        """A reader of another server's log, which is beside this one."""
         return LogReader(log_directory(self._directory.parent, server))
 
     @property
     def may_end_early(self) -> bool:
-        """Some of it may be lost with one host, and is computed again; on disk, that would be an error."""
+        """Its end may be lost with one host, and is computed again; on disk, that would be an error."""
         return self._backups is not None
 
     # ---- writing ----
 
-    def write(self, step: int, update: Update, payload: Sequence[Bytes], begin: Callable[[], Begin]) -> None:
-        """Have an update in the log, before it is made; `begin` is for a segment that starts with it."""
-        with self._no_error_passes():
+    def write(self, step: int, update: UpdateRecord, payload: Sequence[Bytes], begin: Callable[[], Begin]) -> None:
+        """Log an update before it is applied; `begin` makes the first frame of a segment that starts with it."""
+        with self._reporting_errors():
             if self.is_settled:
                 self._since = time.monotonic()
             try:
@@ -137,21 +138,21 @@ class ServedLog:
                     self._begin_segment(begin())
                 synced = self._safe if self._backups is None else 0
                 self._append(pack(update, step, synced, payload))
-            except PlaceLost as lost:
+            except StorageLost as lost:
                 self._lose(lost)
 
     def settle(self, *, more: bool) -> bool:
-        """Whether all of it is safe now. While there is `more` to be made, it may wait for that."""
+        """Whether all of it is safe now. While `more` updates are due, it may wait for them."""
         waiting = self._end - self._safe
         if not waiting:
             return True
         in_time = waiting < SYNC_BYTES and time.monotonic() - self._since < SYNC_S
-        if more and in_time and self._place.takes_time:
+        if more and in_time and self._storage.takes_time:
             return False
-        with self._no_error_passes():
+        with self._reporting_errors():
             try:
-                self._place.settle()
-            except PlaceLost as lost:
+                self._storage.settle()
+            except StorageLost as lost:
                 self._lose(lost)
                 return True
         self._safe = self._end
@@ -169,7 +170,7 @@ class ServedLog:
         self._leave_segment()
 
     def _leave_segment(self) -> None:
-        self._place.end()
+        self._storage.end()
         self._path, self._end, self._safe = None, 0, 0
 
     def _begin_segment(self, begin: Begin) -> None:
@@ -177,8 +178,8 @@ class ServedLog:
             raise EnvironmentProblem(
                 f"There is no checkpoint beside {self._directory}, but the log of updates continues one.",
                 fix=[
-                    "a run directory that all hosts with servers have in common",
-                    "hands.save() before the first step, in a loop of your own",
+                    "a run directory that all hosts with servers share",
+                    "hands.save() before the first step, in your own loop",
                     'durability="upstream"',
                 ],
             )
@@ -187,40 +188,40 @@ class ServedLog:
             self._choose(self._backups, begin)
         paths = self._paths()
         self._path = segment_path(self._directory, int(paths[-1].stem) + 1 if paths else 1)
-        self._place.begin(self._path)
-        self._begun[self._path] = begin
+        self._storage.begin(self._path)
+        self._begins[self._path] = begin
         self._append(pack(replace(begin, unsynced=self.may_end_early), 0, 0))
         if self._backups is None:
             _sync(self._directory)
 
     def _append(self, parts: Sequence[Bytes]) -> None:
-        self._place.append(parts)
+        self._storage.append(parts)
         self._end += sum(len(part) for part in parts)
 
     @contextlib.contextmanager
-    def _no_error_passes(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise EnvironmentProblem(
                 f"The log of updates in {self._directory} cannot be written: {error.strerror}. "
-                "Nothing that workers were told of is lost.",
+                "No update that workers know of is lost.",
                 fix=["make room, and start the run again with the same command", 'durability="upstream"'],
             ) from error
 
-    # ---- places ----
+    # ---- storages ----
 
     def _choose(self, backups: Backups, begin: Begin) -> None:
-        self._place = backups.choose()
+        self._storage = backups.choose()
         if backups.at != self._at:
-            self._at, self._moved = backups.at, max([begin.low, *begin.seen])
+            self._at, self._moved_after = backups.at, max([begin.low, *begin.seen])
             where = f"kept on another host, by the backup at {self._at}" if self._at else "kept on this host alone"
-            self._tell(f"updates after step {self._moved} are {where}")
+            self._report(f"updates after step {self._moved_after} are {where}")
 
-    def _lose(self, lost: PlaceLost) -> None:
-        """Go on without what the backup had; the next update begins a segment in another place."""
+    def _lose(self, lost: StorageLost) -> None:
+        """Continue without the lost backup; the next update begins a segment in another storage."""
         assert self._backups is not None
-        self._tell(
+        self._report(
             f"the backup at {self._backups.at} is lost: {lost}. If this host is lost before the next checkpoint is "
             "committed, the updates since the last one are, too."
         )
@@ -233,37 +234,37 @@ class ServedLog:
         """Whether one would make updates safe that are not, or may soon not be."""
         if self._backups is None:
             return False
-        if self._moved is not None and (self._saved() or 0) >= self._moved:
-            self._moved = None
+        if self._moved_after is not None and (self._saved() or 0) >= self._moved_after:
+            self._moved_after = None
         is_better_elsewhere = self._path is not None and self._backups.are_better
-        return self._at == LOST or self._moved is not None or is_better_elsewhere
+        return self._at == LOST or self._moved_after is not None or is_better_elsewhere
 
-    # ---- what is needless ----
+    # ---- obsolete segments ----
 
     def forget_what_is_saved(self, now: Begin) -> None:
-        """Remove segments that the newest checkpoint has made needless; `now` is what another would begin with."""
+        """Remove segments that the newest checkpoint has made obsolete; `now` is what another would begin with."""
         saved, paths = self._saved(), self._paths()
         if saved is not None:
             for path in paths[: obsolete([*map(self._begin_of, paths), now], saved)]:
                 path.unlink(missing_ok=True)
-                self._begun.pop(path, None)
+                self._begins.pop(path, None)
 
     def _begin_of(self, path: Path) -> Begin | None:
-        if path not in self._begun:
+        if path not in self._begins:
             data = _map(path)
-            self._begun[path] = _begin(data, frames(data)[0])
-        return self._begun[path]
+            self._begins[path] = _begin(data, frames(data)[0])
+        return self._begins[path]
 
     def clear(self) -> None:
-        """The run begins anew, without what is there."""
+        """The run starts from the beginning, without the existing log."""
         self.end_segment()
         for path in self._paths():
             path.unlink()
-        self._begun.clear()
-        self._moved = None
+        self._begins.clear()
+        self._moved_after = None
 
     def close(self, now: Begin | None) -> None:
-        """The run ends; if all of it is in the newest checkpoint, nothing is left. None: there was no course."""
+        """The run ends; what is in the newest checkpoint is removed. None: there was no interval."""
         self.end_segment()
         if now is not None:
             self.forget_what_is_saved(now)
@@ -278,29 +279,29 @@ class ServedLog:
 
 
 class LogReader:
-    """Reads what a server has written, also while it goes on writing."""
+    """Reads what a server has written, also while the server is writing."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def past(self, version: int, is_applied: Callable[[int], bool]) -> Iterator[Past]:
-        """Updates that count beyond the state after step `version`, in their order, but for those that are applied."""
+    def past(self, version: int, is_applied: Callable[[int], bool]) -> Iterator[LoggedUpdate]:
+        """Updates that count after the state of step `version`, in order, without those that are applied."""
         segments, counting = self._surviving(version)
-        for number, place in counting:
+        for number, index in counting:
             segment = segments[number]
-            frame = segment.updates[place]
+            frame = segment.updates[index]
             if is_applied(frame.step):
                 continue
             if not is_sound(segment.data, frame):
                 raise self._corrupt(segment.path, Broken(f"what was on disk at byte {frame.start} has changed"))
-            update, payload = body(segment.data, frame, Update)
-            yield Past(frame.step, segment.begin, update, payload)
+            update, payload = body(segment.data, frame, UpdateRecord)
+            yield LoggedUpdate(frame.step, segment.begin, update, payload)
 
     def reach(self, version: int) -> int:
-        """The last step to which, from `version` on, there is every update."""
+        """The last step up to which, from `version` on, every update is in the log."""
         segments, counting = self._surviving(version)
-        there = {segments[number].updates[place].step for number, place in counting}
-        while version + 1 in there:
+        logged = {segments[number].updates[index].step for number, index in counting}
+        while version + 1 in logged:
             version += 1
         return version
 
@@ -313,7 +314,7 @@ class LogReader:
             raise self._corrupt(self._directory, broken) from broken
 
     def _read(self, path: Path) -> _Segment | None:
-        """None: whoever began it was killed in that."""
+        """None: the process that began it was killed meanwhile."""
         data = _map(path)
         found, end = frames(data)
         try:
@@ -331,7 +332,7 @@ class LogReader:
         return CheckpointCorrupt(
             f"The log of updates cannot be read: {broken}.",
             where=str(path),
-            fix=[f"to compute again what came after the last checkpoint: mv {root} {root}.broken"],
+            fix=[f"to compute the steps since the last checkpoint again: mv {root} {root}.broken"],
         )
 
 
@@ -349,7 +350,7 @@ def _map(path: Path) -> bytes | mmap.mmap:
     with (
         contextlib.suppress(FileNotFoundError),
         open(path, "rb") as file,
-    ):  # another server may have just removed its own
+    ):  # another server may have just removed it
         if os.fstat(file.fileno()).st_size:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return b""

@@ -1,10 +1,10 @@
-"""What a parameter server's process does where a worker would begin to train: it serves until the run ends.
+"""The process of a parameter server: where a worker would begin to train, it serves until the run ends.
 
 Servers run the script from the top, as workers do, up to `Trainer(...)`; `serve` is called there with what the script
-made. It returns if workers open a course of a later training, so that the script goes on to that one; calls before it
-are over, and return what is on record. A server serves all trainings that its script has come to. This file owns the
-socket and the clock; what a message means is `parameter_server/server/server.py`'s, or
-`parameter_server/tables/row_server.py`'s where servers have nothing but rows.
+made. It returns if workers open an interval of a later training, so that the script continues to that one; calls of
+earlier trainings return their recorded results. A server serves all trainings that its script has reached. This file
+owns the socket and the clock; `parameter_server/server/server.py` handles the messages, or
+`parameter_server/tables/row_server.py` where servers have embedding rows only.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import zmq
 
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.transport import Port, open_port
-from manyhands.control.security.rejected_peers import DoorKeeper
+from manyhands.control.security.rejected_peers import PeerGate
 from manyhands.control.servers.spare_server import READY
 from manyhands.control.session.session import RunFacts, Session
 from manyhands.errors import ServerStateLost
 from manyhands.events import ServerWentOn, Warned
+from manyhands.parameter_server.engine.leased_engine import has_backups
 from manyhands.parameter_server.engine.local_steps_engine import way_of
-from manyhands.parameter_server.engine.served import has_backups
 from manyhands.parameter_server.log.log_storage import Backups, FromBackup
-from manyhands.parameter_server.log.write_ahead_log import ServedLog, log_of, saved_step
+from manyhands.parameter_server.log.write_ahead_log import WriteAheadLog, log_of, saved_step
 from manyhands.parameter_server.loop.variable_file import write_variables
 from manyhands.parameter_server.memory.versioned_memory import Attendance, StateTorn
 from manyhands.parameter_server.protocol.messages import FromServer, FromWorker, Number, Open, OpenRows
 from manyhands.parameter_server.protocol.variable_listing import ServedVariable
-from manyhands.parameter_server.server.server import PartServer
+from manyhands.parameter_server.server.server import ParameterServerCore
 from manyhands.parameter_server.tables.row_server import RowServer
 from manyhands.strategies.choices import LocalSGD, ParameterServer
 from manyhands.training.setup.user_model import Parts, foreign_state
@@ -44,35 +44,35 @@ from manyhands.training.worker.worker import Worker
 __all__ = ["serve"]
 
 TICK_S = 0.2
-# So that updates do not wait for all the frames of gradients that are under way.
+# So that updates do not wait for all queued frames of gradients.
 TAKE_AT_ONCE = 50
 
 
-_Maker = Callable[[int], "PartServer | RowServer"]
+_Maker = Callable[[int], "ParameterServerCore | RowServer"]
 _makers: dict[int, _Maker] = {}
-"""By training: what makes a server of it, of this process's number."""
+"""By training: a function that makes its server, given the server's number."""
 
 
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> None:
-    """Join the run, and end the process with 0 when the run has no more use for it."""
+    """Join the run and serve; exit the process with 0 when the run no longer needs it."""
     session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
     assert isinstance(session, Session) and choice.on_servers
-    worker.settle_in(
+    worker.join_run(
         RunFacts(
             run_dir=spec.run.run_dir,
             overwrite=spec.run.overwrite,
             strategy=worker.strategy.name,
             precision=spec.train.precision,
             script=sys.argv[0],
-            spare=choice.keeps_spare(session.seat.num_hosts),
+            spare=choice.keeps_spare(session.identity.num_hosts),
             backup=has_backups(choice),
         )
     )
     _makers[worker.number] = _prepare(worker, session, parts, scheduler)
     try:
-        if not session.seat.is_spare or _is_appointed(session):
-            reached = _Reached(session.shared_memory)
-            if reached.training > worker.number or not _Serving(worker, session, reached).run():
+        if not session.identity.is_spare or _is_appointed(session):
+            reached = _TrainingProgress(session.shared_memory)
+            if reached.training > worker.number or not _ServerLoop(worker, session, reached).run():
                 return
     except StateTorn as torn:
         raise _state_lost(torn, worker) from torn
@@ -80,8 +80,8 @@ def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) 
     raise SystemExit(0)
 
 
-class _Reached:
-    """How far the workers have come among the trainings, for a server that is started anew on this host."""
+class _TrainingProgress:
+    """Which training the workers have reached, for a server that is restarted on this host."""
 
     def __init__(self, memory: Callable[[str, int], Segment]) -> None:
         self._words = memory("training of servers", mmap.PAGESIZE).words()
@@ -96,7 +96,7 @@ class _Reached:
 
     @property
     def in_use(self) -> int:
-        """The one whose course was opened last: trainings may take turns. 0: none yet."""
+        """The training whose interval was opened last: trainings may alternate. 0: none yet."""
         return int(self._words[1])
 
     @in_use.setter
@@ -105,25 +105,25 @@ class _Reached:
 
 
 def _state_lost(torn: StateTorn, worker: Worker) -> ServerStateLost:
-    """All workers and servers begin again; nobody but those who begin with a checkpoint has anything to go on with."""
+    """All workers and servers restart; they can only continue from a checkpoint."""
     saved = saved_step(worker.home) or 0
     return ServerStateLost(
-        f"Server {torn.server} was lost in the middle of update {torn.version + 1}, and with it what came after the "
+        f"Server {torn.server} was lost in the middle of update {torn.version + 1}, and with it all updates after the "
         f"checkpoint of step {saved}: {torn.version - saved} updates, whose batches are computed again.",
-        fix=['durability="upstream", to keep two copies of the states'],
+        fix=['durability="upstream", to keep two copies of the optimizer state'],
     )
 
 
 def _is_appointed(session: Session) -> bool:
-    """A spare waits here, with all done that can be, until another server's number is its own."""
+    """A spare server waits here, fully prepared, until it is assigned the number of a server that it replaces."""
     session.report(0, READY)
     return session.await_appointment()
 
 
 def _prepare(
     worker: Worker, session: Session, parts: Parts, scheduler: Callable[[Any], Any] | None
-) -> Callable[[int], PartServer | RowServer]:
-    """Make what does not depend on a server's number; the rest, of what the strategy has on servers, comes with it."""
+) -> Callable[[int], ParameterServerCore | RowServer]:
+    """Prepare all that does not depend on the server's number; the returned function makes the server of a number."""
     spec, strategy, model = worker.resolved.spec, worker.strategy, parts.model
     assert isinstance(strategy, ParameterServer | LocalSGD)
     if not strategy.leases:
@@ -131,10 +131,10 @@ def _prepare(
     if spec.launch.memory_format == "channels_last":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     way = way_of(strategy) if strategy.takes_local_steps else None
-    outer = way.make_outer if way is not None else None  # the script's optimizer is each worker's own then
+    outer = way.make_outer if way is not None else None  # if not None, workers use the script's optimizer
     optimizer = parts.make_optimizer(model) if outer is None else outer(model.parameters())
     schedule = scheduler(optimizer) if scheduler is not None and outer is None else None
-    return lambda number: PartServer(
+    return lambda number: ParameterServerCore(
         number,
         model,
         optimizer,
@@ -148,7 +148,7 @@ def _prepare(
     )
 
 
-def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD, number: int) -> ServedLog | None:
+def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD, number: int) -> WriteAheadLog | None:
     if worker.in_trial or not isinstance(strategy, ParameterServer) or not strategy.keeps_log:
         return None
     if strategy.durability == "wal":
@@ -158,77 +158,81 @@ def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD,
     def connect(address: str) -> Port[FromBackup]:
         return open_port(context, zmq.DEALER, address, FromBackup, curve=session.as_client)
 
-    def tell(text: str) -> None:
+    def warn(text: str) -> None:
         worker.tell(Warned(text=f"server {number}: {text}"))
 
     backups = Backups(number, lambda: session.backups, connect, training=worker.number)
-    return log_of(worker.home, number, backups, tell)
+    return log_of(worker.home, number, backups, warn)
 
 
-class _Serving:
-    """The loop around a server."""
+class _ServerLoop:
+    """The event loop of a server process."""
 
-    def __init__(self, worker: Worker, session: Session, reached: _Reached) -> None:
-        self._worker, self._session, self._tell, seat = worker, session, worker.warn, session.seat
+    def __init__(self, worker: Worker, session: Session, reached: _TrainingProgress) -> None:
+        self._worker, self._session, self._warn, identity = worker, session, worker.warn, session.identity
         self._reached = reached
         self._training = self._wanted = reached.in_use if reached.in_use in _makers else worker.number
         self._newest: Number = (0, 0, 0)
-        """The course that was opened last, of any training: an older one arrives too late."""
-        self._server = _makers[self._training](seat.server)
+        """The interval that was opened last, of any training: an older one arrives too late."""
+        self._server = _makers[self._training](identity.server)
         self._context: zmq.Context[Any] = zmq.Context()
         self._ports: list[Port[FromWorker]] = []
-        if not _is_elsewhere(at := session.server_endpoint(seat.server)):
+        if not _is_remote(at := session.server_endpoint(identity.server)):
             self._ports.append(open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True))
-        self._door = self._listen()
-        self._first = self._reach_first() if seat.server > 0 else None
+        self._gate = self._listen()
+        self._first = self._reach_first() if identity.server > 0 else None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        session.on_change = self._nudge
+        session.on_change = self._wake_loop
         self._poller = zmq.Poller()
-        at_the_door = self._door.sockets if self._door is not None else []
-        for one in (self._wake, *(port.socket for port in self._ports), *at_the_door):
+        gate_sockets = self._gate.sockets if self._gate is not None else []
+        for one in (self._wake, *(port.socket for port in self._ports), *gate_sockets):
             self._poller.register(one, zmq.POLLIN)
-        self._told_at, self._told_step, self._went_on = 0.0, -1, False
-        self._listed_course: Number | tuple[()] | None = ()
+        self._reported_at, self._reported_step, self._has_updated = 0.0, -1, False
+        self._listed_interval: Number | tuple[()] | None = ()
         self._listed: list[ServedVariable] | None = None
-        self._number = seat.server
+        self._number = identity.server
 
     def run(self) -> bool:
-        """False: workers have gone on to a training that this server's script has not come to."""
+        """False: workers have begun a training that this server's script has not reached."""
         attendance = Attendance(self._worker.shared_memory)
         attendance.mark(self._number, up=True)
         while self._session.stop_requested is None and not self._is_released() and self._wanted in _makers:
             if self._wanted != self._training:
-                self._change()
+                self._switch_training()
             ready = dict(self._poller.poll(0 if self._server.has_work else round(TICK_S * 1000)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._session.living is not None:
-                self._server.hear_living(self._session.living)
-            self._mind_the_door()
+                self._server.set_living_workers(self._session.living)
+            self._report_rejected_peers()
             for number, port in enumerate(self._ports):
                 for sender, message in port.receive(TAKE_AT_ONCE):
                     if self._is_of_this_training(message):
                         self._send(self._server.take(bytes([number]) + sender, message))
             self._send(self._server.work())
-            self._tell_first_update()
-            self._tell_variables()
-            self._tell_standing()
-        if isinstance(self._server, PartServer):
+            self._report_first_update()
+            self._list_variables()
+            self._report_progress()
+        if isinstance(self._server, ParameterServerCore):
             self._server.close()
-        goes_on = self._wanted not in _makers
-        if not goes_on:
+        continues = self._wanted not in _makers
+        if not continues:
             attendance.mark(self._number, up=False)
         self._session.on_change = None
         if broken := self._server.refused["broken"] + sum(port.garbage for port in self._ports):
-            self._tell(f"Server {self._number} was sent {broken} broken messages, and has ignored them.")
-        if self._door is not None:
-            self._door.close()
+            self._warn(f"Server {self._number} received {broken} broken messages, and ignored them.")
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(linger=0)
         os.close(self._wake)
-        return not goes_on
+        return not continues
 
     def _is_of_this_training(self, message: FromWorker) -> bool:
-        """A course of another one has this server go on with that, and is opened again there: it was not answered."""
+        """Whether this server should handle the message now.
+
+        When workers open an interval of another training, this server switches to it. It does not answer, so the
+        workers open the interval again there.
+        """
         if isinstance(message, Open | OpenRows):
             if message.number < self._newest:
                 return False
@@ -236,75 +240,75 @@ class _Serving:
             self._wanted = self._reached.in_use = self._reached.training = message.training
         return self._wanted == self._training
 
-    def _change(self) -> None:
-        if isinstance(self._server, PartServer):
+    def _switch_training(self) -> None:
+        if isinstance(self._server, ParameterServerCore):
             self._server.close()
         self._training = self._wanted
         self._server = _makers[self._training](self._number)
 
-    def _listen(self) -> DoorKeeper | None:
-        """Where workers of other hosts come, if there are any; whoever has no key does not get in."""
-        at, session = self._session.seat.listen, self._session
+    def _listen(self) -> PeerGate | None:
+        """Open the port for workers of other hosts, if there are any; peers without a key are rejected."""
+        at, session = self._session.identity.listen, self._session
         if not at:
             return None
-        door = DoorKeeper(self._context, session.clients)
+        gate = PeerGate(self._context, session.clients)
         self._ports.append(open_port(self._context, zmq.ROUTER, at, FromWorker, bind=True, curve=session.curve))
-        door.watch(self._ports[-1])
-        return door
+        gate.watch(self._ports[-1])
+        return gate
 
     def _reach_first(self) -> Port[FromServer]:
         session, first = self._session, self._session.server_endpoint(0)
-        identity, curve = f"server {session.seat.server}".encode(), session.as_client if _is_elsewhere(first) else None
+        identity, curve = f"server {session.identity.server}".encode(), session.as_client if _is_remote(first) else None
         return open_port(self._context, zmq.DEALER, first, FromServer, identity=identity, curve=curve)
 
-    def _mind_the_door(self) -> None:
-        for refused in self._door.attend() if self._door is not None else ():
-            self._tell(f"Server {self._number} {refused}")
+    def _report_rejected_peers(self) -> None:
+        for refused in self._gate.attend() if self._gate is not None else ():
+            self._warn(f"Server {self._number} {refused}")
 
     def _is_released(self) -> bool:
-        """Fewer servers are wanted, and the others have what this one had."""
+        """Whether fewer servers are wanted, and the others have taken over this server's state."""
         return self._session.servers_wanted <= self._number and self._server.is_released()
 
     def _send(self, outbox: list[tuple[bytes, Any]]) -> None:
-        """To whom, and through which port it had come, the receiver says."""
+        """Send each message; the receiver's first byte is the number of its port."""
         for receiver, message in outbox:
             self._ports[receiver[0]].send(message, to=receiver[1:])
 
-    def _tell_first_update(self) -> None:
-        if self._server.num_made and not self._went_on:
-            self._went_on = True
+    def _report_first_update(self) -> None:
+        if self._server.num_made and not self._has_updated:
+            self._has_updated = True
             step = self._server.version
             self._session.publish(ServerWentOn(time_s=time.time(), server=self._number, pid=os.getpid(), step=step))
 
-    def _tell_variables(self) -> None:
-        """Who keeps what, for whoever asks; at first nothing, and then what courses make of it."""
-        if self._number or self._server.course_number == self._listed_course:
+    def _list_variables(self) -> None:
+        """Write which server stores which variables, for `mh status --variables`; updated with each interval."""
+        if self._number or self._server.interval_number == self._listed_interval:
             return
-        self._listed_course, before = self._server.course_number, self._listed
+        self._listed_interval, before = self._server.interval_number, self._listed
         self._listed = self._server.variables()
         try:
             if self._listed != before:
                 write_variables(self._session.run_dir, self._listed)
-        except OSError as error:  # a listing is worth no server
-            text = f"What servers keep could not be written down for `mh status --variables`: {error.strerror}"
+        except OSError as error:  # a failed listing must not end the server
+            text = f"The list of variables for `mh status --variables` could not be written: {error.strerror}"
             self._session.publish(Warned(time_s=time.time(), text=text))
 
-    def _tell_standing(self) -> None:
-        """To the first server, at every step and tick; to the agent, that this one gets somewhere."""
+    def _report_progress(self) -> None:
+        """Report progress to the first server and to the agent, at every step and tick."""
         now, step = time.monotonic(), self._server.version
-        if step == self._told_step and now - self._told_at < TICK_S:
+        if step == self._reported_step and now - self._reported_at < TICK_S:
             return
-        self._told_at, self._told_step = now, step
+        self._reported_at, self._reported_step = now, step
         self._session.report(step, "serving")
-        standing = self._server.standing()
-        if self._first is not None and standing is not None:
-            self._first.send(standing)
+        progress = self._server.standing()
+        if self._first is not None and progress is not None:
+            self._first.send(progress)
 
-    def _nudge(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # The counter is full: the loop will wake anyway.
+    def _wake_loop(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the counter is full: the loop will wake anyway
             os.eventfd_write(self._wake, 1)
 
 
-def _is_elsewhere(endpoint: str) -> bool:
-    """Servers of one host are reached without a network."""
+def _is_remote(endpoint: str) -> bool:
+    """Whether a server is on another host; those of this host are reached without a network."""
     return endpoint.startswith("tcp:")

@@ -1,7 +1,8 @@
-"""Whether servers can train a model at all, and whether a course fits the server that is told to begin it: pure.
+"""Whether servers can train a model at all, and whether an interval fits the server that shall begin it: pure.
 
-Workers and servers run the same script, but not always with the same arguments, files or versions. A server that has
-another model than whoever opens a course says so and goes on as before: others may be right. Start at `misfit`.
+Workers and servers run the same script, but not always with the same arguments, files or versions. A server whose
+model differs from that of the worker that opens an interval reports it and carries on: the other may be the one that
+is wrong. Start at `misfit`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from manyhands.parameter_server.memory.optimizer_states import settings_of
 from manyhands.parameter_server.memory.versioned_memory import layout_name
 from manyhands.parameter_server.protocol.messages import Open, Refused
 
-__all__ = ["check_room", "check_servable", "check_told", "misfit", "refusal"]
+__all__ = ["check_length", "check_room", "check_servable", "misfit", "refusal"]
 
 _SHOWN = 3
 MOST_COPIES, MOST_ROWS = 2**16, 2**20
-# Each has a word in a page of memory.
+# Each server has a word in a page of memory.
 MOST_SERVERS = 512
 
 
 def misfit(opened: Open, server: int, model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Why server number `server` cannot begin this course; None: it can."""
+    """Why server number `server` cannot begin this interval; None: it can."""
     by_name = dict(model.named_parameters())
     unknown = [name for name in opened.trained if name not in by_name]
     if unknown:
@@ -36,14 +37,14 @@ def misfit(opened: Open, server: int, model: nn.Module, optimizer: Optimizer) ->
     if layout_name(opened.trained, [by_name[name] for name in opened.trained]) != opened.layout:
         return "its parameters have other shapes or types, or come in another order"
     if server >= opened.servers:
-        return f"it is server {server}, and the course is for {opened.servers}"
+        return f"it is server {server}, but the worker expects {opened.servers} servers"
     if not _has_settings(opened, optimizer):
         return f"its optimizer is {type(optimizer).__name__}, with {len(optimizer.param_groups)} groups of parameters"
-    return None if _is_sensible(opened) else "the course's numbers make no sense"
+    return None if _is_sensible(opened) else "the interval's numbers make no sense"
 
 
 def _has_settings(opened: Open, optimizer: Optimizer) -> bool:
-    """Whether what is told of the worker's optimizer is what one of this kind has."""
+    """Whether the worker's optimizer settings fit this kind of optimizer."""
     if opened.states and not runs_fused(optimizer):
         return False
     same_number = len(opened.groups) == len(optimizer.param_groups)
@@ -51,12 +52,12 @@ def _has_settings(opened: Open, optimizer: Optimizer) -> bool:
 
 
 def _is_sensible(opened: Open) -> bool:
-    course, num_trained = opened.course, len(opened.trained)
+    interval, num_trained = opened.interval, len(opened.trained)
     return (
-        opened.version == course.first - 1 >= 0
-        and course.first <= course.last
-        and min(course.batch_size, course.slices, course.num_rows, opened.batches_per_step) > 0
-        and 0 <= course.start_row <= course.num_rows
+        opened.version == interval.first - 1 >= 0
+        and interval.first <= interval.last
+        and min(interval.batch_size, interval.slices, interval.num_rows, opened.batches_per_step) > 0
+        and 0 <= interval.start_row <= interval.num_rows
         and min(opened.ahead or 0, opened.backups, opened.alone) >= 0
         and opened.servers <= MOST_SERVERS
         and 2 <= opened.copies <= MOST_COPIES
@@ -68,7 +69,7 @@ def _is_sensible(opened: Open) -> bool:
 
 
 def check_room(needed: int, room: int) -> None:
-    """`EnvironmentProblem` if so many bytes are more than there are."""
+    """`EnvironmentProblem` if `needed` bytes are more than `room`."""
     if needed > room:
         raise EnvironmentProblem(
             f"weights, states and gradients take {needed / 1e6:.1f} MB, and it has {room / 1e6:.1f} MB",
@@ -76,10 +77,10 @@ def check_room(needed: int, room: int) -> None:
         )
 
 
-def check_told(num_bytes: int, most_bytes: int, what: str) -> None:
-    """`SpecError` if what is said of parameters, beside what lies in memory, is more than can be sent or kept.
+def check_length(num_bytes: int, most_bytes: int, what: str) -> None:
+    """`SpecError` if the description of parameters, beside what is in shared memory, is too long to be sent or kept.
 
-    Whoever sent it would wait for an answer that never comes.
+    Without this check its sender would wait for an answer that never arrives.
     """
     if num_bytes > most_bytes:
         raise SpecError(
@@ -87,27 +88,30 @@ def check_told(num_bytes: int, most_bytes: int, what: str) -> None:
             f"{most_bytes / 1e6:.2f} MB: there are too many parameters, or their names are too long.",
             fix=[
                 "fewer and larger parameters",
-                "SGD, Adam or AdamW, of whose states less is told",
+                "SGD, Adam or AdamW, whose states are in shared memory",
                 'strategy="mirrored"',
             ],
         )
 
 
-def refusal(told: Refused) -> ManyhandsError:
-    """What the worker that opened the course raises."""
-    if told.fix:
+def refusal(refused: Refused) -> ManyhandsError:
+    """The error that the worker that opened the interval raises."""
+    if refused.fix:
         return EnvironmentProblem(
-            f"Parameter server {told.server} has no room for this training: {told.why}.", fix=told.fix
+            f"Parameter server {refused.server} has no room for this training: {refused.why}.", fix=refused.fix
         )
     return SpecError(
-        f"Parameter server {told.server} cannot train what this worker trains: {told.why}.",
+        f"Parameter server {refused.server} cannot train what this worker trains: {refused.why}.",
         where="the model and optimizer that the script made there, and here",
-        fix=["the same script, arguments and versions for servers and workers", "nothing random in what is made"],
+        fix=[
+            "the same script, arguments and versions for servers and workers",
+            "no random choices in the structure of the model",
+        ],
     )
 
 
 def check_servable(precision: Precision, optimizer: Optimizer, model: nn.Module) -> None:
-    """By a worker, before anything begins."""
+    """Checked by a worker before anything begins."""
     if precision.scale is not None:
         raise SpecError(
             "fp16 lowers its loss scale when a step overflows, which parameter servers cannot take back.",

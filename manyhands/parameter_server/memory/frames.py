@@ -1,9 +1,9 @@
-"""Stretches of memory as streams of bytes that travel in frames, and how one such stream gets across. Pure.
+"""Ranges of memory as byte streams in frames, and the flow control of one such stream. Pure.
 
-Between hosts there is no memory in common, so worker and server each have the same regions, and what the one writes is
-brought to the other. A `Stream` is what of these regions belongs to one server, in an order that both know. `Sending`
-and `Fetching` are one end of its way: at most `WINDOW` frames are under way, and what is not answered is said again.
-No sockets, no clock. Start reading at `Stream`.
+Hosts share no memory, so worker and server have the same regions each, and what one writes is sent to the other. A
+`SpanStream` is the part of these regions that belongs to one server, in an order that both know. `Sending` and
+`Fetching` are the two kinds of ends: at most `WINDOW` frames are in flight, and what is not answered is sent again. No
+sockets, no clock. Start reading at `SpanStream`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import NamedTuple
 
 from manyhands.comm.host_memory import HostMemory, Segment
 
-__all__ = ["FRAME_BYTES", "WINDOW", "Fetching", "Sending", "Span", "Stream", "checksum", "own_segment"]
+__all__ = ["FRAME_BYTES", "WINDOW", "Fetching", "FrameSpan", "Sending", "SpanStream", "checksum", "own_segment"]
 
 FRAME_BYTES = 2**18
-"""At most so many in a frame; whole cache lines, so that no element is cut in two."""
+"""Maximum bytes of a frame; whole cache lines, so that no element is split."""
 WINDOW = 16
-_PLACE = struct.Struct("<QQ")
+_POSITION = struct.Struct("<QQ")
 _MASK = 2**64 - 1
 
 
-class Span(NamedTuple):
+class FrameSpan(NamedTuple):
     segment: Segment
     start: int
     num_bytes: int
 
 
-class Stream:
-    """Spans one after the other."""
+class SpanStream:
+    """Consecutive spans as one stream."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[FrameSpan]) -> None:
         self._spans = [span for span in spans if span.num_bytes]
         self._starts = [0, *accumulate(span.num_bytes for span in self._spans)]
 
@@ -45,7 +45,7 @@ class Stream:
         return self._starts[-1]
 
     def has(self, offset: int, num_bytes: int) -> bool:
-        """Whether this is a frame of it."""
+        """Whether this is a valid frame of the stream."""
         return offset >= 0 and 0 < num_bytes <= FRAME_BYTES and offset + num_bytes <= self.num_bytes
 
     def read(self, offset: int, num_bytes: int) -> bytes:
@@ -57,18 +57,18 @@ class Stream:
             segment.buffer[at : at + length] = data[done : done + length]
             done += length
 
-    def _cut(self, offset: int, num_bytes: int) -> Iterator[Span]:
+    def _cut(self, offset: int, num_bytes: int) -> Iterator[FrameSpan]:
         number = bisect.bisect_right(self._starts, offset) - 1
         while num_bytes > 0:
             segment, start, length = self._spans[number]
             within = offset - self._starts[number]
             take = min(num_bytes, length - within)
-            yield Span(segment, start + within, take)
+            yield FrameSpan(segment, start + within, take)
             offset, num_bytes, number = offset + take, num_bytes - take, number + 1
 
 
 def own_segment(num_bytes: int) -> Segment:
-    """Memory of this process; `EnvironmentProblem` where there is no room."""
+    """Memory of this process only; `EnvironmentProblem` where there is no room."""
     memory = HostMemory()
     try:
         return Segment(memory.fd, num_bytes, memory.allot("own", num_bytes))
@@ -77,12 +77,12 @@ def own_segment(num_bytes: int) -> Segment:
 
 
 def checksum(what: int, offset: int, data: bytes) -> int:
-    """Of a frame and of where it belongs."""
-    return zlib.crc32(data, zlib.crc32(_PLACE.pack(what & _MASK, offset & _MASK)))
+    """Of a frame and of its position."""
+    return zlib.crc32(data, zlib.crc32(_POSITION.pack(what & _MASK, offset & _MASK)))
 
 
 class Sending:
-    """The sender's end of a stream that is taken in order: the other end says how many bytes it has."""
+    """The sending end of a stream that is received in order: the receiver reports how many bytes it has."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._sent, self._received = num_bytes, 0, 0
@@ -101,17 +101,17 @@ class Sending:
         return frames
 
     def hear(self, received: int) -> None:
-        """All bytes to this one are there. Fewer than before: whoever had them is gone, or this word is old."""
+        """All bytes up to this one have arrived. Fewer than before: the receiver was replaced, or the report is old."""
         self._received = received
         self._sent = max(self._sent, received)
 
     def again(self) -> None:
-        """Nothing was heard for a while."""
+        """No answer for a while: send again what is not confirmed."""
         self._sent = self._received
 
 
 class Fetching:
-    """The asking end of a stream that is told frame by frame; how long it is, the first answer tells."""
+    """The requesting end of a stream whose frames arrive in any order; the first answer says how long it is."""
 
     def __init__(self) -> None:
         self._num_bytes: int | None = None
@@ -122,13 +122,13 @@ class Fetching:
         return self._num_bytes is not None and not self._todo and not self._asked
 
     def due(self) -> list[int]:
-        """Offsets to ask for now."""
+        """Offsets to request now."""
         offsets = [self._todo.popleft() for _ in range(min(WINDOW - len(self._asked), len(self._todo)))]
         self._asked.update(offsets)
         return offsets
 
     def hear(self, offset: int, num_bytes: int) -> bool:
-        """The frame at `offset` of a stream of so many bytes is here; False: it is not one that is waited for."""
+        """The frame at `offset` of a stream of `num_bytes` has arrived; False: it was not requested."""
         if offset not in self._asked or num_bytes != (self._num_bytes or num_bytes):
             return False
         if self._num_bytes is None:
@@ -138,6 +138,6 @@ class Fetching:
         return True
 
     def again(self) -> None:
-        """Nothing was heard for a while."""
+        """No answer for a while: request again what is missing."""
         self._todo.extendleft(sorted(self._asked, reverse=True))
         self._asked = set()

@@ -1,7 +1,7 @@
-"""An optimizer's states in memory that servers and workers share, and back.
+"""Optimizer states in memory that servers and workers share, and back.
 
-States of optimizers that run fused are as long as the parameters, and lie where the parameters' do. Those of any other
-have regions of their own; what is no tensor, or one number, goes into a few bytes that are committed with the rest.
+States of optimizers that run fused have the shape of their parameters and are laid out like them. Those of any other
+have separate regions; a state that is no tensor, or a single number, goes into a few bytes committed with the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from manyhands.comm.host_memory import Segment
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.weights.fused_update import counts_steps, names_by_group
-from manyhands.parameter_server.memory.versioned_memory import ServedMemory
+from manyhands.parameter_server.memory.versioned_memory import VersionedMemory
 
 __all__ = [
     "load_settings",
@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 
-class _Entry(msgspec.Struct, array_like=True):
-    """One state of one parameter: a tensor of this type and shape in memory, a number as a tensor, or a plain value."""
+class _StateEntry(msgspec.Struct, array_like=True):
+    """One state of one parameter: a tensor of this type and shape in memory, a one-element tensor, or a plain value."""
 
     place: int
     name: str
@@ -43,10 +43,10 @@ class _Entry(msgspec.Struct, array_like=True):
 
 
 def store_states(
-    memory: ServedMemory, optimizer: Optimizer, version: int, places: Sequence[int], *, whole: bool
+    memory: VersionedMemory, optimizer: Optimizer, version: int, places: Sequence[int], *, whole: bool
 ) -> tuple[list[int], bytes]:
-    """Copy the states of parameters to where those of this version lie: how far each has come, and more."""
-    counts, entries = [0] * len(memory.params), list[_Entry]()
+    """Copy the states of parameters to the memory of this version. Returns step counts, and what is not in memory."""
+    counts, entries = [0] * len(memory.params), list[_StateEntry]()
     for place in places:
         state = optimizer.state.get(memory.params[place], {})
         if not any(value is not None for value in state.values()):
@@ -61,7 +61,7 @@ def store_states(
 
 
 def load_states(
-    memory: ServedMemory,
+    memory: VersionedMemory,
     optimizer: Optimizer,
     version: int,
     counts: Sequence[int],
@@ -71,7 +71,7 @@ def load_states(
     whole: bool,
     copy: bool = False,
 ) -> None:
-    """Give the optimizer the states that were stored; with `copy`, in memory of its own."""
+    """Give the optimizer the stored states; with `copy`, in private memory."""
     state, wanted = optimizer.state, set(places)
     if not whole:
         counting, names = counts_steps(optimizer), _state_names(optimizer, memory)
@@ -83,51 +83,53 @@ def load_states(
         return
     for place in places:
         state.pop(memory.params[place], None)
-    for entry in msgspec.msgpack.decode(more, type=list[_Entry]) if more else ():
+    for entry in msgspec.msgpack.decode(more, type=list[_StateEntry]) if more else ():
         if entry.place in wanted:
             value = _load(memory, version, entry)
             state[memory.params[entry.place]][entry.name] = value.clone() if copy and entry.kind == "tensor" else value
 
 
-def stored_tensors(memory: ServedMemory, version: int, more: bytes, places: Sequence[int]) -> list[Segment]:
-    """Where those states lie that have regions of their own, of the parameters at `places`."""
-    entries = msgspec.msgpack.decode(more, type=list[_Entry]) if more else []
+def stored_tensors(memory: VersionedMemory, version: int, more: bytes, places: Sequence[int]) -> list[Segment]:
+    """Where the states with separate regions are, for the parameters with the indices `places`."""
+    entries = msgspec.msgpack.decode(more, type=list[_StateEntry]) if more else []
     return [_segment(memory, version, entry) for entry in entries if entry.kind == "tensor" and entry.place in places]
 
 
-def merge_states(told: Sequence[tuple[list[int], bytes]]) -> tuple[list[int], bytes]:
-    """What several servers said of their parts, as one."""
-    counts = [max(of_parameter) for of_parameter in zip(*(counts for counts, _ in told), strict=True)]
-    entries = [entry for _, more in told if more for entry in msgspec.msgpack.decode(more, type=list[_Entry])]
+def merge_states(reports: Sequence[tuple[list[int], bytes]]) -> tuple[list[int], bytes]:
+    """The reports of several servers on their shards, as one."""
+    counts = [max(of_parameter) for of_parameter in zip(*(counts for counts, _ in reports), strict=True)]
+    entries = [entry for _, more in reports if more for entry in msgspec.msgpack.decode(more, type=list[_StateEntry])]
     return counts, msgspec.msgpack.encode(entries)
 
 
-def _state_names(optimizer: Optimizer, memory: ServedMemory) -> dict[int, list[str]]:
+def _state_names(optimizer: Optimizer, memory: VersionedMemory) -> dict[int, list[str]]:
     place_of = {id(param): place for place, param in enumerate(memory.params)}
     return {
         place_of[id(param)]: names
         for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True)
         for param in group["params"]
-        if id(param) in place_of  # others are not trained now
+        if id(param) in place_of  # the others are frozen now
     }
 
 
-def _store(memory: ServedMemory, version: int, place: int, name: str, value: Any) -> _Entry:
+def _store(memory: VersionedMemory, version: int, place: int, name: str, value: Any) -> _StateEntry:
     if isinstance(value, Tensor) and value.numel() != 1:
-        entry = _Entry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
+        entry = _StateEntry(place, name, "tensor", str(value.dtype).removeprefix("torch."), list(value.shape))
         _copy(_tensor(memory, version, entry), value)
         return entry
     if isinstance(value, Tensor):
-        return _Entry(place, name, "number", str(value.dtype).removeprefix("torch."), list(value.shape), value.item())
+        return _StateEntry(
+            place, name, "number", str(value.dtype).removeprefix("torch."), list(value.shape), value.item()
+        )
     if isinstance(value, int | float | bool | str | None):
-        return _Entry(place, name, "plain", value=value)
+        return _StateEntry(place, name, "plain", value=value)
     raise TrainingFailed(
         f"{name!r}, a state of the optimizer, is a {type(value).__name__}, which a parameter server cannot keep.",
         fix=["an optimizer whose states are tensors and numbers", 'strategy="mirrored"'],
     )
 
 
-def _load(memory: ServedMemory, version: int, entry: _Entry) -> Any:
+def _load(memory: VersionedMemory, version: int, entry: _StateEntry) -> Any:
     if entry.kind == "plain":
         return entry.value
     if entry.kind == "number":
@@ -135,15 +137,15 @@ def _load(memory: ServedMemory, version: int, entry: _Entry) -> Any:
     return _tensor(memory, version, entry)
 
 
-def _tensor(memory: ServedMemory, version: int, entry: _Entry) -> Tensor:
+def _tensor(memory: VersionedMemory, version: int, entry: _StateEntry) -> Tensor:
     segment, shape = _segment(memory, version, entry), tuple(entry.shape)
     dtype, numel = getattr(torch, entry.dtype), torch.Size(shape).numel()
-    if not numel:  # torch refuses to look at nothing
+    if not numel:  # torch refuses empty buffers
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(segment.buffer, dtype=dtype, count=numel).view(shape)
 
 
-def _segment(memory: ServedMemory, version: int, entry: _Entry) -> Segment:
+def _segment(memory: VersionedMemory, version: int, entry: _StateEntry) -> Segment:
     num_bytes = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
     num_bytes = -(-max(num_bytes, 1) // 4096) * 4096
     return memory.segment(f"state {entry.name} of {entry.place} {num_bytes} {version % memory.state_copies}", num_bytes)
@@ -155,7 +157,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
 
 
 def plain_schedule(scheduler: Any) -> dict[str, Any] | None:
-    """A scheduler's state, as a message carries it."""
+    """A scheduler's state, in the form in which a message carries it."""
     if scheduler is None:
         return None
     state: dict[str, Any] = scheduler.state_dict()
@@ -170,14 +172,14 @@ def plain_schedule(scheduler: Any) -> dict[str, Any] | None:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The numbers of each group of parameters, as a message carries them."""
+    """The settings of each parameter group, in the form in which a message carries them."""
     return [
         {name: _number(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
 
 
 def _number(value: Any) -> Any:
-    """A rate may be a tensor."""
+    """A learning rate may be a tensor."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -1,9 +1,9 @@
-"""What workers and parameter servers of one host have in common: weights, states, gradients, and what was applied.
+"""Memory that workers and parameter servers of one host share: weights, optimizer states, gradients, progress.
 
-All of it is memory that the host's agent holds: it outlives whoever dies. Version n of the weights, which n updates
-have made, lies in copy n of a ring; an update reads one version and writes the next, so whoever is killed in it
-leaves the version before whole. What counts is the server's `Register`, written last. Gradients lie in rows, each with
-the number of its filling. Start reading at `ServedMemory`.
+The host's agent owns all of it, so it outlives every worker and server. Version n of the weights, made by n updates,
+is in copy n of a ring; an update reads one version and writes the next, so a server that is killed in between leaves
+the version before intact. The server's `Register`, written last, says which version counts. Each gradient buffer has a
+fill id. Start reading at `VersionedMemory`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.host_memory import Segment
+from manyhands.native import library
 from manyhands.parallel.model.flat_layout import Flat, lay_out
-from manyhands.parallel.weights.shared_memory_weights import Kept
+from manyhands.parallel.weights.shared_memory_weights import SharedCopy
 
 __all__ = [
     "JOURNAL_LENGTH",
@@ -26,14 +27,29 @@ __all__ = [
     "Journal",
     "Memory",
     "Register",
-    "ServedMemory",
     "StateTorn",
-    "course_register",
+    "VersionedMemory",
+    "copy_large_",
     "layout_name",
+    "open_register",
 ]
 
+
+LARGE_BYTES = 2**20
+
+
+def copy_large_(target: Tensor, source: Tensor) -> None:
+    """A faster `target.copy_(source)`, which also reads what it overwrites. Both are in host memory."""
+    same_bytes = target.dtype == source.dtype and target.shape == source.shape
+    dense = same_bytes and target.is_contiguous() and source.is_contiguous()
+    if library is None or not dense or target.nbytes < LARGE_BYTES:
+        target.copy_(source)
+    else:
+        library.copy(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
 Memory = Callable[[str, int], Segment]
-"""A region by name, the same for everybody who asks; `EnvironmentProblem` where there is no room."""
+"""A region by name, the same for every process that requests it; `EnvironmentProblem` where there is no room."""
 
 REGISTER_BYTES = 2**21
 JOURNAL_LENGTH = 4096
@@ -43,7 +59,7 @@ _HEADER = struct.Struct("<QII")
 
 
 class StateTorn(Exception):
-    """A server was in the middle of an update that it made in place: its states are those of no version."""
+    """A server was killed during an update in place: its optimizer states belong to no version."""
 
     def __init__(self, server: int, version: int) -> None:
         super().__init__(f"server {server} had made {version} updates")
@@ -51,13 +67,13 @@ class StateTorn(Exception):
 
 
 def layout_name(names: Sequence[str], params: Sequence[Tensor]) -> str:
-    """What the memory of these trained parameters is called: another name when others are trained."""
-    told = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in zip(names, params, strict=True)]
-    return "served " + hashlib.blake2s("\n".join(told).encode(), digest_size=8).hexdigest()
+    """The name of the memory for these trained parameters: another one when others are trained."""
+    described = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in zip(names, params, strict=True)]
+    return "served " + hashlib.blake2s("\n".join(described).encode(), digest_size=8).hexdigest()
 
 
 class Register:
-    """A value that is the old or the new one, whenever its writer is killed; empty at first. One writer at a time."""
+    """A value that stays either old or new if its writer is killed; empty at first. One writer at a time."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self._room = segment, segment.num_bytes // 2
@@ -68,7 +84,7 @@ class Register:
         return self._room - _HEADER.size
 
     def read(self) -> bytes:
-        """What is there now, whoever wrote it."""
+        """The current value, from any writer."""
         self._number, self.value = self._newest()
         return self.value
 
@@ -89,7 +105,7 @@ class Journal:
         self._segment = segment
 
     def write(self, number: int, value: bytes) -> None:
-        """Before what it tells of is committed: an entry beyond that counts for nothing, and is written again."""
+        """Called before the update is committed: an entry beyond the committed ones is ignored and written again."""
         _write(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES, number, value)
 
     def read(self, number: int) -> bytes | None:
@@ -113,7 +129,7 @@ def _read(segment: Segment, at: int, room: int) -> tuple[int, bytes] | None:
 
 
 class Attendance:
-    """Which servers are up, as each says of itself; a dead one still seems to be, and is replaced."""
+    """Which servers are up, as each reports for itself; a dead one still counts as up until it is replaced."""
 
     def __init__(self, memory: Memory) -> None:
         self._segment = memory("attendance of servers", _PAGE)
@@ -125,15 +141,15 @@ class Attendance:
         return self._segment.buffer[:servers] == b"\1" * servers
 
 
-def course_register(memory: Memory, server: int) -> Register:
-    """What a server was last told to do; its place does not depend on any layout."""
+def open_register(memory: Memory, server: int) -> Register:
+    """The last `Open` that a server received; its location does not depend on any layout."""
     return Register(memory(f"course of server {server}", REGISTER_BYTES))
 
 
-class ServedMemory:
+class VersionedMemory:
     """The memory of one layout of trained parameters, and of the model's buffers.
 
-    Regions are allotted when they are first looked at.
+    Regions are allocated on first use.
     """
 
     def __init__(
@@ -149,9 +165,9 @@ class ServedMemory:
         slices_per_row: int = 1,
         state_copies: int = 2,
     ) -> None:
-        """Beside each row there is room for the batch statistics of so many slices.
+        """Each gradient buffer has room for the batch statistics of `slices_per_row` slices.
 
-        With one copy of the states, an update that was begun and not committed has left none that count.
+        With one copy of the optimizer states, an update that was begun and not committed leaves no valid one.
         """
         self.state_copies = state_copies
         self._statistics_numel, self._slices_per_row = statistics_numel, slices_per_row
@@ -159,24 +175,24 @@ class ServedMemory:
         self.params, self.layout, self.copies, self.num_rows = list(params), layout, copies, num_rows
         self._buffers, self._flat_buffers = list(buffers), lay_out(buffers)
         self._memory = memory
-        self._regions: dict[str, Kept] = {}
+        self._regions: dict[str, SharedCopy] = {}
         self._segments: dict[str, Segment] = {}
 
-    def weights(self, version: int) -> Kept:
-        return self._keep(f"weights {version % self.copies} of {self.copies}")
+    def weights(self, version: int) -> SharedCopy:
+        return self._region(f"weights {version % self.copies} of {self.copies}")
 
-    def states(self, name: str, version: int) -> Kept:
-        """Two copies do: nobody but servers looks at them while there are updates."""
-        return self._keep(f"state {name} {version % self.state_copies}")
+    def states(self, name: str, version: int) -> SharedCopy:
+        """Two copies are enough: only servers read them while there are updates."""
+        return self._region(f"state {name} {version % self.state_copies}")
 
-    def row(self, number: int) -> Kept:
-        return self._keep(f"row {number}")
+    def row(self, number: int) -> SharedCopy:
+        return self._region(f"row {number}")
 
     def buffers(self, version: int) -> list[Tensor]:
-        """What version n of the weights has for buffers."""
+        """The model's buffers of version n."""
         name, segment = self._buffers_name(version), self.buffers_segment(version)
         if name not in self._regions:
-            self._regions[name] = Kept(segment, self._flat_buffers.views(self._buffers, segment))
+            self._regions[name] = SharedCopy(segment, self._flat_buffers.views(self._buffers, segment))
         return self._regions[name].views
 
     def buffers_segment(self, version: int) -> Segment:
@@ -186,7 +202,7 @@ class ServedMemory:
         return f"buffers {version % self.copies} of {self.copies}"
 
     def write_statistics(self, row: int, slices: Sequence[Tensor]) -> None:
-        """What each slice of this row's gradient made of the batch statistics, in order."""
+        """The batch statistics after each slice of this gradient, in order."""
         if self._statistics_numel:
             region = self._statistics(row)
             region[0, 0] = len(slices)
@@ -199,7 +215,7 @@ class ServedMemory:
         return list(region[1 : 1 + int(region[0, 0])].clone())
 
     def statistics(self, row: int) -> Segment | None:
-        """Where they lie; None where the model keeps none."""
+        """Where they are; None if the model has none."""
         numel = (1 + self._slices_per_row) * self._statistics_numel
         return self.segment(f"statistics {row}", _pages(8 * numel)) if numel else None
 
@@ -214,13 +230,13 @@ class ServedMemory:
         return self._segments[name]
 
     def num_bytes(self, states: Sequence[str], more_rows: int = 0) -> int:
-        """How long all regions of weights, buffers, states and gradients are together."""
+        """Total length of all regions of weights, buffers, optimizer states and gradients."""
         whole, buffers = _pages(self.flat.num_bytes), _pages(self._flat_buffers.num_bytes)
         regions = self.copies + len(states) * self.state_copies + self.num_rows + more_rows
         return regions * whole + self.copies * buffers
 
     def allot_all(self, states: Sequence[str]) -> None:
-        """Have it all now: where there is no room, nothing has begun yet."""
+        """Allocate everything now: if there is no room, nothing has begun yet."""
         for version in range(self.copies):
             self.weights(version)
             self.buffers(version)
@@ -230,34 +246,34 @@ class ServedMemory:
         for number in range(self.num_rows):
             self.row(number)
 
-    # ---- who stands where ----
+    # ---- progress ----
 
     def standing(self, server: int) -> Register:
         """What a server has applied, and what else its successor needs; committed with every update."""
         return Register(self.segment(f"standing of server {server}", REGISTER_BYTES))
 
     def intent(self, server: int) -> Register:
-        """The update of rows that a server has begun."""
+        """The update of embedding rows that a server has begun."""
         return Register(self.segment(f"intent of server {server}", _PAGE))
 
     def minutes(self) -> Register:
-        """What the next book of leases must know."""
+        """The persisted `LeaseTableState`."""
         return Register(self.segment("minutes", _PAGE))
 
     def journal(self) -> Journal:
-        """What each update was, as watchers see it."""
+        """What each update was, for hooks and logs."""
         return Journal(self.segment("journal", JOURNAL_LENGTH * _ENTRY_BYTES))
 
     def set_version(self, server: int, version: int) -> None:
         self._clock.words()[server] = version
 
     def version(self, server: int) -> int:
-        """The newest version of a server's part, once it was committed."""
+        """The newest committed version of a server's shard."""
         number: int = self._clock.words()[server]
         return number
 
     def begin_update(self, server: int, number: int) -> None:
-        """Whoever finds that it is not committed knows that it may have been begun."""
+        """Noted before the update: a successor that does not find it committed knows that it may have begun."""
         self._begun.words()[server] = number
 
     def update_begun(self, server: int) -> int:
@@ -273,21 +289,21 @@ class ServedMemory:
         return self.segment("clock", _PAGE)
 
     def begin_filling(self, row: int, filling: int) -> None:
-        """Whoever had found another filling there knows now that it is gone."""
-        self._fillings.words()[row] = filling
+        """Written before the gradient: a server that has read another fill id here knows that the old one is gone."""
+        self._fill_ids.words()[row] = filling
 
     def filling(self, row: int) -> int:
-        number: int = self._fillings.words()[row]
+        number: int = self._fill_ids.words()[row]
         return number
 
     @property
-    def _fillings(self) -> Segment:
+    def _fill_ids(self) -> Segment:
         return self.segment("fillings", _pages(8 * self.num_rows))
 
-    def _keep(self, name: str) -> Kept:
+    def _region(self, name: str) -> SharedCopy:
         if name not in self._regions:
             segment = self.segment(name, _pages(self.flat.num_bytes))
-            self._regions[name] = Kept(segment, self.flat.views(self.params, segment))
+            self._regions[name] = SharedCopy(segment, self.flat.views(self.params, segment))
         return self._regions[name]
 
 

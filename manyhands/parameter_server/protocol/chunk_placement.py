@@ -1,4 +1,4 @@
-"""Which server keeps what: tensors, or chunks of them, divided so that every server has about as many bytes. Pure."""
+"""Which server stores which tensors, or chunks of them, so that all servers have about as many bytes. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from manyhands.errors import SpecError
 __all__ = ["CHUNK", "Chunk", "divide", "pinned"]
 
 CHUNK = 2**20
-"""Elements, 4 MB of fp32: larger tensors are kept by several servers, where the optimizer does not mind."""
+"""Elements, 4 MB of fp32: larger tensors are split over several servers, where the optimizer allows it."""
 
 
 class Chunk(NamedTuple):
-    """Elements [start, stop) of the tensor at `place`."""
+    """Elements [start, stop) of the tensor with index `place`."""
 
     place: int
     start: int
@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 def pinned(names: Sequence[str], place: Mapping[str, int], num_servers: int) -> dict[int, int]:
-    """Where a user wants tensors: their place in `names` -> server, by the first pattern that matches."""
+    """The user's placement: index in `names` -> server, by the first pattern that matches."""
     found: dict[int, int] = {}
     for pattern, server in place.items():
         matches = [number for number, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
@@ -33,7 +33,7 @@ def pinned(names: Sequence[str], place: Mapping[str, int], num_servers: int) -> 
             )
         if not 0 <= server < num_servers:
             raise SpecError(
-                f"place={{{pattern!r}: {server}}} names a server that is not there: this run has {num_servers}.",
+                f"place={{{pattern!r}: {server}}} names a server that does not exist: this run has {num_servers}.",
                 fix=[f"a number from 0 to {num_servers - 1}", f"servers={server + 1}"],
             )
         for number in matches:
@@ -42,7 +42,7 @@ def pinned(names: Sequence[str], place: Mapping[str, int], num_servers: int) -> 
 
 
 def divide(numels: Sequence[int], num_servers: int, pins: Mapping[int, int], *, whole: bool) -> list[list[Chunk]]:
-    """Each server's chunks, in order of place and start. With `whole`, no tensor is cut."""
+    """Each server's chunks, ordered by tensor and start. With `whole`, no tensor is split."""
     parts: list[list[Chunk]] = [[] for _ in range(num_servers)]
     sizes = [0] * num_servers
 
@@ -60,7 +60,7 @@ def divide(numels: Sequence[int], num_servers: int, pins: Mapping[int, int], *, 
             give(chunks[0], pins[place])
         else:
             free += chunks
-    # The largest first: what comes last evens out.
+    # The largest first: the small ones that follow even out the difference.
     for chunk in sorted(free, key=lambda chunk: (chunk.start - chunk.stop, chunk)):
         give(chunk, sizes.index(min(sizes)))
     return [sorted(part) for part in parts]

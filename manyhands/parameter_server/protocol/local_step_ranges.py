@@ -1,34 +1,34 @@
-"""Batches that are leased several at a time: a worker trains on a stretch of them by itself, and pushes once. Pure.
+"""Several batches per lease: a worker trains on a local-step range alone, and pushes once. Pure.
 
-To servers a stretch is one step, whatever its length: it is leased, pushed and applied once. Their steps are counted
-through the run, in `local_update`; the run's own are batches, as ever. Start reading at `Stretches.batches`.
+To servers a range is one step of any length: leased, pushed and applied once. Servers number these steps through the
+run, in `local_update`; the run's steps are batches, as always. Start reading at `LocalStepRanges.batches`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from manyhands.parameter_server.protocol.interval import Course
+from manyhands.parameter_server.protocol.leases import Interval
 
-__all__ = ["Stretches"]
+__all__ = ["LocalStepRanges"]
 
 
-class Stretches(msgspec.Struct, frozen=True):
-    """Batches `first` to `last`, `every` at a time; the last ones may be fewer."""
+class LocalStepRanges(msgspec.Struct, frozen=True):
+    """Batches `first` to `last`, `every` per range; the last range may have fewer."""
 
     every: int
     first: int
     last: int
     update: int
-    """The number of the first stretch, as servers count."""
+    """The number of the first range, as servers count."""
 
     def batches(self, number: int) -> range:
-        """Of one stretch."""
+        """Of one range."""
         start = self.first + (number - self.update) * self.every
         return range(start, min(start + self.every, self.last + 1))
 
-    def course(self, by_batch: Course) -> Course:
-        """The course that servers see, of one that has these batches for its steps."""
+    def interval(self, by_batch: Interval) -> Interval:
+        """The interval as servers see it, from one whose steps are these batches."""
         num_batches = self.last - self.first + 1
         return msgspec.structs.replace(
             by_batch,

@@ -1,9 +1,9 @@
-"""Every message between workers and parameter servers. Each can be sent again: a repeated one is harmless.
+"""Every message between workers and parameter servers. Each may be sent again: a repeated one is harmless.
 
-On one host what is large stays in shared memory, where gradients and weights are; messages say where. Between hosts it
-travels in frames (`frames.py`): `Piece` and `Bring` to a server, `Part` from it, each with a checksum. Unknown
-fields and types are refused by the decoder. `number` is that of the course which a message belongs to; it grows, and
-servers ignore those of an earlier one.
+On one host large data stays in shared memory and messages say where it is. Between hosts it travels in frames
+(`frames.py`): `GradientPart` and `Bring` to a server, `FrameReply` from it, each with a checksum. The decoder refuses
+unknown fields and types. `number` identifies the interval that a message belongs to; it grows, and servers ignore
+messages of an earlier one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import msgspec
 
 from manyhands.comm.transport import Message
 from manyhands.parallel.averaging.rounds import Quorum
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held, Item
+from manyhands.parameter_server.protocol.leases import Interval, Item, Lease
 
 __all__ = [
-    "Applied",
     "ApplyRows",
-    "Ask",
     "Bring",
-    "Done",
     "Filled",
+    "FrameReply",
     "FromServer",
     "FromWorker",
     "Got",
+    "GradientPart",
     "Handed",
     "Lookup",
     "Number",
@@ -34,133 +32,135 @@ __all__ = [
     "Open",
     "OpenRows",
     "Opened",
-    "Part",
-    "Piece",
     "Refused",
     "Reply",
     "RowGradients",
-    "Rows",
+    "RowsReply",
     "Stand",
+    "UpdateApplied",
+    "UpdateDone",
     "Values",
     "Want",
+    "WorkRequest",
 ]
 
 Number = tuple[int, int, int]
-"""The generation of workers that opened the course, and how many it had opened before."""
+"""The workers' generation that opened the interval, and how many intervals it had opened before."""
 
 
-class _Message(Message, frozen=True, kw_only=True):
+class _ServerMessage(Message, frozen=True, kw_only=True):
     number: Number
 
 
 Of = Literal["weights", "states", "tables", "standing", "course"]
-"""Weights with the buffers, the optimizer's states, rows of embeddings, what a server has committed, or the course that
-it was told of."""
+"""Weights with the buffers, optimizer state, embedding rows, what a server has committed, or the interval that it
+serves."""
 
 Values = list[tuple[int, float]]
-"""What a worker's own code takes means of: values, each with the rows that it is of."""
+"""Values that the user's code averages over workers, each with the number of rows it was computed from."""
 
 
-class Open(_Message, frozen=True, kw_only=True):
-    """A course begins: from the chief, to every server, until each has answered. Weights and states are in place."""
+class Open(_ServerMessage, frozen=True, kw_only=True, rename={"interval": "course"}):
+    """Begin an interval: sent by the chief until every server has answered. Weights and states are in memory."""
 
-    course: Course
+    interval: Interval
     version: int
-    """Of the weights and states that it begins with."""
+    """Of the weights and optimizer states at the beginning."""
     layout: str
-    """What the memory of weights and gradients is called: another one when other parameters are trained."""
+    """Name of the memory for weights and gradients: another one when other parameters are trained."""
     trained: list[str]
     copies: int
     rows: int
-    """How many versions of the weights, and how many gradients, there is memory for."""
+    """How many versions of the weights (`copies`) and how many gradient buffers (`rows`) there are."""
     workers: list[int]
-    """Who takes part in it; whoever comes later waits for the next."""
+    """The workers of this interval; one that joins later waits for the next."""
     servers: int
     ahead: int | None
-    """How many steps a slice's weights may lack; None: any number, each step is applied as it comes."""
+    """How many steps the weights of a slice may lack; None: any number, each step is applied on arrival."""
     backups: int
     """How many slices idle workers may compute a second time."""
     damping: bool
     groups: list[dict[str, Any]]
-    """The optimizer's settings, by group of parameters."""
+    """The optimizer's settings, by parameter group."""
     counts: list[int]
-    """By parameter: how many steps its states have seen; 0: it has none."""
+    """By parameter: how many steps its optimizer state has seen; 0: it has none."""
     more: bytes
-    """States that do not lie in memory."""
+    """States that are not in shared memory."""
     scheduler: dict[str, Any] | None
     scheduled: bool
-    """The scheduler takes a step with every update."""
+    """The scheduler is stepped with every update."""
     states: list[str] = []
-    """States as long as the parameters, by name."""
+    """Names of the states with one element per element of their parameter."""
     away: list[int] = []
     """Workers that do not share the servers' memory."""
     brings: list[Of] = []
-    """What is not in place yet, and comes in frames before the course begins."""
+    """What is not in memory yet, and is sent in frames before the interval begins."""
     tables: list[int] = []
-    """Rows of embeddings come, too: in so many bytes for each server."""
+    """Embedding rows are sent, too: this many bytes to each server."""
     batches_per_step: int = 1
-    """What servers take for a step is a stretch of so many batches, on which a worker trained by itself."""
+    """A step of the servers is a local-step range of this many batches, on which one worker trains alone."""
     alone: int = 0
-    """To this step, one is handed out at a time."""
+    """Up to this step, one lease is granted at a time."""
     quorum: Quorum | None = None
-    """Steps are applied in rounds, each with whoever has come; None: each by itself."""
+    """Steps are applied in rounds, each with the gradients that have arrived; None: each step separately."""
     fresh: bool = False
-    """The run begins with this course: what is on disk of an earlier one does not count."""
+    """The run begins with this interval: logs of an earlier run on disk are not replayed."""
     in_place: bool = False
-    """There is one copy of the states, which updates change."""
+    """There is one copy of the optimizer state, which updates change in place."""
     training: int = 1
-    """Which of the script's trainings it belongs to. A server that has not made it yet goes on with the script."""
+    """Which of the script's trainings this is. A server that has not created it yet continues with the script."""
     seeds: dict[str, int] = {}
-    """By table: what new rows begin with, where that is not this training's seed: an earlier one had the model."""
+    """By table: the seed of new rows where it differs from this training's, as an earlier one had the model."""
 
 
-class OpenRows(_Message, frozen=True, kw_only=True):
-    """Rows alone are served, after so many steps: from the chief, to every server. They are in place."""
+class OpenRows(_ServerMessage, frozen=True, kw_only=True):
+    """Serve embedding rows only, after this many steps: from the chief, to every server. The rows are in memory."""
 
     servers: int
     step: int
     base: int
-    """What a step's number is short of the number of its update: rows may come from a training of more steps."""
+    """Update number minus step number: the rows may come from a training with more steps."""
     training: int = 1
     seeds: dict[str, int] = {}
-    """As in an Open."""
+    """As in `Open`."""
 
 
-class Opened(_Message, frozen=True, kw_only=True):
+class Opened(_ServerMessage, frozen=True, kw_only=True):
     server: int
 
 
-class Refused(_Message, frozen=True, kw_only=True):
-    """To an Open that does not fit this server: it changes nothing here."""
+class Refused(_ServerMessage, frozen=True, kw_only=True):
+    """Reply to an `Open` that does not fit this server, on which it has no effect."""
 
     server: int
     why: str
     fix: list[str] = []
-    """With one: it would fit, if there were memory for it."""
+    """Not empty: it would fit if there were enough memory."""
 
 
-class Ask(_Message, frozen=True, kw_only=True):
-    """A worker wants work, from the first server."""
+class WorkRequest(_ServerMessage, frozen=True, kw_only=True):
+    """A worker requests work from the first server."""
 
     worker: int
     book: int
-    """The number of the book that it heard of last; 0: of none."""
+    """Number of the last lease table that it knows; 0: none."""
     ticket: int
     met: int
-    """The last step after which it has met the others."""
+    """The last step after which it has synchronised with the other workers."""
     told: int
-    """How many updates of the run it knows of."""
+    """How many of the run's updates it has been sent."""
     wish: int = 0
-    holding: list[Held] = []
+    """A request for a sync point; 0: none."""
+    holding: list[Lease] = []
     values: Values = []
     soon: int = 0
-    """How many slices after the next one it wants to know of, to read them ahead."""
+    """How many of the slices after the next one it wants announced, to read the data ahead."""
     leaves: bool = False
-    """It takes no further part in this course, and holds nothing."""
+    """It leaves this interval, and holds no lease."""
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True):
-    """One update, as watchers see it; in the order in which updates were applied."""
+class UpdateDone(msgspec.Struct, frozen=True, array_like=True):
+    """One update, as hooks and logs report it; in the order in which updates were applied."""
 
     update: int
     step: int
@@ -171,80 +171,80 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     """How many updates its gradients had not seen, at most."""
     grad_norm: float | None
     together: int = 1
-    """Of how many steps, of as many workers, its round was made."""
+    """How many steps, each of another worker, its round combined."""
 
 
-class Reply(_Message, frozen=True, kw_only=True):
-    """To an Ask: work, or with `meet` the step after which all meet now."""
+class Reply(_ServerMessage, frozen=True, kw_only=True):
+    """Answer to a `WorkRequest`: a lease, or in `meet` the step after which all workers synchronise now."""
 
     ticket: int
     book: int
     version: int
-    """All servers have applied the steps to this one."""
-    work: Held | None = None
+    """All servers have applied the steps up to this one."""
+    work: Lease | None = None
     meet: int | None = None
     why: int = 0
-    done: list[Done] = []
-    """Updates that the worker did not know of. If there are many, it is sent some, and asks again."""
+    done: list[UpdateDone] = []
+    """Updates that the worker has not been sent yet. If there are many it is sent some, and asks again."""
     values: list[Values] = []
-    """What other workers have told last."""
+    """The latest values of the other workers."""
     soon: list[Item] = []
-    """With work: steps and places that will probably be leased to this worker next."""
+    """With a lease: items that this worker will probably be leased next."""
     save: bool = False
-    """Some server's log would have less to lose if there was a checkpoint."""
+    """A server requests a checkpoint, so that its log has less to lose."""
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Gradients of a table's rows, in shared memory: see `row_gradient_handoff`."""
+    """Gradients of embedding rows, in shared memory: see `row_gradient_handoff`."""
 
     table: str
     region: int
-    """How long the region is that they are in."""
+    """Length of the memory region that they are in."""
     at: int
     bounds: list[int]
-    """Where each part's ids begin; behind the last, the end."""
+    """Where each part's ids begin; the last entry is the end."""
 
 
-class Filled(_Message, frozen=True, kw_only=True):
-    """A gradient is in its row; to every server."""
+class Filled(_ServerMessage, frozen=True, kw_only=True):
+    """A gradient is complete in its buffer: from the worker to every server."""
 
     worker: int
-    held: Held
+    held: Lease
     based_on: int
     total: float
     weight: float
     absent: list[int] = []
-    """Parameters without a gradient in it."""
+    """Parameters that have no gradient."""
     pieces: int = 0
-    """How many messages with gradients of rows this server was sent beside it."""
+    """How many messages with gradients of embedding rows were sent to this server along with it."""
     handed: list[Handed] = []
-    """Gradients of rows that lie in memory, for all servers."""
+    """Gradients of embedding rows that are in shared memory, for all servers."""
     tables: list[str] = []
-    """Tables that it has gradients for, this server's or others': their rows grow older."""
+    """Tables that it has gradients for, on any server: the age of their rows grows."""
     changes: bytes = b""
-    """What the step's first slice made of buffers other than batch statistics, which lie beside the row."""
+    """Buffers that the step's first slice changed, except batch statistics, which are with the gradient buffer."""
 
 
-class Lookup(_Message, frozen=True, kw_only=True):
-    """A worker wants rows of a table; ids are different, and this server's."""
+class Lookup(_ServerMessage, frozen=True, kw_only=True):
+    """A worker requests rows of a table: unique ids, all of this server."""
 
     ticket: int
     table: str
     ids: bytes
     at_most: int | None = None
-    """Rows are to have seen no update beyond this one: somebody computes a step again that this server has."""
+    """Return rows without updates beyond this one: a worker recomputes a step that this server has applied."""
 
 
-class Rows(_Message, frozen=True, kw_only=True):
+class RowsReply(_ServerMessage, frozen=True, kw_only=True):
     ticket: int
     rows: bytes
     """In the order of the ids, each as long as the table's dimension."""
     version: int = 0
-    """How many updates they have seen; where servers have rows alone, that is not told."""
+    """How many updates they have seen; 0 from servers that have embedding rows only."""
 
 
-class RowGradients(_Message, frozen=True, kw_only=True):
-    """Some of what a leased slice has for a table's rows that are this server's; or a step, where rows alone are."""
+class RowGradients(_ServerMessage, frozen=True, kw_only=True):
+    """Some of a leased slice's gradients for rows on this server; of a step's, on servers with embedding rows only."""
 
     filling: int
     order: int
@@ -253,47 +253,47 @@ class RowGradients(_Message, frozen=True, kw_only=True):
     gradients: bytes
 
 
-class ApplyRows(_Message, frozen=True, kw_only=True):
-    """A step is committed by all workers: apply what was sent of it, in so many pieces."""
+class ApplyRows(_ServerMessage, frozen=True, kw_only=True):
+    """All workers have committed a step: apply its gradients, which were sent in this many messages."""
 
     step: int
     pieces: int
     tables: list[str]
-    """Those that the step has gradients for, this server's or others'."""
+    """Those that the step has gradients for, on any server."""
     factor: float
     handed: list[tuple[int, Handed]] = []
-    """In place of pieces: where each slice's gradients lie in memory, in their order, and beside which row."""
+    """Instead of messages: where each slice's gradients are in memory, in order, and with which gradient buffer."""
 
 
-class Piece(_Message, frozen=True, kw_only=True):
-    """Some of a gradient, to a server of another host, for the row that the lease names."""
+class GradientPart(_ServerMessage, frozen=True, kw_only=True):
+    """Some of a gradient, to a server on another host, for the buffer that the lease names."""
 
     worker: int
-    held: Held
+    held: Lease
     offset: int
     crc: int
     data: bytes
 
 
-class Bring(_Message, frozen=True, kw_only=True):
-    """Some of what a course begins with, from a chief on another host."""
+class Bring(_ServerMessage, frozen=True, kw_only=True):
+    """Some of the initial state of an interval, from a chief on another host."""
 
     offset: int
     crc: int
     data: bytes
 
 
-class Got(_Message, frozen=True, kw_only=True):
-    """To a Piece, with its filling, or to an Open that brings something and to a Bring, with filling 0."""
+class Got(_ServerMessage, frozen=True, kw_only=True):
+    """Answer to a `GradientPart`, with its fill id, and with 0 to a `Bring` or to an `Open` that brings data."""
 
     server: int
     filling: int
     received: int
-    """All bytes to this one are there, or are not wanted any more."""
+    """All bytes up to this one have arrived, or are no longer needed."""
 
 
-class Want(_Message, frozen=True, kw_only=True):
-    """A worker without the servers' memory asks for some of it."""
+class Want(_ServerMessage, frozen=True, kw_only=True):
+    """A worker that does not share the servers' memory requests some of it."""
 
     ticket: int
     of: Of
@@ -302,39 +302,41 @@ class Want(_Message, frozen=True, kw_only=True):
     offset: int
 
 
-class Part(_Message, frozen=True, kw_only=True):
-    """To a Want: a frame."""
+class FrameReply(_ServerMessage, frozen=True, kw_only=True):
+    """Answer to a `Want`: one frame."""
 
     server: int
     ticket: int
     version: int
     is_there: bool
-    """False: this version is not there, or not any more."""
+    """False: this version does not exist, or no longer does."""
     offset: int
     num_bytes: int
-    """Of all frames together."""
+    """Of all frames of the stream together."""
     crc: int
     data: bytes
 
 
-class Applied(_Message, frozen=True, kw_only=True):
-    """To whoever sent a gradient of a step that is applied: a server has it."""
+class UpdateApplied(_ServerMessage, frozen=True, kw_only=True):
+    """A server has applied this step: sent to the worker whose gradient of it arrived."""
 
     server: int
     step: int
 
 
-class Stand(_Message, frozen=True, kw_only=True):
-    """Where a server stands, to the first one."""
+class Stand(_ServerMessage, frozen=True, kw_only=True):
+    """A server's progress, sent to the first server."""
 
     server: int
     low: int
     seen: list[int]
     has: list[tuple[int, int]]
     save: bool = False
-    """As in a reply."""
+    """As in `Reply`."""
 
 
-FromWorker = Open | OpenRows | Ask | Filled | Lookup | RowGradients | ApplyRows | Stand | Piece | Bring | Want
-"""What a server accepts: Stand comes from other servers."""
-FromServer = Opened | Refused | Reply | Applied | Rows | Got | Part
+FromWorker = (
+    Open | OpenRows | WorkRequest | Filled | Lookup | RowGradients | ApplyRows | Stand | GradientPart | Bring | Want
+)
+"""What a server accepts; progress reports come from other servers."""
+FromServer = Opened | Refused | Reply | UpdateApplied | RowsReply | Got | FrameReply

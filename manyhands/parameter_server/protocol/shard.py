@@ -1,8 +1,8 @@
-"""What one server has applied, and what it waits for: each slice of each step counts once. Pure.
+"""What one server has applied, and which gradients wait: each slice of each step counts once. Pure.
 
-Gradients lie in rows of memory; a `Contribution` says where, and with which filling of that row. In sync and ssp a step
-is due when all of its slices are there and the step before it is applied; in async each is due at once. A contribution
-to a step that was applied changes nothing, whoever sends it and how often. Start reading at `Shard.fill`.
+Gradients are in buffers in memory; a `SliceGradient` says in which, and with which fill id. In sync and ssp a step is
+due when all of its slices have arrived and the step before it is applied; in async each is due at once. A gradient for
+an applied step changes nothing, no matter which worker sends it or how often. Start reading at `Shard.fill`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import WINDOW, Item, Standing
+from manyhands.parameter_server.protocol.leases import WINDOW, Interval, Item, ServerProgress
 
-__all__ = ["Contribution", "Shard"]
+__all__ = ["Shard", "SliceGradient"]
 
 
-class Contribution(NamedTuple):
-    """The gradient of one slice (of a whole step, in async), and what it says of itself."""
+class SliceGradient(NamedTuple):
+    """The gradient of one slice (in async, of a whole step) and the facts that the worker reported with it."""
 
     step: int
     place: int
@@ -27,13 +26,13 @@ class Contribution(NamedTuple):
     based_on: int
     """The version of the weights that it was computed with."""
     total: float
-    """The sum of its losses, and below, their weight."""
+    """The sum of its losses; `weight`: the sum of their weights."""
     weight: float
     absent: tuple[int, ...]
-    """Parameters without a gradient in it."""
+    """Parameters that have no gradient."""
     changes: bytes
     tables: tuple[str, ...] = ()
-    """Tables of rows that it has gradients for, this server's or others'."""
+    """Embedding tables that it has gradients for, on any server."""
 
     @property
     def item(self) -> Item:
@@ -41,13 +40,13 @@ class Contribution(NamedTuple):
 
 
 class Shard:
-    """All steps to `low` are applied, and those in `seen` beyond it."""
+    """One server's record: all steps up to `low` are applied, and those in `seen` beyond it."""
 
-    def __init__(self, course: Course, *, in_order: bool, low: int, seen: Collection[int] = ()) -> None:
-        self.course, self.in_order, self.low, self.seen = course, in_order, low, frozenset(seen)
+    def __init__(self, interval: Interval, *, in_order: bool, low: int, seen: Collection[int] = ()) -> None:
+        self.interval, self.in_order, self.low, self.seen = interval, in_order, low, frozenset(seen)
         self.first: int | None = None
         """A step that must be applied before any other."""
-        self._waiting: dict[int, dict[int, Contribution]] = {}
+        self._waiting: dict[int, dict[int, SliceGradient]] = {}
 
     @property
     def num_applied(self) -> int:
@@ -55,21 +54,21 @@ class Shard:
         return self.low + len(self.seen)
 
     @property
-    def waiting(self) -> list[Contribution]:
-        """All that are here and not applied."""
+    def waiting(self) -> list[SliceGradient]:
+        """Gradients that have arrived and are not applied."""
         return [one for places in self._waiting.values() for one in places.values()]
 
     def is_applied(self, step: int) -> bool:
         return step <= self.low or step in self.seen
 
-    def fill(self, contribution: Contribution) -> bool:
-        """Whether it is kept; one that is not has been applied, is there already or belongs to another course.
+    def fill(self, contribution: SliceGradient) -> bool:
+        """Whether it is kept; if not, it was applied, has already arrived or belongs to another interval.
 
-        Of two fillings of one slice the later is kept: the row of the earlier one may be in other hands.
+        Of two gradients of one slice that with the higher fill id is kept: the buffer of the other one may be reused.
         """
         step, place = contribution.step, contribution.place
-        known = self.course.first <= step <= min(self.course.last, self.low + WINDOW)
-        if not known or self.is_applied(step) or not 0 <= place < self.course.items(step):
+        known = self.interval.first <= step <= min(self.interval.last, self.low + WINDOW)
+        if not known or self.is_applied(step) or not 0 <= place < self.interval.items(step):
             return False
         before = self._waiting.get(step, {}).get(place)
         if before is not None and before.filling >= contribution.filling:
@@ -77,34 +76,34 @@ class Shard:
         self._waiting.setdefault(step, {})[place] = contribution
         return True
 
-    def due(self) -> list[Contribution] | None:
-        """The contributions to the next step to apply, in the order of their slices; None while some are missing."""
+    def due(self) -> list[SliceGradient] | None:
+        """The gradients of the next step to apply, in the order of their slices; None while some are missing."""
         begun = [self.first] if self.first is not None else None
         for step in begun or ([self.low + 1] if self.in_order else self._waiting):
             waiting = self._waiting.get(step, {})
-            if waiting and len(waiting) == self.course.items(step):
+            if waiting and len(waiting) == self.interval.items(step):
                 return [waiting[place] for place in sorted(waiting)]
         return None
 
-    def drop(self, contribution: Contribution) -> None:
-        """Its row has been filled with something else: another one will come for its slice."""
+    def drop(self, contribution: SliceGradient) -> None:
+        """Its buffer now has other content: another gradient will arrive for its slice."""
         waiting = self._waiting.get(contribution.step, {})
         if waiting.get(contribution.place) == contribution:
             del waiting[contribution.place]
 
     def after(self, step: int) -> tuple[int, frozenset[int]]:
-        """`low` and `seen` once this step is applied: to be committed together with what it makes of the weights."""
+        """`low` and `seen` once this step is applied: to be committed together with the new weights."""
         low, seen = self.low, self.seen | {step}
         while low + 1 in seen:
             low += 1
         return low, frozenset(one for one in seen if one > low)
 
     def applied(self, step: int) -> None:
-        """What it made of the weights is committed, and `after` with it."""
+        """The new weights of this step are committed, and `after` with them."""
         self._waiting.pop(step, None)
         self.first = None
         self.low, self.seen = self.after(step)
 
-    def standing(self) -> Standing:
+    def standing(self) -> ServerProgress:
         has = frozenset(Item(step, place) for step, places in self._waiting.items() for place in places)
-        return Standing(self.low, self.seen, has)
+        return ServerProgress(self.low, self.seen, has)

@@ -1,4 +1,4 @@
-"""What parameter servers keep, by name, as listings show it. Pure; who keeps which chunk is `chunk_placement`'s."""
+"""What parameter servers store, by name, for listings. Pure; which server has which chunk is in `chunk_placement`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from manyhands.parameter_server.protocol.chunk_placement import Chunk
 
-__all__ = ["ServedVariable", "Share", "listing", "with_versions"]
+__all__ = ["ServedVariable", "VariableShare", "listing", "with_versions"]
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one server keeps of a variable."""
+class VariableShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one server stores of a variable."""
 
     server: int
     chunks: int
     num_bytes: int
     version: int | None = None
-    """How many updates the server has applied; None: it has not said so far."""
+    """How many updates the server has applied; None: it has not reported yet."""
 
 
 class ServedVariable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,17 +31,19 @@ class ServedVariable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: str
     """As torch calls it, without "torch."."""
     num_bytes: int
-    shares: tuple[Share, ...]
+    shares: tuple[VariableShare, ...]
+
+    """Every parameter, in model order. `divided`: each server's chunks, from `chunk_placement.divide`."""
 
 
 def listing(names: Sequence[str], params: Sequence[Tensor], divided: Sequence[Sequence[Chunk]]) -> list[ServedVariable]:
-    """Every parameter, in the order of the model. `divided`: each server's chunks, by `chunk_placement.divide`."""
-    shares: list[list[Share]] = [[] for _ in names]
+    """Every parameter, in the order of the model. `divided`: each server's chunks, from `chunk_placement.divide`."""
+    shares: list[list[VariableShare]] = [[] for _ in names]
     for server, chunks in enumerate(divided):
         for place in sorted({chunk.place for chunk in chunks}):
             sizes = [chunk.stop - chunk.start for chunk in chunks if chunk.place == place]
             num_bytes = sum(sizes) * params[place].element_size()
-            shares[place].append(Share(server=server, chunks=len(sizes), num_bytes=num_bytes))
+            shares[place].append(VariableShare(server=server, chunks=len(sizes), num_bytes=num_bytes))
     return [
         ServedVariable(
             name=name,
@@ -55,7 +57,7 @@ def listing(names: Sequence[str], params: Sequence[Tensor], divided: Sequence[Se
 
 
 def with_versions(variables: Sequence[ServedVariable], versions: Mapping[int, int | None]) -> list[ServedVariable]:
-    """The same, as of when each server had applied so many updates."""
+    """The same list, with the number of updates that each server has applied."""
     return [
         replace(one, shares=tuple(replace(share, version=versions.get(share.server)) for share in one.shares))
         for one in variables

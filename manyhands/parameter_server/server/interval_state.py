@@ -1,8 +1,8 @@
-"""What a server knows while one course lasts: gradients that wait, updates, and in the first server buffers.
+"""A server's state during one interval: gradients that wait, updates, and on the first server the model's buffers.
 
-Messages come from `server`, which also says when a course begins; workers that want something to do turn to the
-first server's `lease_service`. An update counts once it is committed, with what was applied, to memory that outlives
-the server. Start reading at `Ongoing.fill` and `Ongoing.apply_one`.
+`server` passes messages on and begins intervals; workers request leases from the first server's `lease_service`. An
+update counts once it is committed, together with what was applied, to memory that outlives the server. Start reading
+at `IntervalState.fill` and `IntervalState.apply_one`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from manyhands.embedding.row_layer import Contribution as RowSum
+from manyhands.embedding.row_layer import TableGradient as RowSum
 from manyhands.parallel.gradients.network_sum import total_weight
 from manyhands.parallel.model.step_buffers import ForeignState
-from manyhands.parameter_server.log.write_ahead_log import Past
-from manyhands.parameter_server.memory.buffer_versions import ServedBuffers
-from manyhands.parameter_server.memory.compatibility import check_told
+from manyhands.parameter_server.log.write_ahead_log import LoggedUpdate
+from manyhands.parameter_server.memory.buffer_versions import BufferVersions
+from manyhands.parameter_server.memory.compatibility import check_length
 from manyhands.parameter_server.memory.optimizer_states import load_settings, plain_schedule, settings_of
-from manyhands.parameter_server.memory.versioned_memory import ServedMemory, StateTorn
-from manyhands.parameter_server.protocol.messages import Applied, Done, Filled, Number, Open, Piece, Want
-from manyhands.parameter_server.protocol.shard import Contribution, Shard
-from manyhands.parameter_server.server.lease_service import Outbox, Reception
-from manyhands.parameter_server.server.remote_worker_service import Hatch
-from manyhands.parameter_server.server.shard_optimizer import Gradient, ServedPart
-from manyhands.parameter_server.server.update_replay import Keeper, statistics_from
-from manyhands.parameter_server.tables.server_tables import Tables, pieces_of
+from manyhands.parameter_server.memory.versioned_memory import StateTorn, VersionedMemory
+from manyhands.parameter_server.protocol.messages import (
+    Filled,
+    GradientPart,
+    Number,
+    Open,
+    UpdateApplied,
+    UpdateDone,
+    Want,
+)
+from manyhands.parameter_server.protocol.shard import Shard, SliceGradient
+from manyhands.parameter_server.server.lease_service import LeaseService, Outbox
+from manyhands.parameter_server.server.remote_worker_service import RemoteWorkerService
+from manyhands.parameter_server.server.shard_optimizer import Gradient, ShardOptimizer
+from manyhands.parameter_server.server.update_replay import UpdateReplay, statistics_from
+from manyhands.parameter_server.tables.server_tables import ServerTables, pieces_of
 
-__all__ = ["Ongoing", "Saved", "more_of"]
+__all__ = ["CommittedState", "IntervalState", "more_of"]
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server commits with every update, beside weights and states."""
+class CommittedState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server commits with every update, beside weights and optimizer states."""
 
     number: Number
     low: int
@@ -42,8 +50,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     more: bytes
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
-    owed: list[Done] = []
-    """Steps of a round that are in the weights, and not counted yet."""
+    owed: list[UpdateDone] = []
+    """Steps of a round that are in the weights, but not counted yet."""
 
     @property
     def version(self) -> int:
@@ -51,13 +59,13 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def more_of(committed: bytes, opened: Open) -> bytes:
-    """What lies beside the states in memory, as a server left them in this course, or else as it began."""
-    saved = msgspec.msgpack.decode(committed, type=Saved) if committed else None
+    """The states that are not in shared memory, as a server committed them in this interval, or as it began."""
+    saved = msgspec.msgpack.decode(committed, type=CommittedState) if committed else None
     return saved.more if saved is not None and saved.number == opened.number else opened.more
 
 
-class Ongoing:
-    """What a server knows while one course lasts."""
+class IntervalState:
+    """A server's state during one interval."""
 
     def __init__(
         self,
@@ -65,42 +73,48 @@ class Ongoing:
         model: nn.Module,
         scheduler: Any,
         opened: Open,
-        saved: Saved,
-        served: ServedMemory,
-        part: ServedPart,
-        hatch: Hatch,
-        tables: Tables,
+        saved: CommittedState,
+        served: VersionedMemory,
+        part: ShardOptimizer,
+        remote_workers: RemoteWorkerService,
+        tables: ServerTables,
         foreign: ForeignState,
-        keeper: Keeper | None = None,
+        replay: UpdateReplay | None = None,
     ) -> None:
-        """`keeper`: of the log, where there is one."""
-        self.opened, self.part, self.hatch, self.tables, self.keeper = opened, part, hatch, tables, keeper
+        """`replay`: writes the log, where there is one."""
+        self.opened, self.part, self.remote_workers, self.tables, self.replay = (
+            opened,
+            part,
+            remote_workers,
+            tables,
+            replay,
+        )
         self._away = frozenset(opened.away)
         self._number, self._scheduler, self._served = number, scheduler, served
         self._register = served.standing(number)
-        self.shard = Shard(opened.course, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
+        self.shard = Shard(opened.interval, in_order=opened.ahead is not None, low=saved.low, seen=saved.seen)
         self._intent = served.intent(number)
-        self.shard.first = self._begun(saved)
+        self.shard.first = self._unfinished_step(saved)
         self._owed = saved.owed
         self._senders: dict[int, bytes] = {}
-        """Step -> who waits to hear that it is applied."""
+        """Step -> the worker that waits for the message that it is applied."""
         self._rows_of, self._rows = -1, b""
-        """Packed rows of embeddings, and how many updates they had seen."""
-        self.reception = Reception(opened, served, self.shard, keeper) if number == 0 else None
+        """Packed embedding rows, and how many updates they had seen."""
+        self.lease_service = LeaseService(opened, served, self.shard, replay) if number == 0 else None
         if number == 0:
             self._journal = served.journal()
-            self._buffers = ServedBuffers(model, foreign, served, saved.version, apart=opened.ahead != 0)
+            self._buffers = BufferVersions(model, foreign, served, saved.version, mixed_versions=opened.ahead != 0)
 
     # ---- messages ----
 
     def fill(self, sender: bytes, message: Filled) -> Outbox:
         held = message.held
-        if self.reception is not None:
-            self.reception.filled(held)
+        if self.lease_service is not None:
+            self.lease_service.filled(held)
         if self.shard.is_applied(held.step):
             self.tables.drop([held.filling])
             return [(sender, self._applied(held.step))]
-        contribution = Contribution(
+        contribution = SliceGradient(
             step=held.step,
             place=held.place,
             row=held.row,
@@ -114,33 +128,35 @@ class Ongoing:
             tables=tuple(message.tables),
         )
         known = message.worker in self.opened.workers and 0 <= held.row < self.opened.rows
-        known = known and message.based_on <= self.shard.num_applied  # nobody has weights that are still to come
+        known = known and message.based_on <= self.shard.num_applied  # no worker has weights of a future version
         is_whole = self.tables.has(held.filling, message.pieces)
-        if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._keep_handed(message):
+        if known and held.filling > 0 and is_whole and self._is_there(contribution) and self._accept_handed(message):
             self._senders[held.step] = sender
             self.shard.fill(contribution)
         return []
 
-    def _keep_handed(self, message: Filled) -> bool:
+    def _accept_handed(self, message: Filled) -> bool:
         if message.worker in self._away and message.handed:
             return False
         return self.tables.keep_handed(message.held.filling, message.held.row, message.handed)
 
-    def take(self, sender: bytes, message: Piece) -> Outbox:
+    def take(self, sender: bytes, message: GradientPart) -> Outbox:
         if self.shard.is_applied(message.held.step):
-            return [(sender, self.hatch.enough(message.held))]
-        got = self.hatch.take(message)
+            return [(sender, self.remote_workers.enough(message.held))]
+        got = self.remote_workers.take(message)
         return [(sender, got)] if got is not None else []
 
     def give(self, sender: bytes, message: Want) -> Outbox:
         if message.of == "tables":
-            part = self.hatch.give_bytes(message, self._packed())
+            part = self.remote_workers.give_bytes(message, self._packed())
         else:
-            part = self.hatch.give(message, self.shard.num_applied, lambda: more_of(self.committed, self.opened))
+            part = self.remote_workers.give(
+                message, self.shard.num_applied, lambda: more_of(self.committed, self.opened)
+            )
         return [(sender, part)] if part is not None else []
 
     def _packed(self) -> bytes:
-        """This server's rows as they are now; the same for all frames of them."""
+        """This server's embedding rows as they are now; the same for all frames of them."""
         if self._rows_of != self.shard.num_applied:
             self._rows_of, self._rows = self.shard.num_applied, self.tables.pack()
         return self._rows
@@ -151,7 +167,7 @@ class Ongoing:
 
     @property
     def wants_checkpoint(self) -> bool:
-        return self.keeper is not None and self.keeper.wants_checkpoint
+        return self.replay is not None and self.replay.wants_checkpoint
 
     # ---- updates ----
 
@@ -166,91 +182,91 @@ class Ongoing:
         return self._apply(due) if self._are_intact(due) else []
 
     def catch_up(self) -> None:
-        """Make again what is in the log and not in memory."""
-        for past in self.keeper.past(self.shard) if self.keeper is not None else ():
-            self._apply_again(past)
+        """Repeat the updates that are in the log and not in memory."""
+        for logged in self.replay.past(self.shard) if self.replay is not None else ():
+            self._replay_update(logged)
 
-    def _are_intact(self, due: Sequence[Contribution]) -> bool:
+    def _are_intact(self, due: Sequence[SliceGradient]) -> bool:
         gone = [one for one in due if not self._is_there(one)]
         for one in gone:
             self.shard.drop(one)
         return not gone
 
-    def _is_there(self, one: Contribution) -> bool:
+    def _is_there(self, one: SliceGradient) -> bool:
         if one.worker in self._away:
-            return self.hatch.has(one.row, one.filling)
+            return self.remote_workers.has(one.row, one.filling)
         return self._served.filling(one.row) == one.filling
 
-    def _row(self, one: Contribution) -> int:
-        return self.hatch.row(one.row) if one.worker in self._away else one.row
+    def _buffer_of(self, one: SliceGradient) -> int:
+        return self.remote_workers.row(one.row) if one.worker in self._away else one.row
 
-    def _apply(self, due: Sequence[Contribution]) -> Outbox:
-        step, gradient = due[0].step, self._gradient(due, [self._row(one) for one in due])
+    def _apply(self, due: Sequence[SliceGradient]) -> Outbox:
+        step, gradient = due[0].step, self._gradient(due, [self._buffer_of(one) for one in due])
         statistics = [] if self._number else [one for row in gradient.rows for one in self._served.read_statistics(row)]
-        if self.keeper is not None:
-            gradient, found = self.keeper.take(gradient), self._row_sums(due)
+        if self.replay is not None:
+            gradient, found = self.replay.take(gradient), self._row_sums(due)
             if not self._are_intact(due):
                 return []
             pieces, settings = pieces_of(self.opened.number, due[0].filling, found), settings_of(self.part.optimizer)
-            self.keeper.write(self.shard, due, gradient.present, settings, statistics, pieces)
+            self.replay.write(self.shard, due, gradient.present, settings, statistics, pieces)
             norm = self._update(gradient)
         else:
             norm, found = self._update(gradient), self._row_sums(due)
-            if not self._are_intact(due):  # somebody else was given the row while it was read
+            if not self._are_intact(due):  # the buffer was leased to another worker while it was read
                 if self.opened.in_place:
                     raise StateTorn(self._number, self.shard.num_applied)
                 return []
-        self._make(due, gradient.factor, statistics, norm, found)
+        self._finish_update(due, gradient.factor, statistics, norm, found)
         sender = self._senders.pop(step, None)
         return [(sender, self._applied(step))] if sender is not None else []
 
-    def _row_sums(self, due: Sequence[Contribution]) -> list[RowSum]:
-        """The sum of their gradients of rows."""
+    def _row_sums(self, due: Sequence[SliceGradient]) -> list[RowSum]:
+        """The sum of their gradients of embedding rows."""
         return self.tables.gather([one.filling for one in due])
 
-    def _apply_again(self, past: Past) -> None:
-        assert self.keeper is not None
-        due = past.update.contributions
-        gradient = self.keeper.put(past, self._gradient(due, ()))
-        load_settings(self.part.optimizer, past.update.groups)
-        for piece in past.update.pieces:
+    def _replay_update(self, logged: LoggedUpdate) -> None:
+        assert self.replay is not None
+        due = logged.update.contributions
+        gradient = self.replay.put(logged, self._gradient(due, ()))
+        load_settings(self.part.optimizer, logged.update.groups)
+        for piece in logged.update.pieces:
             self.tables.keep(piece)
         norm = self._update(gradient)
-        self._make(due, gradient.factor, statistics_from(past.update.statistics), norm, self._row_sums(due))
+        self._finish_update(due, gradient.factor, statistics_from(logged.update.statistics), norm, self._row_sums(due))
 
     def _update(self, gradient: Gradient) -> float | None:
         version = self.shard.num_applied
         self._served.begin_update(self._number, version + 1)
         return self.part.update(version, gradient)
 
-    def _gradient(self, due: Sequence[Contribution], rows: Sequence[int]) -> Gradient:
+    def _gradient(self, due: Sequence[SliceGradient], rows: Sequence[int]) -> Gradient:
         step = due[0].step
-        factor = self.opened.course.rows(step) / total_weight((one.weight for one in due), step)
+        factor = self.opened.interval.rows(step) / total_weight((one.weight for one in due), step)
         absent = set.intersection(*(set(one.absent) for one in due))
         present = [place for place in range(len(self._served.params)) if place not in absent]
         return Gradient(tuple(rows), present, factor / (1 + self._staleness(due) if self.opened.damping else 1))
 
-    def _staleness(self, due: Sequence[Contribution]) -> int:
+    def _staleness(self, due: Sequence[SliceGradient]) -> int:
         return max(self.shard.num_applied - one.based_on for one in due)
 
-    def _make(
+    def _finish_update(
         self,
-        due: Sequence[Contribution],
+        due: Sequence[SliceGradient],
         factor: float,
         statistics: Sequence[Tensor],
         norm: float | None,
         found: Sequence[RowSum],
     ) -> None:
-        """What else belongs to an update, once the part has made it; and have it count."""
+        """The rest of an update, after the optimizer ran; and commit it."""
         step, version = due[0].step, self.shard.num_applied
-        rows = self.opened.course.rows(step)
+        rows = self.opened.interval.rows(step)
         if self.tables:
             self._apply_rows(due, version + 1, found, factor)
             self.tables.drop([one.filling for one in due])
         if self._number == 0:
             self._buffers.update(version, due, statistics)
             loss = sum(one.total for one in due) / sum(one.weight for one in due)
-            done = Done(version + 1, step, loss, rows, self._lr, self._staleness(due), norm)
+            done = UpdateDone(version + 1, step, loss, rows, self._lr, self._staleness(due), norm)
             self._journal.write(version + 1, msgspec.msgpack.encode(done))
         self._advance_schedule(rows)
         self.shard.applied(step)
@@ -259,27 +275,27 @@ class Ongoing:
         self._served.set_version(self._number, version + 1)
 
     def _advance_schedule(self, rows: int) -> None:
-        """Once for each batch that an update has seen."""
+        """Once for each batch of an update."""
         if self.opened.scheduled and self._scheduler is not None:
-            for _ in range(-(-rows * self.opened.batches_per_step // self.opened.course.batch_size)):
+            for _ in range(-(-rows * self.opened.batches_per_step // self.opened.interval.batch_size)):
                 self._scheduler.step()
 
-    def _apply_rows(self, due: Sequence[Contribution], number: int, found: Sequence[RowSum], factor: float) -> None:
-        """Parts of tables count one by one: whoever goes on after a death here has to go on with this step."""
+    def _apply_rows(self, due: Sequence[SliceGradient], number: int, found: Sequence[RowSum], factor: float) -> None:
+        """Parts of tables are committed one by one: a successor after a crash here has to continue with this step."""
         if not self.shard.in_order:
             self._intent.write(msgspec.msgpack.encode((self.opened.number, number, due[0].step)))
         touched = dict.fromkeys(table for one in due for table in one.tables)
         self.tables.apply(number, found, factor, list(touched))
 
-    def _begun(self, saved: Saved) -> int | None:
-        """The step that a server before this one had begun to apply to rows, and did not commit."""
+    def _unfinished_step(self, saved: CommittedState) -> int | None:
+        """The step that this server's predecessor had begun to apply to embedding rows, and did not commit."""
         if not self._intent.value:
             return None
-        course, number, step = msgspec.msgpack.decode(self._intent.value, type=tuple[Number, int, int])
-        return step if (course, number) == (self.opened.number, saved.version + 1) else None
+        interval, number, step = msgspec.msgpack.decode(self._intent.value, type=tuple[Number, int, int])
+        return step if (interval, number) == (self.opened.number, saved.version + 1) else None
 
     def _commit(self) -> None:
-        saved = Saved(
+        saved = CommittedState(
             number=self.opened.number,
             low=self.shard.low,
             seen=sorted(self.shard.seen),
@@ -289,13 +305,13 @@ class Ongoing:
             scheduler=plain_schedule(self._scheduler),
             owed=self._owed,
         )
-        told = msgspec.msgpack.encode(saved)
-        check_told(len(told), self._register.most_bytes, f"What server {self._number} keeps with every update")
-        self._register.write(told)
+        encoded = msgspec.msgpack.encode(saved)
+        check_length(len(encoded), self._register.most_bytes, f"What server {self._number} commits with every update")
+        self._register.write(encoded)
 
     @property
     def _lr(self) -> float:
         return float(self.part.optimizer.param_groups[0]["lr"])
 
-    def _applied(self, step: int) -> Applied:
-        return Applied(number=self.opened.number, server=self._number, step=step)
+    def _applied(self, step: int) -> UpdateApplied:
+        return UpdateApplied(number=self.opened.number, server=self._number, step=step)

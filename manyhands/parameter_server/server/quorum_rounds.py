@@ -1,10 +1,9 @@
-"""Rounds on a server: what workers pushed is put together when enough of them are there, and late ones are not waited
-for.
+"""Averaging rounds on a server: the workers' results are combined once enough have arrived, without waiting for all.
 
-Whatever waits when a round closes is in it; whatever comes later is in the next one. Servers count stretches, so a
+What waits when a round closes is in it; what arrives later is in the next one. Servers count local-step ranges, so a
 round of k is k updates: the first moves the weights by all of them, and is committed together with a list of the
-others, which then only have to be counted. Whoever takes a dead server's place finds that list. Start reading at
-`RoundCourse.apply_one`.
+others, which then only have to be counted. A dead server's successor finds that list. Start reading at
+`RoundInterval.apply_one`.
 """
 
 from __future__ import annotations
@@ -17,47 +16,47 @@ import torch
 
 from manyhands.parallel.averaging.averaging_rules import combine
 from manyhands.parallel.averaging.rounds import close_round
-from manyhands.parameter_server.protocol.messages import Done
-from manyhands.parameter_server.protocol.shard import Contribution
-from manyhands.parameter_server.server.interval_state import Ongoing
+from manyhands.parameter_server.protocol.messages import UpdateDone
+from manyhands.parameter_server.protocol.shard import SliceGradient
+from manyhands.parameter_server.server.interval_state import IntervalState
 from manyhands.parameter_server.server.lease_service import Outbox
 from manyhands.parameter_server.server.shard_optimizer import Gradient
 
-__all__ = ["RoundCourse"]
+__all__ = ["RoundInterval"]
 
 
-class RoundCourse(Ongoing):
-    """A course with a quorum, on the only server. `clock` tells seconds."""
+class RoundInterval(IntervalState):
+    """An interval with a quorum, on the only server. `clock` returns seconds."""
 
-    def __init__(self, *ongoing: Any, clock: Callable[[], float]) -> None:
-        super().__init__(*ongoing)
+    def __init__(self, *interval: Any, clock: Callable[[], float]) -> None:
+        super().__init__(*interval)
         assert self.opened.quorum is not None and self.opened.servers == 1
         self._quorum, self._clock = self.opened.quorum, clock
-        # Beyond the rows that leases name, and as many for frames from other hosts.
-        self._sum_row = 2 * self.opened.rows
+        # After the buffers that leases name, and as many for frames from other hosts.
+        self._sum_buffer = 2 * self.opened.rows
         self._arrived: dict[int, float] = {}
-        """Filling -> when it came."""
+        """Fill id -> when it arrived."""
 
     @property
     def has_due(self) -> bool:
-        return bool(self._owed) or self._closing() is not None
+        return bool(self._owed) or self._closing_members() is not None
 
     def apply_one(self) -> Outbox:
         if self._owed:
             return self._carry_over()
-        members = self._closing()
+        members = self._closing_members()
         if members is None or not self._are_intact(members):
             return []
         return self._apply_round(members)
 
-    def _closing(self) -> list[Contribution] | None:
-        """Whom the open round closes with now, in the order of their stretches; None: not yet with anybody."""
+    def _closing_members(self) -> list[SliceGradient] | None:
+        """The members of the open round if it closes now, in the order of their ranges; None: it does not close yet."""
         waiting, now = {one.worker: one for one in self.shard.waiting}, self._clock()
         self._arrived = {one.filling: self._arrived.get(one.filling, now) for one in waiting.values()}
-        if not waiting or self.reception is None or self.reception.book is None:
+        if not waiting or self.lease_service is None or self.lease_service.table is None:
             return None
         begun = min(self._arrived.values())
-        expected = sorted(self.reception.book.awaited() | waiting.keys())
+        expected = sorted(self.lease_service.table.awaited() | waiting.keys())
         closing = close_round(
             {worker: self._arrived[one.filling] - begun for worker, one in waiting.items()},
             expected,
@@ -69,33 +68,33 @@ class RoundCourse(Ongoing):
             return None
         return sorted((waiting[worker] for worker in closing.members), key=lambda one: one.step)
 
-    def _apply_round(self, members: Sequence[Contribution]) -> Outbox:
-        version, rows = self.shard.num_applied, [self._row(one) for one in members]
+    def _apply_round(self, members: Sequence[SliceGradient]) -> Outbox:
+        version, rows = self.shard.num_applied, [self._buffer_of(one) for one in members]
         statistics = [one for row in rows for one in self._served.read_statistics(row)]
-        self._combine(rows, [float(self.opened.course.rows(one.step)) for one in members])
+        self._combine(rows, [float(self.opened.interval.rows(one.step)) for one in members])
         self.part.update(version, self._round_gradient(range(len(self._served.params))))
-        if not self._are_intact(members):  # somebody else was given a row while it was read
+        if not self._are_intact(members):  # a buffer was leased to another worker while it was read
             return []
         self._buffers.update(version, members, statistics)
         self._owed = [self._done(version, place, one, len(members)) for place, one in enumerate(members)]
         return self._count(version)
 
     def _combine(self, rows: Sequence[int], weights: Sequence[float]) -> None:
-        """Put rows together, in one beside those that workers have."""
+        """Combine the buffers, into one that no worker uses."""
         views = [self._served.row(row).views for row in rows]
-        for into, *each in zip(self._served.row(self._sum_row).views, *views, strict=True):
+        for into, *each in zip(self._served.row(self._sum_buffer).views, *views, strict=True):
             into.copy_(combine(torch.stack(each), self._quorum.rule, weights, self._quorum.trim))
 
     def _round_gradient(self, present: Sequence[int]) -> Gradient:
-        return Gradient((self._sum_row,), present, 1.0)
+        return Gradient((self._sum_buffer,), present, 1.0)
 
-    def _done(self, version: int, place: int, one: Contribution, together: int) -> Done:
-        rows, staleness = self.opened.course.rows(one.step), version - one.based_on
+    def _done(self, version: int, place: int, one: SliceGradient, together: int) -> UpdateDone:
+        rows, staleness = self.opened.interval.rows(one.step), version - one.based_on
         loss = one.total / one.weight
-        return Done(version + 1 + place, one.step, loss, rows, self._lr, staleness, None, together)
+        return UpdateDone(version + 1 + place, one.step, loss, rows, self._lr, staleness, None, together)
 
     def _carry_over(self) -> Outbox:
-        """Count one more of a round whose weights are committed: they stay as they are."""
+        """Count one more member of a round whose weights are committed: they stay the same."""
         version = self.shard.num_applied
         self.part.update(version, self._round_gradient([]))
         self._buffers.update(version, [], [])

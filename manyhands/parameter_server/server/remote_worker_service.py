@@ -1,8 +1,8 @@
-"""What a server does for workers that do not share its memory: gradients come in frames, and weights go out in frames.
+"""A server's service for workers that do not share its memory: gradients arrive in frames, weights leave in frames.
 
-Such a gradient goes into a row of the server's own, in memory that outlives the server, and beside it lies how far it
-has come: so a frame that was acknowledged never has to be sent again. Nobody else writes there. What does not fit is
-counted and changes nothing. Start reading at `Hatch.take`.
+Such a gradient goes into a buffer that only this server writes to, in memory that outlives the server, along with how
+many bytes have arrived: so a frame that was acknowledged never has to be sent again. What does not fit is counted and
+ignored. Start reading at `RemoteWorkerService.take`.
 """
 
 from __future__ import annotations
@@ -10,51 +10,58 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from manyhands.parameter_server.memory.frames import FRAME_BYTES, Stream, checksum, own_segment
-from manyhands.parameter_server.memory.server_streams import Streams
-from manyhands.parameter_server.memory.versioned_memory import ServedMemory
-from manyhands.parameter_server.protocol.leases import Held
-from manyhands.parameter_server.protocol.messages import Bring, Got, Open, Part, Piece, Want
+from manyhands.parameter_server.memory.frames import FRAME_BYTES, SpanStream, checksum, own_segment
+from manyhands.parameter_server.memory.server_streams import ServerStreams
+from manyhands.parameter_server.memory.versioned_memory import VersionedMemory
+from manyhands.parameter_server.protocol.leases import Lease
+from manyhands.parameter_server.protocol.messages import Bring, FrameReply, Got, GradientPart, Open, Want
 
-__all__ = ["Hatch", "Intake"]
+__all__ = ["IntervalUpload", "RemoteWorkerService"]
 
 _PAGE = 4096
 
 
-class Hatch:
-    """Of server `number` in one course."""
+class RemoteWorkerService:
+    """Serves the remote workers of one interval, on server `number`."""
 
     def __init__(
-        self, number: int, opened: Open, served: ServedMemory, streams: Streams, refused: Counter[str], *, clips: bool
+        self,
+        number: int,
+        opened: Open,
+        served: VersionedMemory,
+        streams: ServerStreams,
+        refused: Counter[str],
+        *,
+        clips: bool,
     ) -> None:
-        """What is refused is counted in `refused`: frames that were "broken", "late", or "repeated"."""
+        """Refused frames are counted in `refused`: "broken", "late", or "repeated"."""
         self._number, self._opened, self._served, self._streams = number, opened, served, streams
-        # Servers that clip get whole gradients, so each needs rows of its own; others write to their chunks only.
-        self._first_row = opened.rows * (1 + number if clips else 1)
-        self._rows: dict[int, Stream] = {}
+        # Servers that clip get whole gradients, so each needs separate buffers; others write to their chunks only.
+        self._first_buffer = opened.rows * (1 + number if clips else 1)
+        self._buffer_streams: dict[int, SpanStream] = {}
         self._refused = refused
         if opened.away:
             num_bytes = -(-16 * opened.rows // _PAGE) * _PAGE
             self._table = served.segment(f"arrivals {num_bytes} of server {number}", num_bytes)
-            for row in range(opened.rows):  # where there is no room for them, nothing has begun yet
-                self._rows[row] = streams.row(self.row(row))
+            for row in range(opened.rows):  # if there is no room for them, nothing has begun yet
+                self._buffer_streams[row] = streams.row(self.row(row))
 
     def row(self, row: int) -> int:
-        """The number of the row in memory where frames for row `row` of a lease go."""
-        return self._first_row + row
+        """The number of the buffer in memory for frames of a lease's buffer `row`."""
+        return self._first_buffer + row
 
     def has(self, row: int, filling: int) -> bool:
-        """Whether all of this filling has come, and nothing of a later one."""
-        return row in self._rows and self._arrived(row) == (filling, self._rows[row].num_bytes)
+        """Whether the whole gradient with this fill id has arrived, and nothing of a later one."""
+        return row in self._buffer_streams and self._arrived(row) == (filling, self._buffer_streams[row].num_bytes)
 
-    def take(self, piece: Piece) -> Got | None:
-        """One frame of a gradient. None: it was broken, and comes again."""
-        held, stream = piece.held, self._rows.get(piece.held.row)
+    def take(self, piece: GradientPart) -> Got | None:
+        """One frame of a gradient. None: it was broken, and will be sent again."""
+        held, stream = piece.held, self._buffer_streams.get(piece.held.row)
         sound = piece.worker in self._opened.away and checksum(held.filling, piece.offset, piece.data) == piece.crc
         if stream is None or not sound or not stream.has(piece.offset, len(piece.data)):
             self._refused["broken"] += 1
             return None
-        if held.filling < self._arrived(held.row)[0]:  # the row is somebody else's by now
+        if held.filling < self._arrived(held.row)[0]:  # the buffer now belongs to another lease
             self._refused["late"] += 1
             return self.enough(held)
         received = self._begin(held)
@@ -66,17 +73,17 @@ class Hatch:
         self._table.words()[2 * held.row + 1] = received
         return self._got(held, received)
 
-    def enough(self, held: Held) -> Got:
-        """No more of this gradient is wanted."""
-        stream = self._rows.get(held.row)
+    def enough(self, held: Lease) -> Got:
+        """The rest of this gradient is not needed."""
+        stream = self._buffer_streams.get(held.row)
         return self._got(held, stream.num_bytes if stream is not None else 0)
 
-    def _begin(self, held: Held) -> int:
-        """How much of a filling has come; none of it, if the row had another one."""
+    def _begin(self, held: Lease) -> int:
+        """How many bytes of this lease's gradient have arrived; 0 if the buffer had another one."""
         filling, received = self._arrived(held.row)
         if filling == held.filling:
             return received
-        self._table.words()[2 * held.row + 1] = 0  # first: whoever is killed here has lost nothing
+        self._table.words()[2 * held.row + 1] = 0  # first: a server that is killed here has lost nothing
         self._table.words()[2 * held.row] = held.filling
         return 0
 
@@ -84,13 +91,13 @@ class Hatch:
         filling, received = self._table.words()[2 * row : 2 * row + 2]
         return filling, received
 
-    def _got(self, held: Held, received: int) -> Got:
+    def _got(self, held: Lease, received: int) -> Got:
         return Got(number=self._opened.number, server=self._number, filling=held.filling, received=received)
 
-    # ---- what workers ask for ----
+    # ---- what workers fetch ----
 
-    def give(self, want: Want, newest: int, more: Callable[[], bytes]) -> Part | None:
-        """A frame of weights or states, if they are there; `more` is what was committed beside the states."""
+    def give(self, want: Want, newest: int, more: Callable[[], bytes]) -> FrameReply | None:
+        """A frame of weights or optimizer states, if this version exists; `more` was committed with the states."""
         version = newest if want.version is None else want.version
         if not self._is_there(want, version, newest):
             return self._part(want, newest, is_there=False)
@@ -103,19 +110,21 @@ class Hatch:
             return None
         return self._part(want, version, stream.num_bytes, stream.read(want.offset, num_bytes))
 
-    def give_bytes(self, want: Want, value: bytes) -> Part | None:
+    def give_bytes(self, want: Want, value: bytes) -> FrameReply | None:
         if not 0 <= want.offset <= len(value) or want.offset % FRAME_BYTES:
             self._refused["broken"] += 1
             return None
         return self._part(want, 0, len(value), value[want.offset : want.offset + FRAME_BYTES])
 
     def _is_there(self, want: Want, version: int, newest: int) -> bool:
-        # The oldest copy may be under the pen of an update, or of one that was not committed; so may old states.
+        # The oldest copy may be being overwritten by an update, or by one that was not committed; so may old states.
         oldest = newest - self._opened.copies + 2 if want.of == "weights" else newest
         return max(oldest, self._opened.version) <= version <= newest
 
-    def _part(self, want: Want, version: int, num_bytes: int = 0, data: bytes = b"", *, is_there: bool = True) -> Part:
-        return Part(
+    def _part(
+        self, want: Want, version: int, num_bytes: int = 0, data: bytes = b"", *, is_there: bool = True
+    ) -> FrameReply:
+        return FrameReply(
             number=self._opened.number,
             server=self._number,
             ticket=want.ticket,
@@ -128,10 +137,10 @@ class Hatch:
         )
 
 
-class Intake:
-    """What a course is to begin with, on its way from a chief on another host. Lost with its server, and sent again."""
+class IntervalUpload:
+    """The initial state of an interval, uploaded by a chief on another host. Lost with its server, and sent again."""
 
-    def __init__(self, number: int, opened: Open, streams: Streams, refused: Counter[str]) -> None:
+    def __init__(self, number: int, opened: Open, streams: ServerStreams, refused: Counter[str]) -> None:
         self.opened, self._number, self._received, self._refused = opened, number, 0, refused
         num_bytes = opened.tables[number] if opened.tables else 0
         self.tables = own_segment(num_bytes) if num_bytes else None

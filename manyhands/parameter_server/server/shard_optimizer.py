@@ -1,9 +1,9 @@
-"""A server's part of the weights: from gradients in rows of memory to the next version, fused where it can be.
+"""A server's shard of the weights: from gradients in buffers to the next version, with a fused update where possible.
 
-An optimizer that has a fused version (`fused_update`) runs on chunks of tensors; any other of torch's runs on whole
-tensors of this server's own, whose new values and states are copied to where the others, and this server's successor,
-find them. Nothing counts before the caller has committed it: `update` can be done again. Start reading at
-`ServedPart.update`.
+An optimizer that has a fused version (`fused_update`) runs on chunks of tensors; any other torch optimizer runs on
+whole tensors in private memory, whose new values and states are copied to where the workers and this server's
+successor find them. Nothing counts before the caller has committed it: `update` can be repeated. Start reading at
+`ShardOptimizer.update`.
 """
 
 from __future__ import annotations
@@ -25,97 +25,97 @@ from manyhands.parallel.weights.fused_update import (
     WORTH_A_THREAD,
     Batch,
     Fused,
-    Piece,
+    ParameterRange,
     counts_steps,
     pack_pieces,
     run_update,
 )
 from manyhands.parameter_server.memory.optimizer_states import load_states, store_states
-from manyhands.parameter_server.memory.versioned_memory import ServedMemory
+from manyhands.parameter_server.memory.versioned_memory import VersionedMemory
 from manyhands.parameter_server.protocol.chunk_placement import Chunk
 
-__all__ = ["FusedPart", "Gradient", "ServedPart", "WholePart"]
+__all__ = ["FusedShardOptimizer", "Gradient", "ShardOptimizer", "WholeShardOptimizer"]
 
 _LINE = 16
 
 
 class Gradient(NamedTuple):
-    """What one update is made of: rows in the order of their slices, and what their sum is multiplied by."""
+    """The input of one update: gradient buffers in the order of their slices, and a factor for their sum."""
 
     rows: tuple[int, ...]
     present: Sequence[int]
-    """Parameters that have a gradient in some row."""
+    """Parameters that have a gradient in at least one buffer."""
     factor: float
 
 
-class ServedPart(ABC):
-    """`chunks` of the memory's parameters are this server's; others of the `optimizer`'s it leaves alone."""
+class ShardOptimizer(ABC):
+    """Updates this server's `chunks` of the parameters; other parameters of `optimizer` stay untouched."""
 
     def __init__(
-        self, memory: ServedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
+        self, memory: VersionedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
     ) -> None:
         self._memory, self.optimizer, self._chunks, self._clip_norm = memory, optimizer, list(chunks), clip_norm
-        self._place = {id(param): place for place, param in enumerate(memory.params)}
+        self._param_index = {id(param): place for place, param in enumerate(memory.params)}
 
     @abstractmethod
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
-        """Take over weights and states of this version. `counts` and `more` are what was committed with it."""
+        """Load weights and states of this version. `counts` and `more` were committed with it."""
 
     @abstractmethod
     def update(self, version: int, gradient: Gradient) -> float | None:
-        """Make the version after this one; the gradient's norm, if it was needed."""
+        """Compute the version after this one. Returns the gradient's norm, if it was needed."""
 
     @abstractmethod
     def updated(self, version: int) -> None:
-        """What `update` made of this version is committed."""
+        """What `update` computed from this version is committed."""
 
     @abstractmethod
     def counts(self) -> list[int]:
-        """By parameter, with the last update: how many steps its states have seen."""
+        """By parameter, after the last update: how many steps its state has seen."""
 
     def more(self) -> bytes:
-        """What else a successor needs to know of the last update."""
+        """What else a successor needs of the last update."""
         return b""
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Nothing more comes."""
+        """No more updates follow."""
 
     def _total(self, gradient: Gradient) -> list[Tensor | None]:
-        """The sum along the tree, by parameter, in memory of this process; scaled."""
+        """The sum along the tree, by parameter, in private memory; scaled."""
         rows = [self._memory.row(number).views for number in gradient.rows]
-        count, there = len(rows), set(gradient.present)
+        count, present = len(rows), set(gradient.present)
         return [
             finish({(0, v): row[place] for v, row in enumerate(rows)}, count, torch.add) * gradient.factor
-            if place in there
+            if place in present
             else None
             for place in range(len(self._memory.params))
         ]
 
     def _clip(self, total: Sequence[Tensor | None]) -> tuple[float, float]:
-        """The norm of the whole gradient, of which this server may have a part only, and what to multiply by."""
+        """The norm of the whole gradient, of which this server may own a part only, and the factor to clip with."""
         norm = global_norm(grad for grad in total if grad is not None)
         return norm, clip_factor(norm, self._clip_norm)
 
 
-class FusedPart(ServedPart):
-    """Gradients are summed on their way into new weights, block by block."""
+class FusedShardOptimizer(ShardOptimizer):
+    """Sums the gradients while it computes new weights, block by block."""
 
     def __init__(
-        self, memory: ServedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
+        self, memory: VersionedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
     ) -> None:
         super().__init__(memory, optimizer, chunks, clip_norm)
         self._version = 0
         self._counts_steps = counts_steps(optimizer)
         self._batches: list[Batch] = []
-        optimizer.state.clear()  # some have states from the beginning; those that count are in memory
+        optimizer.state.clear()  # some optimizers create states at once; the valid ones are in memory
         self._fused = Fused(optimizer, self._state)
-        # Parameters that are not trained now have no place in memory, and take no part.
-        self._in_optimizer = [self._place.get(id(param), -1) for param in self._fused.params]
-        self._stretches = self._merge(chunks)
+        # Frozen parameters have no memory here, and are left out.
+        self._in_optimizer = [self._param_index.get(id(param), -1) for param in self._fused.params]
+        self._ranges = self._merge(chunks)
         self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "served-update")
 
     def _merge(self, chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """By place, this server's elements of the one section that all parameters are in."""
+        """By parameter index, this server's elements of the one section that all parameters are in."""
         found: dict[int, list[tuple[int, int]]] = {}
         for place, start, stop in chunks:
             base = self._memory.flat.starts[place]
@@ -123,28 +123,28 @@ class FusedPart(ServedPart):
         return found
 
     def _state(self, param: Tensor, name: str, start: float) -> Tensor:
-        view = self._memory.states(name, self._version).views[self._place[id(param)]]
+        view = self._memory.states(name, self._version).views[self._param_index[id(param)]]
         if start:
             for place, low, high in self._chunks:
-                if place == self._place[id(param)]:
+                if place == self._param_index[id(param)]:
                     in_memory_order(view)[low:high] = start
         return view
 
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
         self._version, self._batches = version, []
-        self._look(version)
+        self._point_to_version(version)
         self.optimizer.state.clear()
         places = range(len(self._memory.params))
         load_states(self._memory, self.optimizer, version, counts, more, places, whole=False)
         self._fused.adopt()
 
-    def _look(self, version: int) -> None:
+    def _point_to_version(self, version: int) -> None:
         for param, view in zip(self._memory.params, self._memory.weights(version).views, strict=True):
             param.data = view
 
     def update(self, version: int, gradient: Gradient) -> float | None:
-        self._version, there = version, set(gradient.present)
-        numbers = [number for number, place in enumerate(self._in_optimizer) if place in there]
+        self._version, present = version, set(gradient.present)
+        numbers = [number for number, place in enumerate(self._in_optimizer) if place in present]
         self._batches = self._fused.plan_step(numbers)
         norm, clip, factor = None, 1.0, gradient.factor
         rows, along = [self._memory.row(row).segment.address for row in gradient.rows], _program(len(gradient.rows))
@@ -161,7 +161,7 @@ class FusedPart(ServedPart):
         return norm
 
     def _sum_views(self) -> list[Tensor]:
-        """As a row, in memory of this process."""
+        """Laid out like a gradient buffer, in private memory."""
         flat = self._memory.flat
         self._sum = torch.empty(flat.sections[0].numel)
         return [
@@ -171,10 +171,10 @@ class FusedPart(ServedPart):
 
     def _apply(self, batch: Batch, version: int, rows: Sequence[int], along: bytes, how: bytes) -> None:
         places = [self._in_optimizer[number] for number in batch.members]
-        stretches = _joined([stretch for place in places for stretch in self._stretches.get(place, ())])
-        num_threads = torch.get_num_threads() if sum(b - a for a, b in stretches) >= 2 * WORTH_A_THREAD else 1
+        ranges = _joined([one for place in places for one in self._ranges.get(place, ())])
+        num_threads = torch.get_num_threads() if sum(b - a for a, b in ranges) >= 2 * WORTH_A_THREAD else 1
         calls = []
-        for mine in _cut(stretches, num_threads):
+        for mine in _cut(ranges, num_threads):
             pieces, sources = self._pieces(batch, version, mine, rows)
             calls.append((how, pieces, sources, along))
         others = [self._threads.submit(run_update, *call) for call in calls[1:]]
@@ -184,7 +184,7 @@ class FusedPart(ServedPart):
             other.result()
 
     def _pieces(
-        self, batch: Batch, version: int, stretches: Sequence[tuple[int, int]], rows: Sequence[int]
+        self, batch: Batch, version: int, ranges: Sequence[tuple[int, int]], rows: Sequence[int]
     ) -> tuple[bytes, bytes]:
         memory, names = self._memory, self._fused.state_names(batch.members[0])
         old, new = (
@@ -192,11 +192,11 @@ class FusedPart(ServedPart):
             for v in (version, version + 1)
         )
         pieces, sources = [], list[int]()
-        for start, stop in stretches:
+        for start, stop in ranges:
             (old_w, *olds), (new_w, *news) = (
                 [base + 4 * start if base else 0 for base in bases] for bases in (old, new)
             )
-            pieces.append(Piece(stop - start, old_w, new_w, tuple(olds), tuple(news)))
+            pieces.append(ParameterRange(stop - start, old_w, new_w, tuple(olds), tuple(news)))
             sources += [row + 4 * start for row in rows]
         return pack_pieces(pieces), struct.pack(f"{len(sources)}Q", *sources)
 
@@ -215,7 +215,7 @@ class FusedPart(ServedPart):
     def updated(self, version: int) -> None:
         self._fused.step_taken(self._batches)
         self._version = version + 1
-        self._look(version + 1)
+        self._point_to_version(version + 1)
         for place in (place for place in self._in_optimizer if place >= 0):
             state = self.optimizer.state.get(self._memory.params[place], {})
             for name in state.keys() - {"step"}:
@@ -236,9 +236,9 @@ class FusedPart(ServedPart):
         self._threads.shutdown()
 
 
-def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    for start, stop in sorted(stretches):
+    for start, stop in sorted(ranges):
         if found and found[-1][1] == start:
             found[-1] = (found[-1][0], stop)
         else:
@@ -246,11 +246,11 @@ def _joined(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _cut(stretches: Sequence[tuple[int, int]], num_parts: int) -> list[list[tuple[int, int]]]:
-    """In parts of about the same length, cut at cache lines."""
-    total, parts, done = sum(stop - start for start, stop in stretches), list[list[tuple[int, int]]](), 0
+def _cut(ranges: Sequence[tuple[int, int]], num_parts: int) -> list[list[tuple[int, int]]]:
+    """Splits ranges into parts of about the same length, at cache lines."""
+    total, parts, done = sum(stop - start for start, stop in ranges), list[list[tuple[int, int]]](), 0
     part: list[tuple[int, int]] = []
-    for first, stop in stretches:
+    for first, stop in ranges:
         start = first
         while start < stop:
             room = -(-(total * (len(parts) + 1) // num_parts - done) // _LINE) * _LINE
@@ -272,24 +272,24 @@ def _program(count: int) -> bytes:
     return _programs[count]
 
 
-class WholePart(ServedPart):
-    """The optimizer runs as it is, on tensors of this process. Weights and states are copied out after every update."""
+class WholeShardOptimizer(ShardOptimizer):
+    """The unchanged optimizer, on private tensors. Weights and states are copied out after every update."""
 
     def __init__(
-        self, memory: ServedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
+        self, memory: VersionedMemory, optimizer: Optimizer, chunks: Sequence[Chunk], clip_norm: float | None
     ) -> None:
         super().__init__(memory, optimizer, chunks, clip_norm)
         self._mine = sorted({chunk.place for chunk in chunks})
         self._counts, self._more = [0] * len(memory.params), b""
         self._committed = self._counts, self._more
         self._is_fresh = False
-        """Tensors and states of this process are those of the version that is committed."""
+        """The private tensors and states are those of the committed version."""
 
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
         self._committed, self._is_fresh = (list(counts), more), False
 
     def _catch_up(self, version: int) -> None:
-        """What an update that was not committed has left behind is put right."""
+        """Undoes an update that was not committed."""
         if not self._is_fresh:
             weights = self._memory.weights(version).views
             for place in self._mine:

@@ -1,1 +1,5 @@
-"""Embedding tables on servers, in memory that outlives a server."""
+"""Embedding tables on servers, in memory that outlives a server.
+
+May import `comm`, `parameter_server.protocol`, `parameter_server.memory` and `embedding`.
+Start reading at `server_tables.ServerTables`.
+"""

@@ -1,7 +1,7 @@
-"""Gradients of rows from a worker to servers of its host: in memory beside the row that its lease names.
+"""Gradients of embedding rows from a worker to servers of its host: in memory beside the lease's gradient buffer.
 
-The worker writes once, for all servers; the message that tells of the lease says where. As with dense gradients, what a
-server has copied counts if the lease's filling was still there afterwards. Start reading at `HandedOver.put`.
+The worker writes once, for all servers; the message that reports the gradient says where. As with dense gradients, a
+server's copy counts if the lease's fill id was still there afterwards. Start reading at `RowGradientHandoff.put`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.host_memory import Segment
-from manyhands.embedding.row_layer import Contribution
+from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_table import PARTS, in_parts
 from manyhands.errors import EnvironmentProblem
 from manyhands.parameter_server.memory.versioned_memory import Memory
 from manyhands.parameter_server.protocol.messages import Handed
 
-__all__ = ["MOST_MARKS", "HandedOver"]
+__all__ = ["MOST_MARKS", "RowGradientHandoff"]
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**36
 MOST_MARKS = 512
-"""Rows that can be marked with a step."""
+"""How many buffers can be marked with a step."""
 _LINE = 64
 
 
-class HandedOver:
-    """Regions for gradients of rows, by the number of the row that a lease names; each is as long as it has to be."""
+class RowGradientHandoff:
+    """Regions for gradients of embedding rows, by the number of the lease's buffer; each grows as needed."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._regions: dict[str, Segment] = {}
         self._longest: dict[int, int] = {}
 
-    def put(self, row: int, contributions: Sequence[Contribution]) -> list[Handed]:
-        """Where servers find these. Each one's ids are in the order of parts."""
+    def put(self, row: int, contributions: Sequence[TableGradient]) -> list[Handed]:
+        """Write these for servers, and return where. Each one's ids are ordered by part."""
         sizes = [_num_bytes(len(one.ids), one.gradients.shape[1]) for one in contributions]
         self._longest[row] = max(self._longest.get(row, FIRST_BYTES), 1 << (sum(sizes) - 1).bit_length())
         region, found, at = self._region(row, self._longest[row]), list[Handed](), 0
@@ -50,7 +50,7 @@ class HandedOver:
         return found
 
     def mark(self, row: int, step: int) -> None:
-        """What lies beside this row is of that step, for whoever takes it without a lease; 0 while it is written."""
+        """The gradients beside this buffer are of that step, for servers that read without a lease; 0 while written."""
         self._marks.words()[row] = step
 
     def step(self, row: int) -> int:
@@ -61,25 +61,25 @@ class HandedOver:
     def _marks(self) -> Segment:
         return self._region_of("steps of gradients of rows", 8 * MOST_MARKS)
 
-    def take(self, row: int, one: Handed, parts: Sequence[int], dim: int) -> Contribution:
+    def take(self, row: int, one: Handed, parts: Sequence[int], dim: int) -> TableGradient:
         """A copy of what was put there for these parts."""
         ids, gradients = _views(self._region(row, one.region), one.at, one.bounds[-1], dim)
         if len(parts) == PARTS:
-            return Contribution(one.table, ids.clone(), gradients.clone())
+            return TableGradient(one.table, ids.clone(), gradients.clone())
         mine = [slice(one.bounds[part], one.bounds[part + 1]) for part in parts]
-        return Contribution(
+        return TableGradient(
             one.table, torch.cat([ids[some] for some in mine]), torch.cat([gradients[some] for some in mine])
         )
 
     def has(self, row: int, one: Handed, dim: int) -> bool:
-        """Whether this can be taken from there."""
+        """Whether this can be read from there."""
         ascends = all(start <= stop for start, stop in pairwise([0, *one.bounds]))
         sound = len(one.bounds) == PARTS + 1 and ascends and one.bounds[0] == 0 and one.at >= 0 and one.at % _LINE == 0
         if not sound or not one.at + _num_bytes(one.bounds[-1], dim) <= one.region <= MOST_BYTES:
             return False
         try:
             self._region(row, one.region)
-        except EnvironmentProblem:  # nobody has put anything there: there would be no room for it
+        except EnvironmentProblem:  # no worker has put anything there: there would be no room for it
             return False
         return True
 

@@ -1,8 +1,8 @@
-"""A parameter server that has rows of embeddings and nothing else, without its sockets: messages in, messages out.
+"""A parameter server that has embedding rows only, without its sockets: messages in, messages out.
 
-For `mode="hybrid"`. Workers open it with the rows in place, look rows up, and send what each step has for them; a step
-is applied when all its pieces are there, and counts once. Rows are in memory that outlives the server: one that takes
-the place of a dead one finds them, and which servers there were. Start reading at `RowServer.take`.
+For `mode="hybrid"`. Workers open it when the rows are in memory, look rows up, and send each step's gradients for them;
+a step is applied when all its messages have arrived, and counts once. Rows are in memory that outlives the server: the
+successor of a dead one finds them, and which servers there were. Start reading at `RowServer.take`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from manyhands.embedding.row_layer import Contribution, Sparse
-from manyhands.parameter_server.memory.versioned_memory import Memory, course_register
+from manyhands.embedding.row_layer import Sparse, TableGradient
+from manyhands.parameter_server.memory.versioned_memory import Memory, open_register
 from manyhands.parameter_server.protocol.messages import (
-    Applied,
     ApplyRows,
     FromWorker,
     Lookup,
@@ -26,9 +25,10 @@ from manyhands.parameter_server.protocol.messages import (
     OpenRows,
     Refused,
     RowGradients,
+    UpdateApplied,
 )
 from manyhands.parameter_server.protocol.variable_listing import ServedVariable
-from manyhands.parameter_server.tables.server_tables import Tables, parts_of, seeded
+from manyhands.parameter_server.tables.server_tables import ServerTables, parts_of, seeded
 
 __all__ = ["RowServer"]
 
@@ -36,35 +36,35 @@ Outbox = list[tuple[bytes, Any]]
 
 
 class RowServer:
-    """Number `number` of a run's servers. Its model is made as the workers' are."""
+    """Number `number` of a run's servers. Its model is created in the same way as the workers'."""
 
     has_work = False
 
     def __init__(self, number: int, model: nn.Module, memory: Memory, *, seed: int) -> None:
-        """`seed` is the run's, which rows begin with."""
+        """`seed`: of the run, for new rows."""
         sparse = Sparse(model)
         sparse.set_seed(seed)
         self._specs = [layer.spec for layer in sparse.layers.values()]
         self._number, self._memory = number, memory
-        self._register = course_register(memory, number)
+        self._register = open_register(memory, number)
         self._opened: OpenRows | None = None
-        self._tables: Tables
+        self._tables: ServerTables
         self.version = 0
         """The last step that was applied, as far as this process knows."""
         self.num_made = 0
-        """Updates that this process has made."""
+        """Updates that this process has applied."""
         self.refused: Counter[str] = Counter()
-        """Messages that changed nothing, because they were "late", or of a "misfit"."""
-        if told := self._register.value:
-            self._begin(msgspec.msgpack.decode(told, type=OpenRows))
+        """Messages without effect, because they were "late", or of a "misfit"."""
+        if encoded := self._register.value:
+            self._begin(msgspec.msgpack.decode(encoded, type=OpenRows))
 
     def is_released(self) -> bool:
-        """Whether the others have the rows that this server had."""
-        told = course_register(self._memory, 0).value
-        return not told or msgspec.msgpack.decode(told, type=OpenRows).servers <= self._number
+        """Whether other servers have the rows that this one had."""
+        encoded = open_register(self._memory, 0).value
+        return not encoded or msgspec.msgpack.decode(encoded, type=OpenRows).servers <= self._number
 
     def take(self, sender: bytes, message: FromWorker) -> Outbox:
-        """Whatever it says, it does no harm."""
+        """Handle one message. None can do harm."""
         if isinstance(message, OpenRows):
             return self._open(sender, message)
         if self._opened is None or message.number != self._opened.number:
@@ -87,7 +87,7 @@ class RowServer:
             return []
         if self._number >= message.servers or message.step < 0 or message.base < 0:
             self.refused["misfit"] += 1
-            why = f"it is server {self._number}, asked for step {message.step} of {message.servers} servers"
+            why = f"it is server {self._number}, but step {message.step} is for {message.servers} servers"
             return [(sender, Refused(number=message.number, server=self._number, why=why))]
         if before is None or message.number > before.number:
             self._register.write(msgspec.msgpack.encode(message))
@@ -97,39 +97,39 @@ class RowServer:
     def _begin(self, opened: OpenRows) -> None:
         self._opened, self.version = opened, opened.step
         specs = seeded(self._specs, opened.seeds)
-        self._tables = Tables(specs, self._memory, parts_of(self._number, opened.servers))
+        self._tables = ServerTables(specs, self._memory, parts_of(self._number, opened.servers))
 
     def _apply(self, sender: bytes, opened: OpenRows, message: ApplyRows) -> Outbox:
-        """Pieces may have gone to a server that died: then all of it is sent again."""
+        """Some messages may have gone to a server that died: then all are sent again."""
         if message.step > self.version:
-            found = self._found(message)
+            found = self._gathered(message)
             if found is None:
                 return []
             self._tables.apply(message.step + opened.base, found, message.factor, message.tables)
             self._tables.drop_until(message.step)
             self.version, self.num_made = message.step, self.num_made + 1
-        return [(sender, Applied(number=message.number, server=self._number, step=message.step))]
+        return [(sender, UpdateApplied(number=message.number, server=self._number, step=message.step))]
 
-    def _found(self, message: ApplyRows) -> list[Contribution] | None:
+    def _gathered(self, message: ApplyRows) -> list[TableGradient] | None:
         if message.handed:
             return self._tables.gather_step(message.step, message.handed)
         return self._tables.gather([message.step]) if self._tables.has(message.step, message.pieces) else None
 
-    # ---- what a server of weights does besides ----
+    # ---- the rest of a server's interface ----
 
     @property
-    def course_number(self) -> Number | None:
+    def interval_number(self) -> Number | None:
         return self._opened.number if self._opened is not None else None
 
     def variables(self) -> list[ServedVariable]:
-        """None: dense weights are the workers' own."""
+        """None: workers have the dense weights."""
         return []
 
     def work(self) -> Outbox:
         return []
 
-    def hear_living(self, workers: Collection[int]) -> None:
-        """It is all the same to rows who sends their gradients."""
+    def set_living_workers(self, workers: Collection[int]) -> None:
+        """Nothing to do: a row's gradients may come from any worker."""
 
     def standing(self) -> None:
-        """Servers of rows have nothing to tell each other."""
+        """Row servers send each other no progress."""

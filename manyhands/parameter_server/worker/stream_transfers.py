@@ -1,7 +1,8 @@
-"""What a worker and one server say to each other until a stream has got across: messages in, messages out.
+"""The exchange between a worker and one server until a stream is complete: messages in, messages out.
 
-A `Talk` says what is due, hears what the server answers, and is told when nothing came for a while. It survives
-lost, repeated, late and broken messages, and a server that dies and comes back. `Link.carry` gives it a socket.
+A `StreamTransfer` returns the messages that are due, takes the server's answers, and resends after a silence. It
+survives lost, repeated, late and broken messages, and a server that dies and restarts. `ServerConnection.carry` gives
+it a socket.
 """
 
 from __future__ import annotations
@@ -9,44 +10,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from manyhands.parameter_server.memory.frames import FRAME_BYTES, Fetching, Sending, Stream, checksum
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.memory.frames import FRAME_BYTES, Fetching, Sending, SpanStream, checksum
+from manyhands.parameter_server.protocol.leases import Lease
 from manyhands.parameter_server.protocol.messages import (
     Bring,
+    FrameReply,
     FromServer,
     Got,
+    GradientPart,
     Number,
     Of,
     Open,
     Opened,
-    Part,
-    Piece,
     Want,
 )
 
-__all__ = ["Fetch", "Opening", "Push", "Talk"]
+__all__ = ["FetchStream", "OpenStream", "PushStream", "StreamTransfer"]
 
 
-class Talk(Protocol):
+class StreamTransfer(Protocol):
     server: int
 
     @property
     def is_done(self) -> bool: ...
 
     def due(self) -> list[Any]:
-        """What to say now."""
+        """Messages to send now."""
 
     def hear(self, message: FromServer) -> bool:
-        """Whether it was an answer to this."""
+        """Whether it was an answer to this transfer."""
 
     def again(self) -> None:
-        """Nothing was heard for a while."""
+        """No answer for a while: send again."""
 
 
-class Push:
-    """A gradient, to where the server looks for it."""
+class PushStream:
+    """A gradient, to the server's buffer."""
 
-    def __init__(self, server: int, number: Number, worker: int, held: Held, stream: Stream) -> None:
+    def __init__(self, server: int, number: Number, worker: int, held: Lease, stream: SpanStream) -> None:
         self.server, self._number, self._worker, self._held, self._stream = server, number, worker, held, stream
         self._sending = Sending(stream.num_bytes)
 
@@ -57,9 +58,11 @@ class Push:
     def due(self) -> list[Any]:
         return [self._piece(offset, self._stream.read(offset, length)) for offset, length in self._sending.due()]
 
-    def _piece(self, offset: int, data: bytes) -> Piece:
+    def _piece(self, offset: int, data: bytes) -> GradientPart:
         crc = checksum(self._held.filling, offset, data)
-        return Piece(number=self._number, worker=self._worker, held=self._held, offset=offset, crc=crc, data=data)
+        return GradientPart(
+            number=self._number, worker=self._worker, held=self._held, offset=offset, crc=crc, data=data
+        )
 
     def hear(self, message: FromServer) -> bool:
         mine = isinstance(message, Got) and message.number == self._number and message.filling == self._held.filling
@@ -71,18 +74,18 @@ class Push:
         self._sending.again()
 
 
-class Opening:
-    """A course, and what it begins with."""
+class OpenStream:
+    """An `Open`, and the initial state of its interval."""
 
-    def __init__(self, server: int, opened: Open, stream: Stream) -> None:
+    def __init__(self, server: int, opened: Open, stream: SpanStream) -> None:
         self.server, self._opened, self._stream = server, opened, stream
-        self._sending, self._is_said, self._is_known = Sending(stream.num_bytes), False, False
+        self._sending, self._is_sent, self._is_accepted = Sending(stream.num_bytes), False, False
         self.is_done = False
 
     def due(self) -> list[Any]:
-        if not self._is_known:
-            said, self._is_said = self._is_said, True
-            return [] if said else [self._opened]
+        if not self._is_accepted:
+            was_sent, self._is_sent = self._is_sent, True
+            return [] if was_sent else [self._opened]
         return [self._bring(offset, self._stream.read(offset, length)) for offset, length in self._sending.due()]
 
     def _bring(self, offset: int, data: bytes) -> Bring:
@@ -94,23 +97,23 @@ class Opening:
         if isinstance(message, Opened):
             self.is_done = True
         elif isinstance(message, Got) and message.filling == 0:
-            self._is_known = True
+            self._is_accepted = True
             self._sending.hear(message.received)
         else:
             return False
         return True
 
     def again(self) -> None:
-        """The server may have died, and then knows nothing of it."""
-        self._is_said = self._is_known = False
+        """The server may have died: its successor has received nothing of it."""
+        self._is_sent = self._is_accepted = False
         self._sending.again()
 
 
-class Fetch:
-    """Weights, states, or what a server says of itself.
+class FetchStream:
+    """Weights, optimizer states, or a server's progress.
 
-    Where one version is asked for, it is that or none. Where the newest is, and servers make newer ones faster than
-    this gets across, frames may be of several.
+    If a version is given, it is fetched whole or not at all. If the newest is wanted, and servers make newer ones
+    faster than this one arrives, frames may be of several versions.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class Fetch:
         write: Callable[[int, bytes], None] | None = None,
     ) -> None:
         self.server, self._number, self._ticket, self._of, self._version = server, number, ticket, of, version
-        self._is_exact, self._write = version is not None, write or self._keep
-        self._fetching, self._kept = Fetching(), dict[int, bytes]()
+        self._is_exact, self._write = version is not None, write or self._store
+        self._fetching, self._stored = Fetching(), dict[int, bytes]()
         self._oldest: int | None = None
         self.is_gone = False
 
@@ -139,8 +142,8 @@ class Fetch:
 
     @property
     def value(self) -> bytes:
-        """What has come, where it was not written elsewhere."""
-        return b"".join(self._kept[offset] for offset in sorted(self._kept))
+        """What has arrived, if it was not written elsewhere."""
+        return b"".join(self._stored[offset] for offset in sorted(self._stored))
 
     def due(self) -> list[Any]:
         return [
@@ -149,7 +152,7 @@ class Fetch:
         ]
 
     def hear(self, message: FromServer) -> bool:
-        if not isinstance(message, Part) or message.ticket != self._ticket:
+        if not isinstance(message, FrameReply) or message.ticket != self._ticket:
             return False
         if not message.is_there:
             self._miss(message.version)
@@ -160,7 +163,7 @@ class Fetch:
                 self._write(message.offset, message.data)
         return True
 
-    def _is_sound(self, part: Part) -> bool:
+    def _is_sound(self, part: FrameReply) -> bool:
         length = min(FRAME_BYTES, part.num_bytes - part.offset)
         return len(part.data) == length and checksum(part.ticket, part.offset, part.data) == part.crc
 
@@ -171,8 +174,8 @@ class Fetch:
             self._version = newest
             self._fetching.again()
 
-    def _keep(self, offset: int, data: bytes) -> None:
-        self._kept[offset] = data
+    def _store(self, offset: int, data: bytes) -> None:
+        self._stored[offset] = data
 
     def again(self) -> None:
         self._fetching.again()

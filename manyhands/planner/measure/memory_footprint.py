@@ -1,7 +1,7 @@
-"""What a model needs of memory: counted, and measured in one slice's forward pass.
+"""A model's memory: counted, and measured in one slice's forward pass.
 
-Weights, gradients and the optimizer's states are counted; what a forward pass keeps for backward is measured once, on
-one slice, without leaving a trace in the model. Start reading at `kept_for_backward`.
+Weights, gradients and optimizer state are counted; what a forward pass keeps for backward is measured once, on one
+slice, without changing the model. Start reading at `kept_for_backward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.torch_private import pytree
 __all__ = ["kept_by_parts", "kept_for_backward", "num_bytes", "states_per_weight"]
 
 PROBE = 16
-"""Elements of the weight that an optimizer of the same kind is tried out on."""
+"""Elements of the weight on which an optimizer of the same kind is tried."""
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -28,7 +28,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def states_per_weight(optimizer: Optimizer) -> float:
-    """How many numbers the optimizer keeps for each weight: tried out on a weight of its own."""
+    """How many numbers the optimizer keeps for each weight: tried on a separate weight."""
     weight = nn.Parameter(torch.zeros(PROBE))
     group = {"params": [weight], **optimizer.defaults}
     probe = type(optimizer)([group], lr=optimizer.defaults.get("lr", 0.0))  # type: ignore[call-arg]
@@ -39,15 +39,15 @@ def states_per_weight(optimizer: Optimizer) -> float:
 
 
 def kept_for_backward(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> int:
-    """Bytes that the forward pass of this slice keeps, beside the weights themselves."""
-    with _untouched(model) as stand_in, _counting(model) as kept:
-        result = loss(stand_in, batch)  # held until the hooks are gone: what it keeps must not be freed and reused
+    """Bytes that the forward pass of this slice keeps, besides the weights."""
+    with _untouched(model) as proxy, _counting(model) as kept:
+        result = loss(proxy, batch)  # kept until the hooks are gone: its memory must not be freed and reused
     del result
     return sum(kept.values())
 
 
 def kept_by_parts(model: nn.Module, parts: Iterable[Callable[[Any], Any]]) -> list[int]:
-    """The same for each of the parts that the model is called in, one after the other on what the one before made."""
+    """The same for each of the parts of the model, each called with the output of the part before."""
     found, carried = [], None
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[]):
@@ -64,7 +64,7 @@ def kept_by_parts(model: nn.Module, parts: Iterable[Callable[[Any], Any]]) -> li
 
 @contextmanager
 def _counting(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes that autograd keeps, by where they lie; the model's own tensors are not counted."""
+    """Bytes that autograd keeps, by address; the model's own tensors are not counted."""
     weights = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -72,7 +72,7 @@ def _counting(model: nn.Module) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        # Not itself: a node that keeps what it returned would keep itself for ever, and with it all of the graph.
+        # Detached: a node that keeps its own output would keep itself, and the whole graph, for ever.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -80,11 +80,11 @@ def _counting(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class _StandIn(nn.Module):
-    """Calls the model with buffers that are copies."""
+    """Calls the model with copies of its buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "_model", model)  # no child: its weights are not this module's
+        object.__setattr__(self, "_model", model)  # not a child: its weights must not be this module's
         self._copies = {name: one.clone() for name, one in model.named_buffers()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

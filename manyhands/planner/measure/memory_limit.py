@@ -1,4 +1,4 @@
-"""A limit on each worker's memory: what a layout needs is predicted before it starts, and refused where it is more."""
+"""A limit on each worker's memory: the need of a layout is predicted before it starts, and refused if it is more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manyhands.training.setup.user_model import Parts
 __all__ = ["check_memory", "parse_bytes"]
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 
 
 def parse_bytes(limit: int | str) -> int:
@@ -36,32 +36,35 @@ def parse_bytes(limit: int | str) -> int:
 def check_memory(
     limit: int | str, parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample
 ) -> ModelPlan:
-    """The plan; `SpecError` where a worker would need more than that, with what it needs it for, and what would do."""
+    """The plan; `SpecError` if a worker would need more than `limit`, with what for, and what would fit."""
     most = parse_bytes(limit)
     plan = _plan(parts, choice, workers, slices, sample)
     if plan.most_bytes <= most:
         return plan
     worst = max(plan.memory, key=lambda worker: worker.total)
     counted = ("weights", "gradients", "states", "activations")
-    told = ", ".join(f"{name} {size(getattr(worst, name))}" for name in counted)
+    parts_text = ", ".join(f"{name} {size(getattr(worst, name))}" for name in counted)
     raise SpecError(
         f"Rank {worst.rank} would need {size(worst.total)} {PHASES[worst.largest]} (torch and the program "
-        f"{size(worst.base)}; in a step {told}), which is {size(worst.total - most)} more than memory_limit={limit!r}.",
+        f"{size(worst.base)}; in a step {parts_text}), which is {size(worst.total - most)} more than "
+        f"memory_limit={limit!r}.",
         where=f"mh.{type(choice).__name__}",
         fix=[
-            *_would_do(parts, choice, workers, slices, sample, most),
+            *_enough_workers(parts, choice, workers, slices, sample, most),
             f"memory_limit={worst.total}",
             "a smaller batch",
         ],
     )
 
 
-def _would_do(parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample, most: int) -> Iterator[str]:
-    """The nearest number of workers with which each has enough, if there is one."""
+def _enough_workers(
+    parts: Parts, choice: Any, workers: int, slices: int | None, sample: Sample, most: int
+) -> Iterator[str]:
+    """The smallest doubling of the number of workers with which each has enough memory, if there is one."""
     fields = {field.name for field in msgspec.structs.fields(choice)}
     name = next((one for one in ("workers", "stages") if one in fields), None)
     count = 2 * workers
-    while name is not None and count <= MOST_WORKERS:
+    while name is not None and count <= MAX_WORKERS:
         try:
             wider = msgspec.structs.replace(choice, **{name: count})
             if _plan(parts, wider, count, slices, sample).most_bytes <= most:

@@ -1,12 +1,13 @@
-"""How a model would be divided, and what that takes of each worker's memory: said before anything is started.
+"""How a model would be divided, and the memory that needs on each worker: computed before anything is started.
 
-Weights, gradients and states are counted. What forward passes keep is measured on one slice, stage by stage in a
-pipeline; where layers are split it is an upper bound, because only a part of it is divided. What is there at a time
-when a run starts, in a step and in a save is `planner.memory_peaks`'s arithmetic. Start at `plan_model`.
+Weights, gradients and optimizer state are counted. Activations are measured on one slice, stage by stage in a pipeline;
+if layers are split this is an upper bound, because only a part of it is divided. `planner.memory_peaks` computes what
+is in memory at a time when a run starts, in a step and in a save. Start reading at `plan_model`.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,14 +25,15 @@ from manyhands.parallel.model.layer_blocks import blocks_of as gathered_blocks
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut
 from manyhands.parallel.pipeline.model_proxy import learn_inputs
-from manyhands.parallel.pipeline.partition import Inputs, Part, shared_between
+from manyhands.parallel.pipeline.partition import BlockRange, Inputs, shared_between
 from manyhands.parallel.pipeline.schedule import Schedule, default_chunks, make_schedule
 from manyhands.parallel.pipeline.timeline import draw, play
 from manyhands.parallel.tensor.plan import TensorPlan, plan_tensor
 from manyhands.planner.measure.memory_footprint import kept_by_parts, kept_for_backward, num_bytes, states_per_weight
 from manyhands.planner.memory_peaks import Counted, Peaks, divided, gathered, in_shards, one_copy, replica
 from manyhands.strategies.choices import Sharded
-from manyhands.strategies.model_parallel import DIVIDED, Mesh, Pipeline, as_sharded, grid_of, microbatches
+from manyhands.strategies.model_parallel import DIVIDED, Mesh, PipelineParallel, as_sharded, grid_of, microbatches
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.training.setup.divide_model import Sample
 from manyhands.training.step.resource_meter import held_bytes
 
@@ -39,12 +41,10 @@ __all__ = ["LayerPlan", "ModelPlan", "WorkerPlan", "base_bytes", "plan_model"]
 
 LATER_BYTES = 30 * 2**20
 """What a process loads and opens after it has planned: kernels, and its connections."""
-ONE_COPY = ("mirrored", "central_storage", "sharded")
-"""Strategies whose workers on one host look at one copy of the weights, and have parts of the states."""
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
-    """A layer with weights of its own."""
+    """A layer that has weights itself."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class LayerPlan(msgspec.Struct, frozen=True):
     stage: int | None
     num_bytes: int
     bytes_per_worker: int
-    """Of a worker that has some of it."""
+    """For a worker that has some of it."""
     why: str = ""
 
 
@@ -66,13 +66,13 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     tensor: int
     weights: int
     gradients: int
-    """Of all slices that are held at once."""
+    """For all slices that are in memory at once."""
     states: int
     activations: int
     base: int
-    """The interpreter, torch and the program, as they were before the model was divided."""
+    """The interpreter, torch and the program, before the model is divided."""
     start: int
-    """Beside that, while the model is built and divided; and below, in a step and while a checkpoint is written."""
+    """In addition, while the model is built and divided; below, in a step and while a checkpoint is written."""
     step: int
     save: int
     total: int
@@ -87,7 +87,7 @@ class ModelPlan(msgspec.Struct, frozen=True):
     layers: list[LayerPlan]
     memory: list[WorkerPlan]
     schedule: str = ""
-    """A pipeline's, drawn."""
+    """Of a pipeline, drawn."""
 
     @property
     def most_bytes(self) -> int:
@@ -95,7 +95,8 @@ class ModelPlan(msgspec.Struct, frozen=True):
 
 
 def base_bytes(model: nn.Module) -> int:
-    """What this process has beside the model, which nobody has divided yet."""
+    """Memory of this process beside the model, which is not divided yet."""
+    gc.collect()  # a trace of the model leaves outputs in cycles, which Python frees at another time in every run
     process_settings.give_freed_memory_back()
     return max(0, held_bytes() - num_bytes([*model.parameters(), *model.buffers()])) + LATER_BYTES
 
@@ -109,9 +110,9 @@ def plan_model(
     slices: int | None = None,
     base: Callable[[], int] = lambda: 0,
 ) -> ModelPlan:
-    """`slices` is V, where it is given; a replica's part of them are a pipeline's microbatches.
+    """`slices` is V, if given; a replica's share of them are a pipeline's microbatches.
 
-    `base` says what a worker has without a model; asked when all is counted, because counting loads some of torch.
+    `base` returns the memory of a worker without a model; called last, because counting loads some of torch.
     """
     grid, name = grid_of(choice, workers), choice.name
     choice = as_sharded(choice, grid) or choice
@@ -119,22 +120,22 @@ def plan_model(
     split = plan_tensor(model, grid.tensor, rules, sequence=sequence) if grid.tensor > 1 else None
     stages = _Stages(model, choice, grid, sample, slices) if grid.pipeline > 1 else None
     layers = list(_layers(model, choice, grid.data, split, stages))
-    weigher = _Weigher(model, optimizer, choice, grid, layers, sample, stages, slices)
-    has = base()
+    counter = _MemoryCounter(model, optimizer, choice, grid, layers, sample, stages, slices)
+    base_per_worker = base()
     return ModelPlan(
         strategy=name,
         workers=workers,
         layers=layers,
-        memory=[weigher.worker(rank, has) for rank in range(workers)],
+        memory=[counter.worker(rank, base_per_worker) for rank in range(workers)],
         schedule=draw(stages.schedule) if stages is not None else "",
     )
 
 
 class _Stages:
-    """Which stage has what, as a run with this sample would cut it."""
+    """The stages, as a run with this sample would cut them."""
 
     def __init__(
-        self, model: nn.Module, choice: Pipeline | Mesh, grid: Grid, sample: Sample, slices: int | None
+        self, model: nn.Module, choice: PipelineParallel | Mesh, grid: Grid, sample: Sample, slices: int | None
     ) -> None:
         inputs = learn_inputs(sample.call, model, sample.batch)
         chunks = choice.chunks or default_chunks(choice.schedule)
@@ -143,7 +144,7 @@ class _Stages:
         check_enough(blocks, grid.pipeline, chunks)
         measured = not choice.cuts and len(blocks.names) > count
         costs = sample.measure(model, blocks, inputs) if measured else None
-        self.parts: Sequence[Part] = cut(blocks, count, at=choice.cuts or (), costs=costs, place=choice.place)
+        self.parts: Sequence[BlockRange] = cut(blocks, count, at=choice.cuts or (), costs=costs, place=choice.place)
         count = max(1, slices // grid.data) if slices is not None else microbatches(choice, grid)
         self.schedule: Schedule = make_schedule(choice.schedule, grid.pipeline, count, choice.chunks)
         self.alive = play(self.schedule).most_alive
@@ -166,7 +167,7 @@ class _Stages:
         return self.schedule.ranks_of_stages[stage or 0]
 
     def kept(self, rank: int, in_all: int) -> int:
-        """By all slices that are under way there; what the loss keeps, of `in_all`, is the last stage's."""
+        """For all slices in flight on this rank; the rest of `in_all`, kept by the loss, counts for the last stage."""
         stages = self.schedule.stages_of(rank)
         kept = sum(self._kept[stage] for stage in stages)
         kept += max(0, in_all - sum(self._kept)) if len(self.parts) - 1 in stages else 0
@@ -186,15 +187,15 @@ class _Stages:
 
 class _Tied(NamedTuple):
     elsewhere: int
-    """Bytes of weights that a rank has, though they are counted where they are used first."""
+    """Bytes of weights that a rank has, though they are counted where they are first used."""
     sums: int
     """Every rank's gradients of tied weights, and their sums."""
 
 
 def _kept(model: nn.Module, choice: Any, measure: Callable[[], list[int]]) -> list[int]:
-    """What passes through each part keep; of layers that are computed again their inputs, and all that one of them has.
+    """Bytes kept by the forward of each part; for recomputed layers their inputs, and everything of one such layer.
 
-    One at a time is computed again in backward, and they are taken to be alike.
+    Backward recomputes one layer at a time; the layers are assumed to be alike.
     """
     found, which = measure(), getattr(choice, "recompute", None)
     if which is None:
@@ -205,7 +206,7 @@ def _kept(model: nn.Module, choice: Any, measure: Callable[[], list[int]]) -> li
     return [less + max(0, every - less) // each for every, less in zip(found, fewer, strict=True)]
 
 
-def _call(part: Part, inputs: Inputs, carried: Any) -> Any:
+def _call(part: BlockRange, inputs: Inputs, carried: Any) -> Any:
     return part(inputs, carried)
 
 
@@ -235,14 +236,14 @@ def _layers(
 
 
 def _is_fully_sharded(choice: Any) -> bool:
-    """Whether workers have parts of the weights between steps; in a mesh they do at every level."""
+    """Whether workers have shards of the weights between steps; in a mesh they do at every level."""
     return (isinstance(choice, Sharded) and choice.level == "parameters") or (
         isinstance(choice, Mesh) and choice.level is not None
     )
 
 
-class _Weigher:
-    """What each worker needs."""
+class _MemoryCounter:
+    """Computes the memory of each worker."""
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class _Weigher:
         )
 
     def _in_step(self, own: Counted) -> tuple[int, int]:
-        """Weights and gradients at once: beside parts what is gathered, and sums of several slices in full."""
+        """Weights and gradients at once: shards, gathered weights, and full sums of several slices."""
         replicas = self._grid.data
         if not _is_fully_sharded(self._choice):
             return own.weights, own.partials * own.gradients
@@ -313,14 +314,14 @@ class _Weigher:
             tied = _Tied(0, 0) if self._stages is None else self._stages.tied(stage)
             largest = min(self._largest, max(tied.elsewhere, *layers, 0))
             return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data)
-        if self._choice.name in ONE_COPY and self._grid.data > 1:
+        if STRATEGIES[self._choice.name].one_copy and self._grid.data > 1:
             return one_copy(own, workers=self._grid.data)
         return replica(own)
 
 
 def _gathered_bytes(model: nn.Module) -> int:
-    """Of the largest block that is whole for a while, which may be what is in none."""
-    import manyhands.parallel.sharding.fsdp_backend  # noqa: F401  # torch's part of it is large, and belongs to the base
+    """Bytes of the largest block that is gathered; this may be the parameters outside of all blocks."""
+    import manyhands.parallel.sharding.fsdp_backend  # noqa: F401  # it loads much of torch, which belongs to the base
 
     blocks = [num_bytes(block.parameters()) for block in gathered_blocks(model).values()]
     return max([num_bytes(model.parameters()) - sum(blocks), *blocks])

@@ -1,8 +1,9 @@
-"""Which step the workers of a divided model go on from when some were lost, and who gets its part from whom. Pure.
+"""Recovery decision for a partitioned model: the step to continue from, and which rank copies whose state. Pure.
 
-Every part of the model is in each replica once, so the workers on a line of the data axis have the same part and the
-same state. A step is committed when mates have met in it, so workers differ by a step at most; one that some have
-committed counts if every part of the model has somebody who has. Start reading at `hand_over`.
+Each replica has every part of the model once, so the ranks of one line along the data axis have the same part and the
+same state. A step is committed after an exchange between the ranks of a replica, so ranks differ by at most one step.
+A step that only some ranks have committed counts if, for every part of the model, a rank has committed it. Start
+reading at `hand_over`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import NamedTuple, Protocol
 
 from manyhands.comm.mesh import Formation, Grid
 
-__all__ = ["Handover", "hand_over", "words"]
+__all__ = ["PartRecovery", "hand_over", "words"]
 
 
-class Stands(Protocol):
-    """Where a worker stands."""
+class PartProgress(Protocol):
+    """What `hand_over` reads of a rank's `WorkerProgress`."""
 
     @property
     def step(self) -> int: ...
@@ -26,32 +27,33 @@ class Stands(Protocol):
     def doing(self) -> str: ...
 
 
-class Handover(NamedTuple):
+class PartRecovery(NamedTuple):
     step: int
-    """Where all stand afterwards."""
+    """The committed step of all ranks after the recovery."""
     givers: tuple[int, ...]
-    """By rank: whose state those on its line of the data axis get, as far as they have another."""
+    """By rank: the source of the state for its line along the data axis; ranks of the line at another step copy it."""
     takes: tuple[bool, ...]
-    """By rank: whether it does."""
+    """By rank: whether it copies that state."""
 
 
-def hand_over(standings: Sequence[Stands], formation: Formation) -> Handover | None:
-    """By rank. None: whatever the step, some part of the model is with nobody who stands there.
+def hand_over(progress: Sequence[PartProgress], formation: Formation) -> PartRecovery | None:
+    """The recovery from the progress of each rank; None if the run has to return to its last checkpoint.
 
-    Or one would have to take a step back that does by now what follows it, and would go on with that.
+    That is so if there is no step at which every part of the model has a rank, or if a rank would have to undo a step
+    whose following operation (an evaluation, a save) it has begun: it would continue that operation alone.
     """
-    lines = [formation.line(rank, "data") for rank in range(len(standings))]
-    for step in sorted({one.step for one in standings if one.has_state}, reverse=True):
-        there = [one.has_state and one.step == step for one in standings]
-        givers = [found[0] for line in lines if (found := [other for other in line if there[other]])]
+    lines = [formation.line(rank, "data") for rank in range(len(progress))]
+    for step in sorted({one.step for one in progress if one.has_state}, reverse=True):
+        at_step = [one.has_state and one.step == step for one in progress]
+        givers = [found[0] for line in lines if (found := [other for other in line if at_step[other]])]
         if len(givers) == len(lines):
-            is_past = any(one.has_state and one.step > step and one.doing != "steps" for one in standings)
-            return None if is_past else Handover(step, tuple(givers), tuple(not one for one in there))
+            is_past_step = any(one.has_state and one.step > step and one.doing != "steps" for one in progress)
+            return None if is_past_step else PartRecovery(step, tuple(givers), tuple(not one for one in at_step))
     return None
 
 
 def words(part: Grid, replica: Grid) -> str:
-    """Such as: stage 2 of 4, part 1 of 2 of its layers."""
+    """A part of the model for messages, such as: stage 2 of 4, part 1 of 2 of the layers."""
     stage = f"stage {part.pipeline + 1} of {replica.pipeline}" if replica.pipeline > 1 else ""
     split = f"part {part.tensor + 1} of {replica.tensor} of the layers" if replica.tensor > 1 else ""
     return ", ".join(one for one in (stage, split) if one)

@@ -1,9 +1,10 @@
-"""What a worker of an elastic run does when its group changes: go over to the newer one, and agree on where all stand.
+"""What a worker of an elastic run does when its group changes: switch to the new generation and recover the state.
 
-The protocol is docs/protocols/elastic.md. A group changes in the middle of a collective, because a member is gone, or
-at a step's end, because members come or leave. Either way all members of the newer group tell each other where they
-stand, and whoever is behind gets the state of one who is not. `Regrouping.go_over` does that; `agreed` wraps work that
-all workers do together outside of steps. In a static run nothing here has anything to do.
+The protocol is docs/protocols/elastic.md. A group changes in the middle of a collective, because a member was lost, or
+at the end of a step, because members join or leave. In both cases all members of the new generation exchange their
+progress, and a member that is behind receives the state of one that is not. `Regroup.switch_generation` does that;
+`agreed` repeats collective operations outside of steps after a member was lost. In a static run all of this does
+nothing.
 """
 
 from __future__ import annotations
@@ -19,81 +20,81 @@ from manyhands.comm.mesh import Formation, left_over, parts_without
 from manyhands.control.session.session import Session
 from manyhands.errors import PartLost, PeerLost, PeerTimeout
 from manyhands.events import RoundRestarted, Warned
-from manyhands.parallel.replicas.model_parallel_replica import Division
+from manyhands.parallel.replicas.model_parallel_replica import PartitionSpec
 from manyhands.spec.worker_identity import Group
 from manyhands.strategies.model_parallel import Mesh
 from manyhands.training.elastic.part_recovery_decision import hand_over, words
 from manyhands.training.elastic.recovery_decision import (
-    Arrival,
     Doing,
     Evaluated,
-    Standing,
-    are_apart,
+    RecoveryOutcome,
+    WorkerProgress,
     can_join,
     decide,
-    has_behind_it,
+    evaluation_result,
+    finished_operations,
     is_done,
-    told_result,
+    trainings_differ,
 )
-from manyhands.training.elastic.state_transfer import take_shared
+from manyhands.training.elastic.state_transfer import broadcast_state
 from manyhands.training.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.training.state.training_state import Training
+    from manyhands.training.state.training_state import TrainingState
 
-__all__ = ["Dismissed", "Regrouping"]
+__all__ = ["Dismissed", "Regroup"]
 
-# While there is no coordinator, changes wait, and so does a worker that has lost its group.
+# How long to wait for the next generation. None is issued while the coordinator is down.
 NEXT_GROUP_S = 600.0
-# A process takes seconds to come; a host that was restarted, a minute.
+# How long to wait for a replacement: a process starts within seconds, a host restarts within a minute.
 REPLACEMENT_S = 60.0
-# A call may take its hours; beyond that, something is wrong with the run.
+# A call may take hours; beyond this, something is wrong with the run.
 CALL_S = 24 * 3600.0
 
 T = TypeVar("T")
 
 
 class Dismissed(SystemExit):
-    """This worker is not needed any more; its script ends here, and well."""
+    """This worker is no longer needed: its script ends here with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-class _Incomplete(PeerLost):
-    """The group lacks workers that it takes to train."""
+class _TooFewWorkers(PeerLost):
+    """The group has too few workers to train."""
 
 
-class _Inopportune(PeerLost):
-    """The others are in the middle of what a newcomer cannot join, or it is itself half-way into having a part."""
+class _CannotJoin(PeerLost):
+    """Members are in an operation that a newcomer cannot join, or this newcomer does not have all of its part yet."""
 
 
-class Regrouping:
-    """`training` is set once there is something to train; until then this worker has no state to give."""
+class Regroup:
+    """Keeps one training in step with the group. `training` is set when it is built; before that there is no state."""
 
     def __init__(self, worker: Worker, regrouped: Callable[[], None]) -> None:
         self._worker, self._regrouped = worker, regrouped
-        self.training: Training | None = None
+        self.training: TrainingState | None = None
         self._has_state = self._is_newcomer = False
         self._operation = 0
         self.division = ""
         self._doing: Doing = "steps"
         self._result: Evaluated | None = None
-        self._told: Evaluated | None = None
-        """What the others came to in the evaluation that they were in when this worker was admitted."""
+        self._received_result: Evaluated | None = None
+        """The result of the evaluation that the members were in when they admitted this worker."""
         self.resumed = 0
-        """The call that the checkpoint was taken in which this worker, or who gave it its state, began with."""
-        self._is_short = False
-        """Nobody of this worker's group can train before others have come."""
+        """The call in which the checkpoint was taken that this worker, or the source of its state, resumed from."""
+        self._has_too_few = False
+        """This worker's group cannot train before more workers have joined."""
         self._listeners: list[Callable[[], None]] = []
-        self._stood_in: str | None = None
-        """The generation that this training last stood in."""
+        self._recovered_in: str | None = None
+        """The generation in which this training last exchanged progress."""
 
     # ---- what callers use ----
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Inside, `listener` is called after every change: for whatever depends on this worker's rank."""
+        """Within the context, call `listener` after every change of group: for values that depend on the rank."""
         self._listeners.append(listener)
         try:
             yield
@@ -101,62 +102,62 @@ class Regrouping:
             self._listeners.remove(listener)
 
     def settled(self) -> None:
-        """This worker has a state of its own now."""
-        self._has_state, self._stood_in = True, self._worker.group.generation
+        """This worker has a state: it was built, or loaded from a checkpoint."""
+        self._has_state, self._recovered_in = True, self._worker.group.generation
 
     def take_up(self) -> bool:
-        """Go on with this training, after others, in the group as it is by now. False: no worker has its state."""
+        """Continue this training after another one was in use, in the current group. False: no worker has its state."""
         training, worker = self.training, self._worker
         assert training is not None
-        if self._stood_in != worker.group.generation:
+        if self._recovered_in != worker.group.generation:
             worker.follow_group()
             try:
-                self._stand(worker.group, done=False)
+                self._recover(worker.group, done=False)
             except PeerLost:
                 if not worker.is_elastic:
                     raise
-                self.go_over()
+                self.switch_generation()
             if not self._has_state:
                 return False
         self.agreed(training.engine.take_up)
         return True
 
     def step_done(self) -> None:
-        self._operation, self.division, self._told = 0, "", None
-        self._name_place()
+        self._operation, self.division, self._received_result = 0, "", None
+        self._update_location()
 
     @property
     def change_is_due(self) -> bool:
-        """Whether the chief should have all members go over at the end of the next step."""
+        """Whether the chief should request that all members switch generations at the end of the next step."""
         newest, worker = self._worker.session.newest, self._worker
-        if newest is None:  # with too few, they wait for others
-            return bool(worker.world_size < worker.session.seat.least_workers)
+        if newest is None:  # too few workers: wait for more
+            return bool(worker.world_size < worker.session.identity.least_workers)
         return newest.call in (0, worker.call)
 
     def change(self) -> None:
-        """All members go over, between two steps."""
+        """Switch to the new generation, on all members, between two steps."""
         worker, step = self._worker, self.training.progress.step if self.training is not None else 0
-        if worker.session.newest is None and worker.world_size < worker.session.seat.least_workers:
+        if worker.session.newest is None and worker.world_size < worker.session.identity.least_workers:
             worker.report(step, "waiting for workers")
             worker.warn(
-                f"waiting: {worker.world_size} of at least {worker.session.seat.least_workers} workers are there"
+                f"waiting: {worker.world_size} of at least {worker.session.identity.least_workers} workers are there"
             )
-        self.go_over(after_loss=False)
+        self.switch_generation(after_loss=False)
 
     def evaluated(self, work: Callable[[], Evaluated]) -> Evaluated:
-        """An evaluation between two steps, which newcomers can join, too, or are told the result of."""
-        self._told, told = None, self._told
-        if told is not None:
+        """Run an evaluation between two steps. Newcomers can join it, or receive its result from the members."""
+        self._received_result, received = None, self._received_result
+        if received is not None:
             self._operation += 1
-            return told
+            return received
         return self.agreed(work, doing="an evaluation")
 
     def agreed(self, work: Callable[[], T], *, doing: Doing = "something else") -> T:
-        """Do what all workers do together, again if a member is lost in it, until every member has its result."""
+        """Run an operation of all workers; repeat it when a member is lost, until every member has the result."""
         if not self._worker.is_elastic:
             return work()
         self._operation += 1
-        self._name_place()
+        self._update_location()
         results: list[T] = []
         while True:
             try:
@@ -166,77 +167,80 @@ class Regrouping:
                 return results[0]
             except PeerLost:
                 result: Any = results[0] if doing == "an evaluation" and results else None
-                if self.go_over(doing, done=bool(results), result=result).all_done:
+                if self.switch_generation(doing, done=bool(results), result=result).all_done:
                     return results[0]
                 results.clear()
 
-    def go_over(
+    def switch_generation(
         self,
         doing: Doing = "steps",
         *,
         done: bool = False,
         after_loss: bool = True,
         result: Evaluated | None = None,
-    ) -> Arrival:
-        """Leave the group for the newest one, as soon as there is one. If that fails, for the one after it.
+    ) -> RecoveryOutcome:
+        """Switch to the newest generation as soon as there is one. If that fails, switch to the one after it.
 
-        `doing`, and whether that is `done`: what this worker is in the middle of. `result` is that of an evaluation,
-        which newcomers are told if nobody repeats it.
+        `doing` is the operation that this worker is in, and `done` says whether it has the result. `result` is that of
+        an evaluation, which newcomers receive if no member repeats it.
         """
         self._doing, self._result = doing, result
-        undone = self.training.go_back() if after_loss and self.training is not None else 0
+        undone = self.training.roll_back() if after_loss and self.training is not None else 0
         while True:
             group = self._next_group(stranded=after_loss)
             if group.rank < 0:
                 raise Dismissed
             try:
-                arrival = self._arrive(group, done)
-            except _Incomplete:
-                after_loss = False  # nobody is to be found gone: others have to come
+                outcome = self._switch_to(group, done)
+            except _TooFewWorkers:
+                after_loss = False  # no member was lost: the group waits for more workers
             except PeerLost as lost:
-                if isinstance(lost, _Inopportune) and self._is_newcomer:
+                if isinstance(lost, _CannotJoin) and self._is_newcomer:
                     raise
-                after_loss = True  # another member was lost meanwhile: there will be a newer group
+                after_loss = True  # another member was lost meanwhile: a newer generation follows
             else:
-                self._tell_restart(undone, after_loss)
-                return arrival
+                self._report_restart(undone, after_loss)
+                return outcome
 
     def _next_group(self, *, stranded: bool) -> Group:
-        """Those who cannot train with what is left wait for a replacement: for as long as the run does, or as they may.
+        """Wait for the next generation; if this group is too small to train, wait for replacements.
 
-        Where fewer would do, they are as many as it takes in the next attempt.
+        If the run allows fewer workers, that wait is short: the remaining ones are enough for the next attempt.
         """
-        seat = self._session.seat
-        if not self._is_short or seat.least_workers == seat.most_workers:
+        identity = self._session.identity
+        if not self._has_too_few or identity.least_workers == identity.most_workers:
             return self._session.await_group(NEXT_GROUP_S, stranded=stranded)
         try:
             return self._session.await_group(REPLACEMENT_S, stranded=stranded)
-        except PeerTimeout as nobody:
+        except PeerTimeout as timeout:
             raise PartLost(
-                f"Nobody came within {REPLACEMENT_S:g} s in place of workers that were lost: what is left goes on from "
-                "the last checkpoint."
-            ) from nobody
+                f"No replacement for the lost workers joined within {REPLACEMENT_S:g} s: the remaining workers restart "
+                "from the last checkpoint."
+            ) from timeout
 
-    def _tell_restart(self, undone: int, after_loss: bool) -> None:
-        """Also where nothing was undone here: a chief that was lost may have recorded a step more."""
+    def _report_restart(self, undone: int, after_loss: bool) -> None:
+        """Report it even if this worker undid no step: a chief that was lost may have recorded one step more."""
         training = self.training
-        if after_loss and training is not None and training.engine.goes_back and self._has_state:
+        if after_loss and training is not None and training.engine.rolls_back and self._has_state:
             self._worker.emit(RoundRestarted(time_s=time.time(), step=training.progress.step, steps=undone))
 
-    def find_place(self) -> None:
-        """Where an attempt begins with more workers than whole replicas take, those who are left over go."""
+    def end_if_replica_incomplete(self) -> None:
+        """End this worker if its replica is incomplete at the start of an attempt: the complete replicas are enough."""
         worker = self._worker
         while worker.is_elastic and not worker.is_waiting and worker.formation is None:
-            if worker.session.seat.slot in left_over(worker.one_replica, worker.group.slots):
-                text = f"The worker in slot {worker.session.seat.slot} is left over, and goes: the others are enough."
+            if worker.session.identity.slot in left_over(worker.one_replica, worker.group.slots):
+                text = (
+                    f"The worker in slot {worker.session.identity.slot} ends: its replica is incomplete, and the "
+                    "complete ones are enough."
+                )
                 worker.tell(Warned(text=text))
                 raise Dismissed
             worker.enter(self._session.await_group(NEXT_GROUP_S))
 
     def wait_for_admission(self) -> bool:
-        """A worker that was started into a running run waits here. False: the run has finished this call without it."""
+        """Wait, as a worker started during the run, to be admitted. False: the run finished this call without it."""
         if self._worker.is_divided and not isinstance(self._worker.strategy, Mesh):
-            self.wait_for_end_of_call()  # its parts are as many as the attempt began with
+            self.wait_for_end_of_call()  # the workers that the attempt began with have all parts
             return False
         self._is_newcomer = True
         while self._worker.rank < 0:
@@ -244,129 +248,133 @@ class Regrouping:
             if group is None:
                 return False
             try:
-                self._arrive(group, done=False)
-            except _Inopportune:
+                self._switch_to(group, done=False)
+            except _CannotJoin:
                 raise
-            except _Incomplete:
-                self.go_over(after_loss=False)
+            except _TooFewWorkers:
+                self.switch_generation(after_loss=False)
             except PeerLost:
-                self.go_over()
-        assert self._has_state, "admitted to a group of which nobody has a state"
+                self.switch_generation()
+        assert self._has_state, "admitted to a group in which no worker has a state"
         self._is_newcomer = False
         return True
 
     def wait_for_end_of_call(self) -> None:
-        """The same in a call without steps, which nobody can join."""
+        """Wait, as a newcomer, for the end of a call that has no steps, and that it therefore cannot join."""
         self._session.await_end_of_call(self._worker.call, CALL_S)
 
     @property
     def run_call(self) -> int:
-        """The public call that the run is in, as a newcomer is told."""
+        """The public call that the run is in, as the agent reports it to a newcomer."""
         return self._session.run_call
 
-    # ---- going over ----
+    # ---- switching to a new generation ----
 
     @property
     def _session(self) -> Session:
         assert isinstance(self._worker.session, Session)
         return self._worker.session
 
-    def _name_place(self) -> None:
+    def _update_location(self) -> None:
         step = self.training.progress.step if self.training is not None else 0
         self._worker.place = f"{self._worker.call}.{step}.{self._operation}"
 
-    def _arrive(self, group: Group, done: bool) -> Arrival:
+    def _switch_to(self, group: Group, done: bool) -> RecoveryOutcome:
         self._worker.enter(group)
-        return self._stand(group, done)
+        return self._recover(group, done)
 
-    def _stand(self, group: Group, done: bool) -> Arrival:
-        """All members tell each other where they stand, and whoever lacks the state of this training gets it."""
+    def _recover(self, group: Group, done: bool) -> RecoveryOutcome:
+        """Exchange progress with all members; a member that is behind receives the state of this training."""
         worker, training = self._worker, self.training
-        self._stood_in = group.generation
+        self._recovered_in = group.generation
         if worker.is_divided:
-            return self._arrive_in_parts(group, done)
-        standings = self._tell_standings(done)
-        source, needed, arrival = decide(standings, group.rank)
-        if source is not None and not can_join(standings, standings[source]):
-            raise _Inopportune("A newcomer came while the others did what it cannot join. It goes, and another comes.")
-        result = None if self._has_state or source is None else told_result(standings, standings[source])
-        if any(one.has_state and one.mapped is None for one in standings):
-            _ = worker.network  # connected by all at the same time: a newcomer asks for it later than the others
+            return self._recover_parts(group, done)
+        progress = self._exchange_progress(done)
+        source, needed, outcome = decide(progress, group.rank)
+        if source is not None and not can_join(progress, progress[source]):
+            raise _CannotJoin("A newcomer was admitted during an operation that it cannot join. It ends and restarts.")
+        result = None if self._has_state or source is None else evaluation_result(progress, progress[source])
+        if any(one.has_state and one.mapped is None for one in progress):
+            _ = worker.network  # all members must connect it now: a newcomer would need it later than the others
         if training is not None:
             training.engine.regroup(worker.axis, worker.sharing)
         if source is not None and needed:
-            self._share_state(source, standings[source], arrival.received)
-        self._told = result
+            self._share_state(source, progress[source], outcome.received)
+        self._received_result = result
         for listener in (self._regrouped, *self._listeners):
             listener()
-        return arrival
+        return outcome
 
-    def _arrive_in_parts(self, group: Group, done: bool) -> Arrival:
-        """The same where each has a part of the model, and gets the state of one that has the same part."""
-        worker, training, mine = self._worker, self.training, self._standing(done)
+    def _recover_parts(self, group: Group, done: bool) -> RecoveryOutcome:
+        """The same for a partitioned model: a member receives the state of one that has the same part."""
+        worker, training, mine = self._worker, self.training, self._my_progress(done)
         assert training is not None
-        formation = self._form(group)
-        standings = self._tell_standings(done)
-        if are_apart(standings):
+        formation = self._positions(group)
+        progress = self._exchange_progress(done)
+        if trainings_differ(progress):
             raise _lost_outside_of_steps()
-        division = next((one.parts for one in standings if one.parts is not None), None)
-        handover, is_new = hand_over(standings, formation), not self._has_state
-        if handover is None or division is None:
-            raise PartLost("No step of the run is known whole any more: it goes back to its last checkpoint.")
-        giver = standings[handover.givers[group.rank]]
-        if not all(can_join(standings, standings[rank]) for rank in handover.givers):
+        division = next((one.parts for one in progress if one.parts is not None), None)
+        recovery, is_new = hand_over(progress, formation), not self._has_state
+        if recovery is None or division is None:
+            raise PartLost(
+                "The live workers do not have all of the model at one step: the run goes back to its last checkpoint."
+            )
+        giver = progress[recovery.givers[group.rank]]
+        if not all(can_join(progress, progress[rank]) for rank in recovery.givers):
             raise _lost_outside_of_steps()
-        self._take_part(division, wait=not all(one.has_state for one in standings))
-        line, takes = formation.line(group.rank, "data"), handover.takes[group.rank]
-        if any(handover.takes[rank] for rank in line):
-            source = line.index(handover.givers[group.rank])
-            take = take_shared(worker.replicas, training, source, with_hooks=not self._has_state, own=True)
+        self._partition(division, wait=not all(one.has_state for one in progress))
+        line, takes = formation.line(group.rank, "data"), recovery.takes[group.rank]
+        if any(recovery.takes[rank] for rank in line):
+            source = line.index(recovery.givers[group.rank])
+            take = broadcast_state(worker.replicas, training, source, with_hooks=not self._has_state, own=True)
             if takes:
                 take()
                 training.keep()
-                self._operation, self.division, self._has_state = has_behind_it(giver), "", True
+                self._operation, self.division, self._has_state = finished_operations(giver), "", True
                 worker.script.steps = dict(giver.steps)
-        self._told = told_result(standings, giver) if is_new else None
+        self._received_result = evaluation_result(progress, giver) if is_new else None
         for listener in (self._regrouped, *self._listeners):
             listener()
-        received = takes and (not mine.has_state or mine.step < handover.step)
-        return Arrival(received, same_step=False, all_done=is_done(standings, mine))
+        received = takes and (not mine.has_state or mine.step < recovery.step)
+        return RecoveryOutcome(received, same_step=False, all_done=is_done(progress, mine))
 
-    def _take_part(self, division: Division, *, wait: bool) -> None:
-        """A newcomer cuts the model into parts, which has no deadline; the others `wait` for it."""
+    def _partition(self, division: PartitionSpec, *, wait: bool) -> None:
+        """Partition the model on a newcomer, which has no deadline. With `wait`, all members wait for that."""
         training = self.training
         assert training is not None
         try:
-            training.take_part(division)
+            training.partition(division)
         except PeerLost as lost:
             if training.has_part:
                 raise
-            text = "Others were lost while a newcomer took its part of the model. It goes, and another comes."
-            raise _Inopportune(text) from lost
+            text = "Workers were lost while a newcomer took its part of the model. The newcomer ends and restarts."
+            raise _CannotJoin(text) from lost
         if wait:
             self._worker.wait_for_all("parts of newcomers")
 
-    def _form(self, group: Group) -> Formation:
-        """Who stands where in this group; `_Incomplete` if it takes others before anybody can train."""
+    def _positions(self, group: Group) -> Formation:
+        """The grid positions of this group's ranks; `_TooFewWorkers` if more workers must join before it can train."""
         worker, replica = self._worker, self._worker.one_replica
         if lost := parts_without(replica, group.slots):
-            told = "; ".join(words(part, replica) for part in lost)
-            raise PartLost(f"No living worker has {told}; the last checkpoint has all of the model")
-        self._is_short = worker.formation is None
+            parts = "; ".join(words(part, replica) for part in lost)
+            raise PartLost(f"No living worker has {parts}; the last checkpoint has all of the model")
+        self._has_too_few = worker.formation is None
         if worker.formation is not None:
             return worker.formation
         if self._doing == "something else":
             raise _lost_outside_of_steps()
         worker.report(self.training.progress.step if self.training is not None else 0, "waiting for workers")
-        raise _Incomplete("Workers are missing.")
+        raise _TooFewWorkers("The group has too few workers to train.")
 
-    def _tell_standings(self, done: bool) -> list[Standing]:
-        told = self._worker.axis.all_gather_bytes("standings", msgspec.msgpack.encode(self._standing(done)))
-        return [msgspec.msgpack.decode(data, type=Standing) for data in told]
+    def _exchange_progress(self, done: bool) -> list[WorkerProgress]:
+        received = self._worker.axis.all_gather_bytes(
+            "progress of the workers", msgspec.msgpack.encode(self._my_progress(done))
+        )
+        return [msgspec.msgpack.decode(data, type=WorkerProgress) for data in received]
 
-    def _standing(self, done: bool) -> Standing:
+    def _my_progress(self, done: bool) -> WorkerProgress:
         training = self.training
-        return Standing(
+        return WorkerProgress(
             call=self._worker.call,
             use=self._worker.script.uses,
             steps=self._worker.script.steps,
@@ -383,21 +391,21 @@ class Regrouping:
             resumed=self.resumed,
         )
 
-    def _share_state(self, source: int, standing: Standing, receives: bool) -> None:
+    def _share_state(self, source: int, source_progress: WorkerProgress, receives: bool) -> None:
         training = self.training
-        take = take_shared(self._worker.axis, training, source, with_hooks=not self._has_state)
-        if receives:  # no collective from here on: a state is taken whole or not at all
+        take = broadcast_state(self._worker.axis, training, source, with_hooks=not self._has_state)
+        if receives:  # no collective from here on: the state is taken over completely or not at all
             assert training is not None
-            training.engine.held.attach(standing.mapped)
+            training.engine.held.attach(source_progress.mapped)
             take()
             training.keep()
-            self._operation, self.division, self._has_state = has_behind_it(standing), "", True
-            self.resumed = standing.resumed
-            self._worker.script.steps = dict(standing.steps)
+            self._operation, self.division, self._has_state = finished_operations(source_progress), "", True
+            self.resumed = source_progress.resumed
+            self._worker.script.steps = dict(source_progress.steps)
 
 
 def _lost_outside_of_steps() -> PartLost:
     return PartLost(
-        "A worker was lost while all of them saved, got ready or did something else that no other can join: the run "
+        "A worker was lost during a save, the setup or another operation that its replacement cannot join: the run "
         "goes back to its last checkpoint."
     )

@@ -1,6 +1,6 @@
-"""The state of one worker for others: who has it tells, and they take it over, whole or not at all.
+"""Sends the state of one worker to others, which take it over completely or not at all.
 
-When, and from whom, is `regroup`'s and `divergence_repair`'s business.
+`regroup` and `divergence_repair` decide when, and which worker is the source.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from manyhands.comm.axis import Axis
 from manyhands.strategies.base import StepStats
 
 if TYPE_CHECKING:
-    from manyhands.training.state.training_state import Training
+    from manyhands.training.state.training_state import TrainingState
 
-__all__ = ["take_shared"]
+__all__ = ["broadcast_state"]
 
 
 class _Shape(msgspec.Struct):
@@ -28,30 +28,30 @@ class _Shape(msgspec.Struct):
     shape: list[int]
     stride: list[int]
     at: tuple[str, int] | None = None
-    """Where it lies in shared memory; None: it is sent."""
+    """Its location in shared memory; None: it is sent."""
 
 
-class _State(msgspec.Struct):
+class _SentState(msgspec.Struct):
     parts: dict[str, Any]
     tensors: list[_Shape]
     slices: int
     stats: dict[str, Any]
-    """Of the last committed step."""
+    """Statistics of the last committed step."""
 
 
-def take_shared(
+def broadcast_state(
     axis: Axis,
-    training: Training | None,
+    training: TrainingState | None,
     source: int,
     *,
     with_hooks: bool = False,
     from_shared_memory: bool = True,
     own: bool = False,
 ) -> Callable[[], None]:
-    """Have everybody see the state of rank `source`. What is returned makes this worker take it over.
+    """Send the state of rank `source` to all ranks of `axis`. The returned function makes this worker take it over.
 
-    With `from_shared_memory`, which ranks of one host have in common, tensors that lie there are not sent. With `own`,
-    all have the same part of the model.
+    With `from_shared_memory`, tensors in the shared memory of the ranks' host are not sent. With `own`, all ranks of
+    `axis` have the same part of the model.
     """
     sends = axis.rank == source
     tensors: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def take_shared(
     if sends:
         assert training is not None
         tensors, data = _packed(training, from_shared_memory, own)
-    state = msgspec.msgpack.decode(axis.all_gather_bytes("state", data)[source], type=_State)
+    state = msgspec.msgpack.decode(axis.all_gather_bytes("state", data)[source], type=_SentState)
     if not sends:
         tensors = {one.name: _empty(one) for one in state.tensors if one.at is None}
     axis.broadcast_([tensors[one.name] for one in state.tensors if one.at is None], "state", source=source)
@@ -70,22 +70,22 @@ def take_shared(
             if one.at is not None:
                 tensors[one.name] = training.engine.held.shared_tensor(one.at, one.shape, one.stride)
         training.slices = state.slices
-        training.take(state.parts, tensors, with_hooks=with_hooks, own=own)
+        training.load_state(state.parts, tensors, with_hooks=with_hooks, own=own)
         training.last_stats = StepStats(**state.stats)
 
     return take
 
 
-def _packed(training: Training, from_shared_memory: bool, own: bool) -> tuple[dict[str, Tensor], bytes]:
+def _packed(training: TrainingState, from_shared_memory: bool, own: bool) -> tuple[dict[str, Tensor], bytes]:
     rows = training.engine.served_rows
     with rows.telling_peers() if rows is not None else nullcontext():
-        tensors, parts = training.parts(own=own)
+        tensors, parts = training.live_state(own=own)
     where = training.engine.held.where if from_shared_memory else lambda tensor: None
     shapes = [_shape(name, one, where(one)) for name, one in tensors.items()]
     last = training.last_stats
     stats = {} if last is None else {name: getattr(last, name) for name in ("grad_norm", "skipped", "stop", "lr")}
     known = {"loss": last.loss if last else 0.0, "rows": last.rows if last else 0, **stats}
-    return tensors, msgspec.msgpack.encode(_State(parts, shapes, training.slices, known))
+    return tensors, msgspec.msgpack.encode(_SentState(parts, shapes, training.slices, known))
 
 
 def _shape(name: str, one: Tensor, where: tuple[str, int] | None) -> _Shape:

@@ -1,8 +1,8 @@
 """Public calls are numbered, so that a restarted script finds what the run has already done.
 
 Every worker runs the script from the top, also after a restart. A call that had finished before the checkpoint that
-the run resumes from returns its recorded result at once; the call the checkpoint was taken in goes on; later ones
-run as usual. Records are files `<run_dir>/calls/0001-fit.json`, written by the chief when a call ends.
+the run resumes from returns its recorded result at once; the call in which the checkpoint was taken is resumed; later
+ones run as usual. Records are files `<run_dir>/calls/0001-fit.json`, written by the chief when a call ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyhands.errors import CheckpointCorrupt
 from manyhands.exact_json import numbers_from_text
 from manyhands.private_files import make_directory, open_private
 
-__all__ = ["Calls"]
+__all__ = ["RecordedCalls"]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,11 +27,11 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     result: Any = None
 
 
-class Calls:
-    """The calls of one training. `resume_at` is the call that the loaded checkpoint was taken in."""
+class RecordedCalls:
+    """The calls of one training. `resume_at` is the call in which the loaded checkpoint was taken."""
 
     def __init__(self, directory: Path, *, writes: Callable[[], bool], warn: Callable[[str], None]) -> None:
-        """`writes` is asked each time: the chief may be another worker by then."""
+        """`writes` is called each time: this worker may have become the chief."""
         self._directory, self._writes, self._warn = directory, writes, warn
         self._results: dict[int, tuple[str, Any]] = {}
         self.number = 0
@@ -39,7 +39,7 @@ class Calls:
         self._is_past = False
 
     def begin(self, name: str, *, is_past: bool = False) -> None:
-        """`is_past`: this worker comes late, and the others have done it."""
+        """`is_past`: this worker joined late, and the other workers have finished the call."""
         self.number += 1
         self._name, self._is_past = name, is_past
 
@@ -48,15 +48,15 @@ class Calls:
         return self.number < self.resume_at or self._is_past
 
     @property
-    def goes_on(self) -> bool:
-        """Whether this is the call that the loaded checkpoint was taken in."""
+    def is_resumed(self) -> bool:
+        """Whether this is the call in which the loaded checkpoint was taken."""
         return self.number == self.resume_at
 
     def recorded(self) -> Any:
         path = self._path()
         try:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
-            record.result = numbers_from_text(record.result)  # of epochs, evaluations and predictions: none has text
+            record.result = numbers_from_text(record.result)  # no result of a call has text in it
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointCorrupt(
                 f"The record of call {self.number} ({self._name}) is missing or broken: {path}: {error}",
@@ -75,14 +75,14 @@ class Calls:
             self._record(self.number)
 
     def finish_with(self, write: Callable[[], Any]) -> None:
-        """The same, where the result is in a file of its own, which `write` writes; what it returns is recorded."""
+        """The same for a result that `write` writes to a separate file; what `write` returns is recorded."""
         try:
             self.finish(write())
         except OSError as error:
-            self._warn(f"The result of call {self.number} ({self._name}) is not on record: {error.strerror}.")
+            self._warn(f"The result of call {self.number} ({self._name}) could not be recorded: {error.strerror}.")
 
     def record_missing(self) -> None:
-        """A chief that took over writes what the one before it may not have written."""
+        """On a new chief: write the records that the lost chief may not have written."""
         for number in self._results:
             if not self._path(number).exists():
                 self._record(number)
@@ -92,7 +92,7 @@ class Calls:
         try:
             self._write(self._path(number), _Record(name, result))
         except OSError as error:  # a full disk costs the record, not the result
-            self._warn(f"The result of call {number} ({name}) is not on record: {error.strerror}.")
+            self._warn(f"The result of call {number} ({name}) could not be recorded: {error.strerror}.")
 
     def _write(self, path: Path, record: _Record) -> None:
         make_directory(self._directory)
@@ -104,7 +104,7 @@ class Calls:
         os.replace(temporary, path)
 
     def tensors_path(self) -> Path:
-        """Where results too large for a record go."""
+        """The file for results that are too large for a record."""
         return self._path().with_suffix(".safetensors")
 
     def _path(self, number: int | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""What the trainer and a user's own loop have in common: getting ready, cutting data into steps, telling of it.
+"""What the trainer and user loops have in common: setup, cutting data into steps, evaluation, start-of-run events.
 
 `Run.ready` joins the run, reads the newest checkpoint and builds the live state, once; everything before it is cheap
 and touches neither the disk nor the other workers.
@@ -7,24 +7,27 @@ and touches neither the disk nor the other workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from manyhands.checkpoint.reader import newest_valid, open_checkpoint
 from manyhands.control.session.session import RunFacts
-from manyhands.data.batches import Batches, Piece
+from manyhands.data.batches import Batches, FetchedSlice
 from manyhands.data.custom_orders import Order
 from manyhands.data.evaluation import eval_pieces
+from manyhands.data.feeds import BatchSchedule
 from manyhands.data.optimizer_turns import Turns
 from manyhands.data.ready_batches import cut_rows
 from manyhands.data.sample_order import slices_of
 from manyhands.data.sources.as_source import InputContext, Source, as_source, describe
-from manyhands.data.sources.per_slice_source import ApartSource
+from manyhands.data.sources.per_slice_source import PerSliceSource
 from manyhands.data.sources.stream_source import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, PeerLost
 from manyhands.events import Evaluated, RunStarted, Warned
@@ -33,17 +36,18 @@ from manyhands.observe.notebook import in_notebook, notebook_name
 from manyhands.parallel.model.layer_dtypes import set_dtypes_
 from manyhands.parallel.model.precision import fp16_slowdown
 from manyhands.parallel.model.training_modes import begin_training_
-from manyhands.parameter_server.engine.served import has_backups
+from manyhands.parameter_server.engine.leased_engine import has_backups
 from manyhands.planner.measure.memory_limit import check_memory
 from manyhands.planner.measure.memory_plan import WorkerPlan
 from manyhands.private_files import make_directory
 from manyhands.spec.load import environment
 from manyhands.strategies.choices import ParameterServer, Sharded
-from manyhands.strategies.loss_check import FirstLook
+from manyhands.strategies.loss_check import LossCheck
 from manyhands.strategies.model_parallel import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
-from manyhands.training.elastic.regroup import Regrouping
-from manyhands.training.loop.recorded_calls import Calls
+from manyhands.training.elastic.regroup import Regroup
+from manyhands.training.loop.fit_history import FitSettings
+from manyhands.training.loop.recorded_calls import RecordedCalls
 from manyhands.training.loop.setting_checks import (
     check_balance,
     check_elastic,
@@ -52,19 +56,20 @@ from manyhands.training.loop.setting_checks import (
     mode_of,
     same_order,
 )
+from manyhands.training.loop.step_lifecycle import StepLifecycle
+from manyhands.training.loop.step_watch import StepWatch
 from manyhands.training.setup.divide_model import Sample
 from manyhands.training.setup.engine_factory import make_engine
 from manyhands.training.setup.user_model import Parts, floats_of, randomness_in
-from manyhands.training.state.checkpoint_broadcast import Incoming
-from manyhands.training.state.checkpointing import Saver, load_newest
+from manyhands.training.state.checkpoint_broadcast import CheckpointBroadcast
+from manyhands.training.state.checkpointing import Checkpoints, Saver, load_newest
 from manyhands.training.state.gathered_state import WholeState
-from manyhands.training.state.training_state import Training
+from manyhands.training.state.training_state import TrainingState
 from manyhands.training.step import evaluation
 from manyhands.training.step.hooks import Hooks
 from manyhands.training.step.placement_log import log_placement
-from manyhands.training.step.straggler_tracking import Pacing
-from manyhands.training.worker.worker import Worker
-from manyhands.training.worker.worker_descriptions import machine_of
+from manyhands.training.step.stragglers import StragglerTracker
+from manyhands.training.worker.worker import Worker, machine_of
 
 __all__ = ["Run"]
 
@@ -72,31 +77,32 @@ EVAL_BATCH = 256
 WITH_FIRST_CHECKPOINT = ("fit", "batches")
 """Calls that commit a checkpoint before their first step."""
 USUAL_BATCH = 32
-"""Rows to look at where the data itself says how large a batch is."""
+"""Rows of the sample where no batch size is given because the data comes in batches."""
 
 
 class Run:
-    """One run on this worker. `calls` and the state exist once `ready` has been called."""
+    """One training on this worker. `calls` and the state exist once `ready` has been called."""
 
     def __init__(self, worker: Worker, parts: Parts, hooks: Hooks, scheduler: Callable[..., Any] | None) -> None:
         self.worker, self.parts, self.spec = worker, parts, worker.resolved.spec
         self._hooks, self._scheduler = hooks, scheduler
-        self._training: Training | None = None
+        self._training: TrainingState | None = None
+        self._watch: StepWatch
         self._sample: Callable[[], Sample | None] = lambda: None
-        self._predicted: WorkerPlan | None = None
-        self._has_looked = False
-        self.regrouping = Regrouping(worker, self._regrouped)
-        self.calls: Calls
-        self._looked_at: Path | None = None
+        self._planned: list[WorkerPlan] = []
+        self._has_checked_loss = False
+        self.regrouping = Regroup(worker, self._regrouped)
+        self.calls: RecordedCalls
+        self._shown_checkpoint: Path | None = None
         worker.script.watch(self)
-        self._to_warn: list[str] = []
+        self._warnings: list[str] = []
 
     def warn_when_ready(self, text: str) -> None:
-        """Before that, nothing is written or shown."""
-        self._to_warn.append(text)
+        """Keep a warning for `ready`: before it, nothing is written or printed."""
+        self._warnings.append(text)
 
-    def begin_call(self, name: str, *, resume: bool = True) -> Training:
-        """Count a public call. Afterwards `calls.already_done` says whether its result is on record."""
+    def begin_call(self, name: str, *, resume: bool = True) -> TrainingState:
+        """Count a public call. Afterwards `calls.already_done` says whether its result is recorded."""
         training, worker = self.use(resume=resume), self.worker
         worker.script.call += 1
         self.calls.begin(name, is_past=worker.is_server or (worker.is_waiting and self._is_behind))
@@ -112,8 +118,8 @@ class Run:
         return training
 
     def _save_first(self) -> None:
-        """Keep what a further training of the script begins with: perhaps a copy of an earlier one's weights, which are
-        later ones in a resumed run.
+        """Commit the initial state of a second or later training of the script. It may be a copy of an earlier
+        training's weights, and in a resumed run those weights are newer than they were here.
         """
         if self.worker.is_waiting or self.worker.is_server:
             return
@@ -130,13 +136,13 @@ class Run:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether the others are past this call, which a worker that comes late has come to."""
+        """Whether the other workers are past this call, in a worker that joined late."""
         return self.worker.call < self.regrouping.run_call
 
     def offer(
         self, data: Any, collate: Any, rows: int | None, *, batched: bool | None = None, with_loss: bool = True
     ) -> None:
-        """Data that a strategy may look at before it divides the model; nothing is read unless it does."""
+        """Data from which a strategy may take a sample before it divides the model; nothing is read unless it does."""
         worker = self.worker
         if self._training is not None or not (
             worker.is_divided or worker.planned or worker.strategy.memory_limit is not None
@@ -155,32 +161,32 @@ class Run:
             batch = cut_rows(piece.batch, 0, num_rows) if batched and piece.rows > num_rows else piece.batch
             return Sample(batch, self.parts.loss if with_loss else self.parts.call)
 
-        self._sample = sample
+        self._sample = functools.cache(sample)
 
     def sample(self) -> Sample:
-        """Some of the data that was offered."""
+        """One slice of the data given to `offer`."""
         found = self._sample()
-        assert found is not None, "offer comes first"
+        assert found is not None, "call offer first"
         return found
 
     def check_memory(self) -> None:
-        """`SpecError` where the layout needs more memory than the strategy allows; before anything is divided."""
+        """`SpecError` if the layout needs more memory than the strategy allows; called before the model is divided."""
         worker, limit = self.worker, self.worker.strategy.memory_limit
         if limit is not None and self._training is None:
             slices = self.spec.train.slices
             plan = check_memory(limit, self.parts, worker.strategy, worker.world_size, slices, self.sample())
-            self._predicted = plan.memory[worker.rank]
+            self._planned = plan.memory
 
     def is_call_over(self) -> bool:
-        """Whether the result of this call, in which there are no steps, is on record; a newcomer waits until it is."""
+        """Whether the result of this call, which has no steps, is recorded. A worker that joins late waits for that."""
         if self.worker.is_waiting and not self.calls.already_done:
             self.regrouping.wait_for_end_of_call()
             return True
         return self.calls.already_done
 
-    def put_on_record(self, write: Callable[[], None]) -> None:
-        """The result of this call, which `write` writes on the chief. No worker goes on to the next call before it is
-        there: one that comes to the run meanwhile looks for it."""
+    def record_result(self, write: Callable[[], None]) -> None:
+        """Record the result of this call, which `write` writes on the chief. No worker begins the next call before it
+        is written, because a worker that joins the run meanwhile reads it."""
 
         def work() -> None:
             write()
@@ -189,10 +195,13 @@ class Run:
 
         self.regrouping.agreed(work)
 
-    def use(self, *, resume: bool = True) -> Training:
-        """The same, with this training in use: before what all workers do together in it."""
+    def use(self, *, resume: bool = True) -> TrainingState:
+        """As `ready`, and make this the training in use: call it before any collective of this training."""
         training = self.ready(resume=resume)
-        if not self.worker.script.use(self) or self.worker.is_waiting:
+        if not self.worker.script.use(self):
+            return training
+        if self.worker.is_waiting:  # it receives the state when it is admitted
+            training.engine.adopt_rows()
             return training
         if not self.regrouping.take_up():
             self._training = None
@@ -201,29 +210,30 @@ class Run:
         self.worker.script.give_back()
         return self.ready()
 
-    def look_back(self) -> None:
-        """Have the weights that the others have come to, in a worker that comes late and does not train here."""
+    def load_newest_weights(self) -> None:
+        """In a worker that joined late and is not yet admitted: load the newest checkpoint's weights into the model."""
         if not self.worker.is_waiting or self._training is None:
             return
         newest = newest_valid(self.worker.home / "checkpoints")
-        if newest is not None and newest.path != self._looked_at:
+        if newest is not None and newest.path != self._shown_checkpoint:
             self._training.show(open_checkpoint(newest.path, verify=False))
-            self._looked_at = newest.path
+            self._shown_checkpoint = newest.path
 
     def put_down(self) -> Callable[[], None]:
-        """Another training is taken in use."""
+        """Called when another training becomes the one in use. Returns what releases this one's memory."""
         return self._training.engine.put_down() if self._training is not None else lambda: None
 
     @property
     def is_ready(self) -> bool:
         return self._training is not None
 
-    def ready(self, *, resume: bool = True) -> Training:
+    def ready(self, *, resume: bool = True) -> TrainingState:
+        """Join the run and build the state, from the newest checkpoint with `resume`; at once if that was done."""
         if self._training is not None:
             return self._training
         spec, worker = self.spec, self.worker
         worker.script.use(self)
-        worker.settle_in(
+        worker.join_run(
             RunFacts(
                 run_dir=spec.run.run_dir,
                 overwrite=spec.run.overwrite,
@@ -235,29 +245,29 @@ class Run:
                 replica=worker.one_replica.size if isinstance(worker.strategy, Mesh) else 1,
             )
         )
-        self.regrouping.find_place()
+        self.regrouping.end_if_replica_incomplete()
         if worker.is_chief:
             make_directory(worker.home)
-        self.calls = Calls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
+        self.calls = RecordedCalls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
         while self._training is None:
             self._set_up(resume)
-        for text in self._to_warn:
+        for text in self._warnings:
             self.worker.warn(text)
         return self._training
 
     def _set_up(self, resume: bool) -> None:
-        """The newest checkpoint, or the start, on all workers. If one is lost in it, by the others once more."""
+        """Load the newest checkpoint, or start afresh, on all workers. If a worker is lost, the others do it again."""
         try:
-            self._meet_for_beginning()
+            self._synchronise_start()
             loaded = load_newest(self.worker) if resume else None
             training = self._build(self._choose_slices(loaded.manifest.slices if loaded else None))
         except PeerLost:
-            if not self.worker.is_elastic or self.worker.is_divided:  # its model may be divided half-way
+            if not self.worker.is_elastic or self.worker.is_divided:  # the model may be only partly divided
                 raise
             self._set_up_for_joining()
-            if not self.regrouping.go_over().received:
+            if not self.regrouping.switch_generation().received:
                 self._training = self.regrouping.training = None
             self.calls.resume_at = self.regrouping.resumed
             return
@@ -268,8 +278,8 @@ class Run:
             process_settings.give_freed_memory_back()
         self.regrouping.settled()
 
-    def _meet_for_beginning(self) -> None:
-        """All workers begin the same training, and have put down the one before."""
+    def _synchronise_start(self) -> None:
+        """Check that all workers begin the same training, and release the memory of the one before."""
         worker = self.worker
         try:
             worker.script.check_same(worker.number, worker.axis)
@@ -282,17 +292,17 @@ class Run:
         worker.script.collect()
 
     def _set_up_for_joining(self) -> None:
-        """Everything but the state, which others have."""
+        """Set up everything but the state, which this worker receives from another one."""
         self._training = self.regrouping.training = self._build(self._choose_slices(None), joining=True)
 
     def _regrouped(self) -> None:
         if self._training is not None:
-            self._training.regrouped()
+            self._watch.regrouped()
         if self.worker.is_chief:
             self.calls.record_missing()
 
     def resume(self) -> bool:
-        """Go back to the newest checkpoint, for loops that ask for it themselves."""
+        """Load the newest checkpoint, for user loops, which call this explicitly. False if there is none."""
         training = self.use(resume=False)
         loaded = self.regrouping.agreed(lambda: load_newest(self.worker))
         if loaded is None:
@@ -303,12 +313,12 @@ class Run:
         process_settings.give_freed_memory_back()
         return True
 
-    def _restore(self, loaded: Incoming) -> None:
+    def _restore(self, loaded: CheckpointBroadcast) -> None:
         training = self.ready()
         training.restore(loaded)
         self.calls.resume_at = self.regrouping.resumed = training.progress.call
 
-    def _build(self, slices: int, *, joining: bool = False) -> Training:
+    def _build(self, slices: int, *, joining: bool = False) -> TrainingState:
         spec, worker, parts = self.spec, self.worker, self.parts
         worker.script.check_whole(worker.number, parts.model)
         model = parts.model.to(worker.device)
@@ -327,9 +337,9 @@ class Run:
             )
         if spec.train.audit and worker.most_workers == 1:
             worker.warn("audit compares the gradients of two workers, and this run has one.")
-        # Made before the model is divided; only then is it known whether it is.
+        # Made before the model is divided, because only `setup` finds out whether it is.
         whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
-        pacing = Pacing(spec.train, worker.num_replicas)
+        pacing = StragglerTracker(spec.train, worker.num_replicas)
         engine = make_engine(worker, parts, model, pacing, joining=joining, sample=self._sample)
         self._begin_training(model)
         try:
@@ -337,17 +347,17 @@ class Run:
         except PeerLost:
             engine.abandon()
             raise
-        has_part = worker.is_divided and joining  # which one, others tell
-        divided = engine.divided if isinstance(engine, Replicated) and not has_part else None
+        awaits_part = worker.is_divided and joining  # other workers send which part this one gets
+        divided = engine.divided if isinstance(engine, Replicated) and not awaits_part else None
         if divided is not None:
             worker.script.divided.update(model.modules())
         if whole is not None and divided is not None:
             whole.divided(divided.shares, divided.present)
             log_placement(worker, whole.placement())
-        if not has_part and (engine.held.common is not None or divided is not None):
+        if not awaits_part and (engine.held.common is not None or divided is not None):
             process_settings.give_freed_memory_back()
         scheduler = self._scheduler(optimizer) if self._scheduler is not None else None
-        training = Training(
+        training = TrainingState(
             worker,
             model,
             optimizer,
@@ -355,19 +365,32 @@ class Run:
             engine,
             self._hooks,
             slices,
-            pacing,
-            whole if divided or has_part else None,
+            whole if divided or awaits_part else None,
         )
-        training.meter.predicted = self._predicted
+        self._watch = StepWatch(training, pacing, self._predicted(joining))
         return training
+
+    def _predicted(self, joining: bool) -> WorkerPlan | None:
+        """The memory that this worker will need: that of its part of the model, which the chief's measurements decide,
+        and what this process holds beside the model.
+        """
+        if not self._planned:
+            return None
+        worker, rank = self.worker, int(self.worker.rank)
+        mine = self._planned[rank]
+        if not worker.is_divided or joining:
+            return mine
+        gathered = worker.axis.all_gather_bytes("predicted memory", msgspec.msgpack.encode(self._planned))
+        agreed = msgspec.msgpack.decode(gathered[0], type=list[WorkerPlan])[rank]
+        return msgspec.structs.replace(agreed, base=mine.base, total=agreed.total - agreed.base + mine.base)
 
     def _begin_training(self, model: torch.nn.Module) -> None:
         evaluated = begin_training_(model)
         if evaluated:
             self.worker.warn(
                 f"{evaluated[0] or 'A part of the model'} is in evaluation mode and stays there, though it has "
-                "parameters to train: no dropout, batch statistics as they are. model.train() before this changes "
-                "that; requires_grad_(False) freezes its parameters, too."
+                "parameters to train: no dropout, batch statistics as they are. Call model.train() before this to "
+                "train it, or requires_grad_(False) to freeze its parameters, too."
             )
 
     def _choose_slices(self, before: int | None) -> int:
@@ -389,7 +412,7 @@ class Run:
         return slices
 
     def _default_slices(self) -> int:
-        """Where one worker computes a whole batch, it has nobody to share it with; a microbatch is a slice."""
+        """`accumulate` for each worker that shares a batch, times microbatches, since each of those is a slice."""
         worker = self.worker
         choice = worker.strategy if isinstance(worker.strategy, ParameterServer) else None
         if choice is not None and choice.aggregate is not None:
@@ -411,7 +434,7 @@ class Run:
                 slices=slices,
                 precision=self.spec.train.precision,
                 threads=worker.threads,
-                attempt=worker.session.seat.attempt,
+                attempt=worker.session.identity.attempt,
                 total_steps=total_steps,
                 call=call,
                 machine=machine_of(worker),
@@ -423,19 +446,19 @@ class Run:
             )
         )
 
-    def look_first(self) -> None:
-        """Have the worker that computes it look at the loss of the run's first step; once, whatever calls follow."""
-        if self._has_looked or not self.spec.train.check_loss:
+    def check_first_loss(self) -> None:
+        """Have the worker that computes the first step check its loss; once per training, over all calls."""
+        if self._has_checked_loss or not self.spec.train.check_loss:
             return
-        self._has_looked = True
-        training, tell = self.ready(), self.worker.tell
-        look = FirstLook(
+        self._has_checked_loss = True
+        training, emit = self.ready(), self.worker.tell
+        look = LossCheck(
             training.progress.step + 1,
             self.parts.metrics,
-            lambda text: tell(Warned(text=text)),
+            lambda text: emit(Warned(text=text)),
             may_couple=self.spec.train.slices is not None,
         )
-        training.engine.look_first(look)
+        training.engine.check_first_loss(look)
 
     def source(
         self,
@@ -453,11 +476,11 @@ class Run:
             num_workers=worker.num_replicas,
             slices=() if worker.is_waiting else tuple(slices_of(worker.replica, worker.num_replicas, slices)),
             num_slices=slices,
-            host=worker.session.seat.host,
+            host=worker.session.identity.host,
         )
 
         def work() -> Source:
-            # Those who are training already have told each other what data they have.
+            # Workers that train already have exchanged which data each of them has.
             exchange = worker if worker.num_replicas > 1 and not worker.is_waiting else None
             return as_source(
                 data,
@@ -473,10 +496,10 @@ class Run:
         source = work() if worker.is_waiting else self.regrouping.agreed(work)
         if source.loader_timeout_s is None:
             source.loader_timeout_s = self.spec.train.loader_timeout_s
-        if worker.is_elastic and isinstance(source, ApartSource):
+        if worker.is_elastic and isinstance(source, PerSliceSource):
             raise DataError(
-                "Data that is a function of the worker cannot be divided anew when workers come and go.",
-                fix=["data that is the same on every worker; manyhands shares out the rows", "no elastic="],
+                "Data that is a function of the worker cannot be divided again when workers join or leave.",
+                fix=["data that is the same on every worker; manyhands divides the rows", "no elastic="],
             )
         return source
 
@@ -496,7 +519,7 @@ class Run:
         return int(chosen)
 
     def piece_size(self, source: Source, asked: int | None) -> int:
-        """How many rows are evaluated at a time."""
+        """Rows per forward pass of an evaluation."""
         if isinstance(source, StreamSource) and source.batched:
             return _size_of_ready_batches(asked)
         return asked or EVAL_BATCH
@@ -504,7 +527,7 @@ class Run:
     def batches(
         self, source: Source, batch_size: int, epochs: int | None, steps: int | None, turns: int = 1
     ) -> Batches:
-        """With `turns`, each batch comes so often, and `steps` are batches."""
+        """With `turns`, each batch is yielded that many times, and `steps` counts batches."""
         if (epochs is None) == (steps is None):
             given = "Neither epochs nor steps was given." if epochs is None else "epochs and steps were both given."
             raise DataError(given, fix=["epochs=3", "steps=1000"])
@@ -515,23 +538,35 @@ class Run:
             check_balance(source)
         if self.worker.strategy.leases:
             check_leasable(source)
-        batches = Batches(
-            source,
-            batch_size=batch_size,
-            slices=training.slices,
-            rank=self.worker.replica,
-            world_size=self.worker.num_replicas,
-            seed=self.spec.run.seed,
-            position=training.position(),
+        schedule = BatchSchedule(
+            batch_size,
+            training.slices,
+            training.position(),
+            first_step=progress.step // turns + 1,
             epochs=progress.call_epoch + epochs if epochs is not None else None,
             steps=progress.call_step // turns + steps if steps is not None else None,
-            first_step=progress.step // turns + 1,
-            device=self.worker.device,
+        )
+        worker = self.worker
+        batches = Batches(
+            source,
+            schedule,
+            worker.replica,
+            self._watch.division,
+            device=worker.device,
             floats=floats_of(self.spec.train.precision),
-            exchange=self.worker if self.worker.num_replicas > 1 else None,
-            division=training.pacing.division,
+            exchange=worker if worker.num_replicas > 1 else None,
         )
         return batches if turns == 1 else Turns(batches, turns, progress.step)  # type: ignore[return-value]
+
+    def lifecycle(
+        self,
+        make_batches: Callable[[], Batches],
+        checkpoint: Checkpoints | None,
+        settings: FitSettings | None = None,
+    ) -> StepLifecycle:
+        """The lifecycle for the steps of one call. With `settings` they have a history."""
+        saver = Saver(self.worker, self.ready(), checkpoint or self.spec.checkpoint)
+        return StepLifecycle(self.ready(), self._watch, make_batches, saver, self.regrouping, settings)
 
     def evaluate(self, source: Source, batch_size: int) -> dict[str, float]:
         results, rows = self.regrouping.agreed(lambda: self._evaluate(source, batch_size))
@@ -540,11 +575,11 @@ class Run:
         return results
 
     def validate(self, sources: Mapping[str, Source], batch_size: int) -> dict[str, float]:
-        """Inside `fit`, several evaluations as one: each one's results, their names behind the source's prefix."""
+        """Inside `fit`, several evaluations as one: the results of each, named by its prefix and the result's name."""
 
         def work() -> tuple[dict[str, float], int]:
             found = {prefix: self._evaluate(source, batch_size) for prefix, source in sources.items()}
-            named = {f"{prefix}{name}": value for prefix, (of, _) in found.items() for name, value in of.items()}
+            named = {f"{prefix}{name}": value for prefix, (one, _) in found.items() for name, value in one.items()}
             return named, sum(rows for _, rows in found.values())
 
         return self.regrouping.evaluated(work)[0]
@@ -559,7 +594,7 @@ class Run:
             lambda: evaluation.predict(engine, self.worker.replicas, self.parts.call, self.pieces(source, batch_size))
         )
 
-    def pieces(self, source: Source, batch_size: int) -> Iterator[Piece]:
+    def pieces(self, source: Source, batch_size: int) -> Iterator[FetchedSlice]:
         """This worker's share of an evaluation: every row of `source` is in one worker's pieces."""
         worker = self.worker
         return eval_pieces(
@@ -575,7 +610,7 @@ class Run:
 
 
 def _size_of_ready_batches(asked: int | None) -> int:
-    """Each has its own; what is left is the size of pieces of validation data that does not come in batches."""
+    """The rows per pass of validation data that does not come in batches; ready batches have sizes themselves."""
     if asked is not None:
         raise DataError(
             f"batch_size is {asked}, but with batched=True each item of the data is one global batch.",

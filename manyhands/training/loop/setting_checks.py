@@ -1,4 +1,4 @@
-"""What a run's settings rule out, of data and of optimizers, and what the mode of its servers comes to."""
+"""Checks of settings against data, optimizer and progress, each with what to write instead; and the servers' mode."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from manyhands.data.sources.as_source import Source
-from manyhands.data.sources.per_slice_source import ApartSource
+from manyhands.data.sources.per_slice_source import PerSliceSource
 from manyhands.data.sources.row_source import RowSource
 from manyhands.data.sources.stream_source import StreamSource
 from manyhands.errors import CheckpointMismatch, DataError, SpecError
+from manyhands.spec.strategy_names import WITH_RESIDUALS
 from manyhands.strategies.choices import ParameterServer
 from manyhands.training.state.training_state import Progress
 from manyhands.training.worker.strategy_lookup import StrategyChoice
@@ -32,7 +33,7 @@ USUAL_ORDER = "each row once"
 
 
 def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
-    """`make`, of a schedule that needs no result of an epoch to take a step."""
+    """`make`, which refuses a scheduler that needs the loss of an epoch to be stepped."""
 
     def made(optimizer: torch.optim.Optimizer) -> Any:
         schedule = make(optimizer)
@@ -40,7 +41,7 @@ def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.opt
             raise SpecError(
                 "ReduceLROnPlateau looks at an epoch's loss, and cannot be stepped after every update.",
                 where="scheduler",
-                fix=['scheduler_every="epoch", of mh.Trainer', "in a loop of your own: call its step(...) yourself"],
+                fix=['scheduler_every="epoch", of mh.Trainer', "with mh.join: call its step(...) yourself"],
             )
         return schedule
 
@@ -48,14 +49,14 @@ def by_step(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.opt
 
 
 def check_balance(source: Source) -> None:
-    if isinstance(source, ApartSource):
+    if isinstance(source, PerSliceSource):
         raise DataError(
             "balance moves slices between workers, but this data is a function of the worker.",
-            fix=["data that is the same on every worker; manyhands shares out the rows", "balance=False"],
+            fix=["data that is the same on every worker; manyhands divides the rows", "balance=False"],
         )
     if isinstance(source, StreamSource) and source.num_workers:
         raise DataError(
-            "balance moves slices between workers, but the process that reads a stream ahead knows one worker's only.",
+            "balance moves slices between workers, but a loader process reads ahead the slices of one worker only.",
             fix=["num_workers=0", "data with a length", "balance=False"],
         )
 
@@ -64,18 +65,18 @@ def check_leasable(source: Source) -> None:
     """Under parameter servers any worker computes any slice, at any time."""
     if not isinstance(source, RowSource) or source.shared:
         raise DataError(
-            "Parameter servers hand out batches by number, but this data can only be read from its beginning, or "
-            "some workers lack some of it.",
+            "Parameter servers lease batches by number, but this data can only be read from its beginning, or some "
+            "workers do not have all of it.",
             fix=["data with a length, such as tensors or a map-style Dataset", 'strategy="mirrored"'],
         )
 
 
 def same_order(progress: Progress, source: Source, batch_size: int) -> str:
-    """The order that rows are taken in. One that changes within an epoch would lose rows and take others twice."""
+    """The order of rows; `CheckpointMismatch` if it changes within an epoch, which would skip or repeat rows."""
     order = _order_of(source, batch_size)
     if progress.row and order != progress.order:
         raise CheckpointMismatch(
-            f"Epoch {progress.epoch} is under way: {progress.row} of its rows were taken in the order "
+            f"Epoch {progress.epoch} has begun: {progress.row} of its rows were taken in the order "
             f'"{progress.order or USUAL_ORDER}", and the others would be in the order "{order or USUAL_ORDER}".',
             fix=[
                 "the same order=, weights or lengths, batched= and batch_size as before",
@@ -93,7 +94,7 @@ def _order_of(source: Source, batch_size: int) -> str:
 
 
 def check_counts(**asked: Any) -> None:
-    """Rows of a batch, epochs, steps, loader processes: whole numbers; None is what was not asked for."""
+    """`SpecError` unless batch sizes, epochs, steps and loader processes are whole numbers; None is not given."""
     for name, value in asked.items():
         least = 1 if name.startswith("batch") else 0
         if value is not None and not (isinstance(value, numbers.Integral) and int(value) >= least):
@@ -103,7 +104,7 @@ def check_counts(**asked: Any) -> None:
 
 
 def check_length(progress: Progress, epochs: int | None, steps: int | None) -> None:
-    """A resumed run has not gone beyond what is asked for: no training could give that result any more."""
+    """`CheckpointMismatch` if a resumed run has trained for longer than is asked for."""
     done = progress.epoch - progress.call_epoch, progress.step - progress.call_step
     begun = done[0] + (progress.row > 0 and done[1] > 0)  # an epoch that has begun counts
     if epochs is not None and begun > epochs:
@@ -115,11 +116,11 @@ def check_length(progress: Progress, epochs: int | None, steps: int | None) -> N
         return
     name = asked.partition("=")[0]
     raise CheckpointMismatch(
-        f"The run has done {what} of this call already, but {asked} was asked for. It is left as it is.",
+        f"The run has done {what} of this call already, but {asked} was asked for. The run is left unchanged.",
         fix=[
             f"{name}={enough}, to end it there",
-            f"{name}={enough + 1} or more, to go on",
-            "a new run directory, to train anew: --run-dir NEW",
+            f"{name}={enough + 1} or more, to continue it",
+            "a new run directory, to train from the start: --run-dir NEW",
         ],
     )
 
@@ -129,23 +130,23 @@ def _many(count: int, noun: str) -> str:
 
 
 def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
-    """A step that is lost half-way must leave everything as it was, and nobody may have what the others lack."""
+    """`SpecError` unless an interrupted step can be repeated, and no state is lost with a worker."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SpecError(
             "LBFGS changes the weights several times within a step, so a step cannot be done again by other workers.",
-            where="optimizer, in a run that goes on when workers die",
+            where="optimizer, in an elastic run",
             fix=["another optimizer", 'strategy="mirrored", without elastic='],
         )
-    if reducer == "int8":
+    if reducer in WITH_RESIDUALS:
         raise SpecError(
-            'With reducer="int8" every worker keeps what it left out so far, which is lost with it.',
+            f'With reducer="{reducer}" every worker keeps a residual of its gradients, which is lost with the worker.',
             where="elastic",
             fix=['reducer="exact" or "bf16"', "a run without elastic="],
         )
 
 
 def mode_of(strategy: StrategyChoice) -> str:
-    """What the mode of parameter servers comes to."""
+    """The effective mode of parameter servers: ssp without staleness is sync. Empty where nothing is leased."""
     if not isinstance(strategy, ParameterServer):
         return "async" if strategy.leases else ""
     return "sync" if strategy.mode == "ssp" and strategy.staleness == 0 else strategy.mode

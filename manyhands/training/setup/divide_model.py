@@ -1,7 +1,7 @@
-"""How a strategy's words become this worker's part of a model: which layers are split or where, and what is here.
+"""Makes this worker's part of a model that the strategy divides: its pipeline stages, and its shards of split layers.
 
-Cuts into stages come first, because what the model does between its blocks is learned from the whole; then layers are
-split. What belongs to others is given up. Start reading at `_divide`.
+Cutting into stages comes first, because tracing what the model does between its blocks needs the whole model; then
+layers are split. Weights that belong to other workers are freed. Start reading at `_divide`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,44 +19,51 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.parallel.model.activation_checkpointing import recompute
 from manyhands.parallel.model.compiled_models import as_written, uncompile_
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut, measure
 from manyhands.parallel.pipeline.model_proxy import call_with_model, learn_inputs
-from manyhands.parallel.pipeline.partition import Blocks, Inputs, Part, shared_between
+from manyhands.parallel.pipeline.partition import BlockRange, Blocks, Inputs, shared_between
 from manyhands.parallel.pipeline.schedule import default_chunks, make_schedule
 from manyhands.parallel.pipeline.stage_runner import StageRunner
-from manyhands.parallel.replicas.model_parallel_replica import Divided, Spread, Tie
+from manyhands.parallel.replicas.model_parallel_replica import ModelParallelReplica, ReplicaPart, Tie
 from manyhands.parallel.tensor.apply_plan import split_model_
 from manyhands.parallel.tensor.plan import plan_tensor
 from manyhands.strategies.base import LossFn
-from manyhands.strategies.model_parallel import DIVIDED, Mesh, Pipeline
-from manyhands.strategies.model_parallel import Tensor as TensorChoice
+from manyhands.strategies.model_parallel import DIVIDED, Mesh, PipelineParallel
+from manyhands.strategies.model_parallel import TensorParallel as TensorChoice
 from manyhands.training.worker.worker import Worker
 
-__all__ = ["Sample", "spread_of"]
+__all__ = ["Sample", "model_parallel_replica"]
 
 
-class Sample(NamedTuple):
-    """A slice's worth of rows, and what calls the model with them."""
+class Sample:
+    """The rows of one slice, and a function that calls the model with them."""
 
-    batch: Any
-    call: Callable[[Any, Any], Any]
+    def __init__(self, batch: Any, call: Callable[[Any, Any], Any]) -> None:
+        self.batch, self.call = batch, call
+        self._costs: dict[tuple[str, ...], list[float]] = {}
 
     def measure(self, model: nn.Module, blocks: Blocks, inputs: Inputs) -> list[float]:
-        """Seconds of each block, of the last with what is computed of the model's output."""
-        return measure(
-            blocks, inputs, loss=lambda output: call_with_model(self.call, model, self.batch, lambda _: output)
-        )
+        """Seconds of each block; the last one includes what is computed from the model's output, such as the loss.
+
+        Measured once, so that stages are cut as in a plan that was made with this sample.
+        """
+        key = tuple(blocks.names)
+        if key not in self._costs:
+            self._costs[key] = measure(
+                blocks, inputs, loss=lambda output: call_with_model(self.call, model, self.batch, lambda _: output)
+            )
+        return self._costs[key]
 
 
-def spread_of(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> Spread:
-    def mates() -> Axis:
-        return worker.lasting(lambda: worker.line("pipeline", "tensor"))
+def model_parallel_replica(worker: Worker, loss: LossFn, sample: Callable[[], Sample | None]) -> ModelParallelReplica:
+    def replica_axis() -> Axis:
+        return worker.persistent_axis(lambda: worker.line("pipeline", "tensor"))
 
-    def divide(model: nn.Module, costs: Sequence[float] | None) -> Divided:
+    def divide(model: nn.Module, costs: Sequence[float] | None) -> ReplicaPart:
         return _divide(worker, model, loss, sample, costs)
 
-    return Spread(lambda: worker.axis, mates, divide, getattr(worker.strategy, "reducer", None))
+    return ModelParallelReplica(lambda: worker.axis, replica_axis, divide, getattr(worker.strategy, "reducer", None))
 
 
 def _divide(
@@ -65,29 +72,29 @@ def _divide(
     loss: LossFn,
     sample: Callable[[], Sample | None],
     costs: Sequence[float] | None,
-) -> Divided:
-    """`costs` are those of the model's blocks as others know them; None: they are measured, by all workers."""
+) -> ReplicaPart:
+    """`costs` of the model's blocks, received from workers that train already; None: the chief measures them."""
     grid, choice = worker.grid, worker.strategy
     assert isinstance(choice, DIVIDED)
     model = _run_as_written(worker, model)
-    parts: list[Part] = []
+    parts: list[BlockRange] = []
     if grid.pipeline > 1:
         parts, costs = _cut(worker, model, sample(), costs)
     if choice.recompute is not None:
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
-    shares: dict[str, Share] = {}
-    mates: Axis | None = None
+    shards: dict[str, TensorShard] = {}
+    tensor_axis: Axis | None = None
     if grid.tensor > 1:
         assert isinstance(choice, TensorChoice | Mesh)
         plan = plan_tensor(model, grid.tensor, choice.rules, sequence=choice.sequence)
-        mates = worker.lasting(lambda: worker.line("tensor"))
-        shares = split_model_(model, plan, mates)
+        tensor_axis = worker.persistent_axis(lambda: worker.line("tensor"))
+        shards = split_model_(model, plan, tensor_axis)
     if parts:
-        row = _Row(worker, model, parts, loss, mates)
-        return replace(_staged(worker, model, row, parts, shares), costs=tuple(costs or ()))
-    counts = worker.spot.tensor == 0
-    counted = frozenset(id(param) for name, param in model.named_parameters() if counts or name in shares)
-    return Divided(local=model, stand_in=model, shares=shares, counted=counted)
+        row = _ScheduleRow(worker, model, parts, loss, tensor_axis)
+        return replace(_staged(worker, model, row, parts, shards), costs=tuple(costs or ()))
+    counts_whole = worker.grid_position.tensor == 0
+    counted = frozenset(id(param) for name, param in model.named_parameters() if counts_whole or name in shards)
+    return ReplicaPart(local=model, proxy=model, shares=shards, counted=counted)
 
 
 def _run_as_written(worker: Worker, model: nn.Module) -> nn.Module:
@@ -96,7 +103,7 @@ def _run_as_written(worker: Worker, model: nn.Module) -> nn.Module:
         if uncompile_(inner) or inner is not model:
             worker.warn(
                 "torch.compile has no effect here: layers that are divided over workers exchange tensors while they "
-                "compute, and run as they are written."
+                "compute, and run without it."
             )
     elif inner is not model:
         worker.warn(
@@ -111,17 +118,17 @@ def _run_as_written(worker: Worker, model: nn.Module) -> nn.Module:
 
 def _cut(
     worker: Worker, model: nn.Module, sample: Sample | None, known: Sequence[float] | None
-) -> tuple[list[Part], Sequence[float]]:
-    """All stages of the model, in their order, the same on every worker; and what its blocks cost."""
+) -> tuple[list[BlockRange], Sequence[float]]:
+    """All stages of the model, in their order, the same on every worker; and the cost of each block in seconds."""
     choice = worker.strategy
-    assert isinstance(choice, Pipeline | Mesh)
+    assert isinstance(choice, PipelineParallel | Mesh)
     chunks = choice.chunks or default_chunks(choice.schedule)
     stages = worker.grid.pipeline * chunks
     if sample is None:
         raise SpecError(
-            f"A pipeline looks at some data to cut a {type(model).__name__} into stages, and there is none yet.",
-            where="mh.Pipeline",
-            fix=["fit or evaluate before this"],
+            f"A pipeline needs some data to cut a {type(model).__name__} into stages, and no call has given any yet.",
+            where="mh.PipelineParallel",
+            fix=["call fit or evaluate before this"],
         )
     inputs = learn_inputs(sample.call, model, sample.batch)
     blocks = blocks_of(model, inputs, stages, choice.cuts or ())
@@ -133,46 +140,52 @@ def _cut(
         if worker.is_chief and len(costs) > stages:
             costs[:] = torch.tensor(sample.measure(model, blocks, inputs))
         worker.wait_for_chief("costs of blocks")
-        worker.axis.broadcast_([costs], "costs of blocks")  # each worker would measure other numbers
+        worker.axis.broadcast_([costs], "costs of blocks")  # measurements differ between workers
         known = costs.tolist()
     return list(cut(blocks, stages, costs=known, place=choice.place)), known
 
 
-def _staged(worker: Worker, model: nn.Module, row: _Row, parts: Sequence[Part], shares: dict[str, Share]) -> Divided:
+def _staged(
+    worker: Worker, model: nn.Module, row: _ScheduleRow, parts: Sequence[BlockRange], shards: dict[str, TensorShard]
+) -> ReplicaPart:
     choice, grid = worker.strategy, worker.grid
-    assert isinstance(choice, Pipeline | Mesh)
-    place = worker.spot
+    assert isinstance(choice, PipelineParallel | Mesh)
+    position = worker.grid_position
     schedule = make_schedule(choice.schedule, grid.pipeline, 1, choice.chunks)
-    mine = schedule.stages_of(place.pipeline)
-    placed = {id(param) for part in parts for param in part.params.values()}
-    unused = [param for param in model.parameters() if id(param) not in placed and place.pipeline == 0]
-    local = _Local([parts[stage] for stage in mine], unused)
+    mine = schedule.stages_of(position.pipeline)
+    in_stages = {id(param) for part in parts for param in part.params.values()}
+    unused = [param for param in model.parameters() if id(param) not in in_stages and position.pipeline == 0]
+    local = _LocalStages([parts[stage] for stage in mine], unused)
     here = {id(param) for param in local.parameters()}
     ties = _ties(parts, schedule.ranks_of_stages)
-    others = {id(param) for param, ranks in ties if ranks[0] != place.pipeline}
+    counted_elsewhere = {id(param) for param, ranks in ties if ranks[0] != position.pipeline}
     counted = frozenset(
         id(param)
         for name, param in model.named_parameters()
-        if id(param) in here and id(param) not in others and (place.tensor == 0 or name in shares)
+        if id(param) in here and id(param) not in counted_elsewhere and (position.tensor == 0 or name in shards)
     )
     present = _present(model, local, parts)
     for param in model.parameters():
         if id(param) not in here:
             param.data = param.new_empty(0)
-    met = [Tie(param, worker.lasting(partial(_tied, worker, ranks))) for param, ranks in ties if id(param) in here]
-    return Divided(
+    tied_here = [
+        Tie(param, worker.persistent_axis(partial(_tied_axis, worker, ranks)))
+        for param, ranks in ties
+        if id(param) in here
+    ]
+    return ReplicaPart(
         local=local,
-        stand_in=row.runner.model,
-        shares={name: share for name, share in shares.items() if name in present},
+        proxy=row.runner.model,
+        shares={name: shard for name, shard in shards.items() if name in present},
         present=present,
         counted=counted,
-        ties=met,
+        ties=tied_here,
         passes=row,
     )
 
 
-def _ties(parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
-    """Weights that stages of several ranks have, and the pipeline's ranks that do."""
+def _ties(parts: Sequence[BlockRange], rank_of: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+    """Weights in stages of several ranks, each with the pipeline's ranks that have it."""
     params = {name: param for part in parts for name, param in part.params.items()}
     found = [
         (params[name], sorted({rank_of[stage] for stage in stages})) for name, stages in shared_between(parts).items()
@@ -180,29 +193,29 @@ def _ties(parts: Sequence[Part], rank_of: Sequence[int]) -> list[tuple[nn.Parame
     return [(param, ranks) for param, ranks in found if len(ranks) > 1]
 
 
-def _tied(worker: Worker, stages: Sequence[int]) -> Axis:
-    """The workers at these places of this one's pipeline."""
+def _tied_axis(worker: Worker, stages: Sequence[int]) -> Axis:
+    """The axis over the workers at these positions of this worker's pipeline."""
     assert worker.formation is not None
-    places = [worker.spot._replace(pipeline=stage) for stage in stages]
-    return worker.among([worker.formation.places.index(place) for place in places], "tied weights")
+    positions = [worker.grid_position._replace(pipeline=stage) for stage in stages]
+    return worker.among([worker.formation.places.index(position) for position in positions], "tied weights")
 
 
-def _present(model: nn.Module, local: nn.Module, parts: Sequence[Part]) -> frozenset[str]:
-    """Names of what is here: this rank's, and buffers that no stage's modules have, which all keep."""
+def _present(model: nn.Module, local: nn.Module, parts: Sequence[BlockRange]) -> frozenset[str]:
+    """Names of the tensors that this rank has: those of its stages, and buffers outside of stages, which all have."""
     mine = {id(one) for one in [*local.parameters(), *local.buffers()]}
-    placed = {id(one) for part in parts for module in part.modules.values() for one in module.buffers()}
-    everyones = {id(one) for one in model.buffers()} - placed
+    in_stages = {id(one) for part in parts for module in part.modules.values() for one in module.buffers()}
+    on_all_ranks = {id(one) for one in model.buffers()} - in_stages
     state = model.state_dict(keep_vars=True)
-    return frozenset(name for name, one in state.items() if id(one) in mine or id(one) in everyones)
+    return frozenset(name for name, one in state.items() if id(one) in mine or id(one) in on_all_ranks)
 
 
-class _Local(nn.Module):
-    """What this rank's stages have: their modules, and weights that the model uses between them.
+class _LocalStages(nn.Module):
+    """The modules of this rank's stages, and weights that the model uses between them.
 
-    Those that it uses nowhere, which belong to the model all the same, are the first rank's.
+    `unused`: weights that the model uses nowhere; the first rank has them.
     """
 
-    def __init__(self, parts: Sequence[Part], unused: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parts: Sequence[BlockRange], unused: Sequence[nn.Parameter]) -> None:
         super().__init__()
         modules = {name: module for part in parts for name, module in part.modules.items()}
         for number, module in enumerate(modules.values()):
@@ -215,16 +228,16 @@ class _Local(nn.Module):
             self.register_parameter(f"weight {number}", param)
 
 
-class _Row:
-    """This rank's row of the schedule; each step has slices of its own."""
+class _ScheduleRow:
+    """Runs this rank's row of the pipeline schedule, with the slices of one step after another."""
 
     def __init__(
-        self, worker: Worker, model: nn.Module, parts: Sequence[Part], loss: LossFn, mates: Axis | None
+        self, worker: Worker, model: nn.Module, parts: Sequence[BlockRange], loss: LossFn, tensor_axis: Axis | None
     ) -> None:
         choice, messages = worker.strategy, worker.messages("pipeline")
-        assert isinstance(choice, Pipeline | Mesh)
+        assert isinstance(choice, PipelineParallel | Mesh)
         self.runner = StageRunner(
-            messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks, mates=mates
+            messages, model, parts, loss, self, schedule=choice.schedule, chunks=choice.chunks, mates=tensor_axis
         )
         self.is_last = self.runner.schedule(1).ranks_of_stages[-1] == messages.rank
         self._slices: Any = None

@@ -1,17 +1,18 @@
-"""Which engine does a strategy's work: the one place where the name that a user wrote becomes the object that trains.
+"""Makes the engine of a strategy: the one place where the strategy that a user chose becomes the object that trains.
 
-An engine has the verbs of `strategies.base`. `make_engine` puts one together from the run's settings and this worker's
-place in it; setting it up with a model is the caller's business.
+An engine has the methods of `strategies.base`. `make_engine` builds one from the run's settings and this worker's ranks
+in it; the caller then sets it up with a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
-from manyhands.comm.codecs import Bf16
 from manyhands.control.membership.state import parse_generation
 from manyhands.control.session.session import Session
 from manyhands.embedding.replicated_rows import SparseStep
@@ -20,312 +21,255 @@ from manyhands.parallel.averaging.outer_optimizer import OuterStep
 from manyhands.parallel.averaging.rounds import Rounds
 from manyhands.parallel.model.activation_checkpointing import recompute
 from manyhands.parallel.model.precision import Precision
-from manyhands.parallel.replicas.model_parallel_replica import Spread
-from manyhands.parallel.weights.shared_memory_group import Sharing
-from manyhands.parameter_server.engine.local_steps_engine import Stretched, way_of
-from manyhands.parameter_server.engine.served import Served
-from manyhands.parameter_server.worker.hybrid_rows import ServedStep
-from manyhands.parameter_server.worker.local_access import Local
-from manyhands.parameter_server.worker.remote_access import Remote
-from manyhands.parameter_server.worker.server_access import Reach
-from manyhands.parameter_server.worker.server_connection import Link
+from manyhands.parallel.replicas.model_parallel_replica import ModelParallelReplica
+from manyhands.parallel.sharding.sharded_backend import ShardedBackend
+from manyhands.parallel.weights.shared_memory_group import SharedMemoryGroup
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine, LeaseHolder, Servers
+from manyhands.parameter_server.engine.local_steps_engine import LocalStepsEngine, way_of
+from manyhands.parameter_server.worker.hybrid_rows import HybridStep
+from manyhands.parameter_server.worker.remote_access import RemoteAccess
+from manyhands.parameter_server.worker.server_access import LocalAccess, ServerAccess
+from manyhands.parameter_server.worker.server_connection import ServerConnection
 from manyhands.strategies.base import Engine
-from manyhands.strategies.central_storage import OneCopy
 from manyhands.strategies.choices import LocalSGD, ParameterServer, Sharded
-from manyhands.strategies.local_sgd import Averaged, Averaging
+from manyhands.strategies.engine_parts import ModelSide, Ranks, StepSettings
+from manyhands.strategies.local_sgd import Averaging, LocalSGDEngine
 from manyhands.strategies.model_parallel import Mesh, as_sharded
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategies.replicated import Replicated
-from manyhands.training.setup.divide_model import Sample, spread_of
+from manyhands.training.setup.divide_model import Sample, model_parallel_replica
 from manyhands.training.setup.user_model import Parts, foreign_state
 from manyhands.training.step.step_requests import END_FIT
-from manyhands.training.step.straggler_tracking import Pacing
+from manyhands.training.step.stragglers import StragglerTracker
 from manyhands.training.worker.strategy_lookup import StrategyChoice
 from manyhands.training.worker.worker import Worker
 
 __all__ = ["AnyEngine", "make_engine"]
 
-AnyEngine = Engine | Served
-"""Served workers do not take steps in turns."""
+AnyEngine = Engine | LeasedEngine
+"""A `LeasedEngine` has no `train_step`: its workers do not take steps together."""
+
+
+class EngineRequest(NamedTuple):
+    """What every engine is built from."""
+
+    worker: Worker
+    side: ModelSide
+    settings: StepSettings
+    shares: Callable[[int], Sequence[range]]
+    """The slices of each rank, for a step with this number of slices; they may change between steps."""
+    joining: bool
+    """The other workers are training already: the engine begins with this rank alone."""
+
+    def replicas(self, shared: SharedMemoryGroup | None = None) -> Ranks:
+        """The ranks that have the same part of the model as this one."""
+        worker = self.worker
+        axis = Axis(0, 1) if self.joining else worker.replicas
+        network = (lambda: worker.replicas) if worker.is_divided else (lambda: worker.network)
+        return Ranks(axis, network, None if self.joining else shared)
+
+    def workers(self) -> Ranks:
+        """All workers, without memory that they share."""
+        return Ranks(Axis(0, 1) if self.joining else self.worker.axis, lambda: self.worker.network)
 
 
 def make_engine(
     worker: Worker,
     parts: Parts,
     model: nn.Module,
-    pacing: Pacing,
+    pacing: StragglerTracker,
     *,
     joining: bool,
     sample: Callable[[], Sample | None],
 ) -> AnyEngine:
     """The engine of this worker's strategy. With `joining`, the other workers are training already.
 
-    `sample` gives some data, where there is any, for strategies that look at it before they divide the model.
+    `sample` returns some data, if there is any, for strategies that need it to divide the model.
     """
-    if worker.is_server:  # it goes on to a later training, and takes no steps
-        return _replicated(worker, parts, model, pacing, joining=True)
-    if isinstance(worker.strategy, Mesh) and worker.strategy.level is not None:
-        return _sharded_mesh(worker, worker.strategy, parts, model, pacing, sample)
+    choice, spec = worker.strategy, worker.resolved.spec
+    side = ModelSide(parts.loss, Precision(spec.train.precision, worker.device), foreign_state(model))
+    request = EngineRequest(worker, side, StepSettings.of(spec), lambda count: pacing.division.shares(count), joining)
+    if worker.is_server:  # the script has a further training on a server; it takes no steps
+        return _replicated(request._replace(joining=True))
+    if isinstance(choice, Mesh) and (plain := as_sharded(choice, worker.grid)):
+        _recompute(choice, model)
+        return _sharded_as(plain, request._replace(joining=False))
     if worker.is_divided:
-        return _replicated(worker, parts, model, pacing, joining, spread=spread_of(worker, parts.loss, sample))
-    _recompute(worker.strategy, model)
-    return _MAKERS[worker.strategy.name](worker, parts, model, pacing, joining)
+        replica = model_parallel_replica(worker, parts.loss, sample)
+        level = choice.level if isinstance(choice, Mesh) else None
+        return _replicated(request, spread=replica) if level is None else _fully_sharded(request, level, spread=replica)
+    _recompute(choice, model)
+    return MAKERS[STRATEGIES[choice.name].engine](request)
 
 
 def _recompute(choice: StrategyChoice, model: nn.Module) -> None:
-    """Of whole models; where layers are divided, that comes first."""
+    """Activation checkpointing of models that are not divided; `divide_model` does it for the others."""
     if choice.recompute is not None:
         recompute(model, choice.recompute, f"mh.{type(choice).__name__}(recompute=...)")
 
 
 def _replicated(
-    worker: Worker,
-    parts: Parts,
-    model: nn.Module,
-    pacing: Pacing,
-    joining: bool,
+    request: EngineRequest,
     rows: Callable[[nn.Module, int], SparseStep] = SparseStep,
-    kind: type[Replicated] = Replicated,
-    spread: Spread | None = None,
-    sharing: Sharing | None = None,
+    spread: ModelParallelReplica | None = None,
+    one_copy: SharedMemoryGroup | None = None,
 ) -> Replicated:
-    """With `sharing`, what the worker has in common with others is known; asking it connects to them anew."""
-    spec = worker.resolved.spec
-    return kind(
-        Axis(0, 1) if joining else worker.replicas,
-        parts.loss,
-        Precision(spec.train.precision, worker.device),
-        lambda count: pacing.division.shares(count),
-        clip_norm=spec.train.clip_norm,
-        bucket_bytes=spec.comm.bucket_bytes,
-        reducer=spec.comm.reducer,
-        check_every=spec.train.check_every,
-        audit_seed=spec.run.seed if spec.train.audit else None,
-        exact=spec.train.exact,
-        seed=spec.run.seed,
-        sharing=None if joining else sharing or (worker.sharing if not worker.is_divided else None),
-        network=lambda: worker.replicas if worker.is_divided else worker.network,
-        tell=worker.warn,
-        foreign=foreign_state(model),
+    """`one_copy` is the shared memory that must hold the weights; without it, workers of a host share what they can."""
+    worker = request.worker
+    shared = None if request.joining else one_copy or (worker.sharing if not worker.is_divided else None)
+    return Replicated(
+        request.replicas(shared),
+        request.side,
+        request.settings,
+        request.shares,
         rows=rows,
         spread=spread,
+        one_copy=one_copy is not None,
+        warn=worker.warn,
     )
 
 
-def _stored_once(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
+def _central_storage(request: EngineRequest) -> Replicated:
+    worker = request.worker
     if worker.world_size == 1:
-        return _replicated(worker, parts, model, pacing, joining)
-    sharing = worker.sharing
-    if sharing is None:
+        return _replicated(request)
+    if (shared := worker.sharing) is None:
         raise SpecError(
             f"The workers share no memory that could hold the weights: {worker.why_no_plane}.",
             where="mh.CentralStorage",
             fix=['strategy=mh.Sharded("optimizer")', 'strategy="mirrored"'],
         )
-    return _replicated(worker, parts, model, pacing, joining, kind=OneCopy, sharing=sharing)
+    return _replicated(request, one_copy=shared)
 
 
-def _sharded_mesh(
-    worker: Worker,
-    choice: Mesh,
-    parts: Parts,
-    model: nn.Module,
-    pacing: Pacing,
-    sample: Callable[[], Sample | None],
-) -> Replicated:
-    plain = as_sharded(choice, worker.grid)
-    if plain is not None:
-        _recompute(choice, model)
-        return _sharded_as(plain, worker, parts, model, pacing, joining=False)
-    spread = spread_of(worker, parts.loss, sample)
-    keep_whole = choice.level != "parameters"
-    return _fully_sharded(worker, parts, model, pacing, keep_whole=keep_whole, offload=False, spread=spread)
+def _sharded(request: EngineRequest) -> Replicated:
+    assert isinstance(request.worker.strategy, Sharded)
+    return _sharded_as(request.worker.strategy, request)
 
 
-def _sharded(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> Replicated:
-    assert isinstance(worker.strategy, Sharded)
-    return _sharded_as(worker.strategy, worker, parts, model, pacing, joining)
-
-
-def _sharded_as(
-    choice: Sharded, worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool
-) -> Replicated:
+def _sharded_as(choice: Sharded, request: EngineRequest) -> Replicated:
+    worker = request.worker
     offload = choice.offload is not None and worker.device.type != "cpu"
     if choice.offload is not None and not offload:
-        worker.warn('offload="host" changes nothing here: the workers compute in the host\'s memory.')
+        worker.warn('offload="host" has no effect: the workers compute in the host\'s memory.')
     if worker.world_size == 1:
-        worker.warn("There is one worker, and nobody to divide its memory with: mh run -n 2")
-        return _replicated(worker, parts, model, pacing, joining)
-    sharing = worker.sharing if choice.level != "parameters" else None
-    if sharing is not None:
-        return _replicated(worker, parts, model, pacing, joining, kind=OneCopy, sharing=sharing)
-    return _fully_sharded(worker, parts, model, pacing, keep_whole=choice.level != "parameters", offload=offload)
+        worker.warn("Nothing is sharded: the run has one worker. For two: mh run -n 2")
+        return _replicated(request)
+    shared = worker.sharing if choice.level != "parameters" else None
+    if shared is not None:
+        return _replicated(request, one_copy=shared)
+    return _fully_sharded(request, choice.level, offload=offload)
 
 
 def _fully_sharded(
-    worker: Worker,
-    parts: Parts,
-    model: nn.Module,
-    pacing: Pacing,
-    *,
-    keep_whole: bool,
-    offload: bool,
-    spread: Spread | None = None,
+    request: EngineRequest, level: str, *, offload: bool = False, spread: ModelParallelReplica | None = None
 ) -> Replicated:
-    # Torch's part of it takes a second to import, and all other strategies do without.
-    from manyhands.parallel.sharding.fsdp_backend import Sharding
-    from manyhands.strategies.fully_sharded import FullySharded
+    """Each rank has a shard of the weights; stages of a pipeline gather theirs for a whole step."""
+    # torch's FSDP takes a second to import, and no other strategy needs it.
+    from manyhands.parallel.sharding.fsdp_backend import FsdpBackend, Sharding
+    from manyhands.parallel.sharding.gather_per_step import GatherPerStep
 
-    spec = worker.resolved.spec
-    return FullySharded(
-        worker.replicas,
-        parts.loss,
-        Precision(spec.train.precision, worker.device),
-        lambda count: pacing.division.shares(count),
-        Sharding(keep_whole, offload),
-        clip_norm=spec.train.clip_norm,
-        seed=spec.run.seed,
-        device=worker.device,
-        foreign=foreign_state(model),
-        network=lambda: worker.replicas if worker.is_divided else worker.network,
-        tell=worker.warn,
-        bucket_bytes=spec.comm.bucket_bytes,
-        spread=spread,
-    )
+    worker, ranks = request.worker, request._replace(joining=False).replicas()
+    settings = request.settings._replace(check_every=0)  # ranks have no copies to compare
+
+    def backend(model: nn.Module, optimizer: Optimizer, axis: Axis) -> ShardedBackend:
+        common = model, optimizer, axis, ranks.network
+        if spread is not None and spread.divided.passes is not None:
+            return GatherPerStep(*common, warn=worker.warn, bucket_bytes=settings.bucket_bytes)
+        return FsdpBackend(*common, Sharding(level != "parameters", offload), device=worker.device, warn=worker.warn)
+
+    return Replicated(ranks, request.side, settings, request.shares, spread=spread, backend=backend, warn=worker.warn)
 
 
-def _with_servers(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:
-    session, choice = worker.session, worker.strategy
-    assert isinstance(session, Session), "parameter servers need an agent"
+def _with_servers(request: EngineRequest) -> AnyEngine:
+    worker, choice = request.worker, request.worker.strategy
     assert isinstance(choice, ParameterServer)
-    link = _link(worker)
     if choice.takes_local_steps:
-        return _stretched(worker, choice, link, parts, model, joining)
+        return _with_local_steps(request, choice)
+    session, train = worker.session, worker.resolved.spec.train
+    assert isinstance(session, Session), "parameter servers need an agent"
     if choice.mode != "hybrid":
-        return _served(worker, session, choice, link, parts, model, joining)
+        servers = _servers(worker, clips=train.clip_norm is not None)
+        return LeasedEngine(request.workers(), request.side, request.settings, choice, servers, _lease_holder(worker))
+    link, access, num_servers = _servers(worker, clips=False)
 
-    reach, train = _reach(worker, link, clips=False), worker.resolved.spec.train
-
-    def rows(model: nn.Module, seed: int) -> ServedStep:
-        return ServedStep(
+    def rows(model: nn.Module, seed: int) -> HybridStep:
+        return HybridStep(
             model,
             seed,
             link,
-            None if reach.is_away else reach.memory,
-            shares=not reach.is_away,
-            num_servers=lambda: session.servers_wanted,
-            are_up=reach.are_up,
-            next_number=lambda: worker.script.next_course(parse_generation(worker.group.generation)),
-            entered=worker.script.enter_course,
+            None if access.is_away else access.memory,
+            shares=not access.is_away,
+            num_servers=num_servers,
+            are_up=access.are_up,
+            next_number=lambda: worker.script.next_interval(parse_generation(worker.group.generation)),
+            entered=worker.script.enter_interval,
             wait_for_chief=worker.wait_for_chief,
             training=worker.number,
             needs_norm=train.clip_norm is not None or train.precision == "fp16",
         )
 
-    return _replicated(worker, parts, model, pacing, joining, rows)
+    return _replicated(request, rows)
 
 
-def _served(
-    worker: Worker,
-    session: Session,
-    choice: ParameterServer,
-    link: Link,
-    parts: Parts,
-    model: nn.Module,
-    joining: bool,
-) -> Served:
-    spec, seat = worker.resolved.spec, session.seat
-    served = Served(
-        Axis(0, 1) if joining else worker.axis,
-        parts.loss,
-        Precision(spec.train.precision, worker.device),
-        choice,
-        link,
-        _reach(worker, link, clips=spec.train.clip_norm is not None),
-        seed=spec.run.seed,
-        clip_norm=spec.train.clip_norm,
-        num_servers=lambda: worker.session.servers_wanted,
-        worker=seat.incarnation,
-        most_workers=worker.most_workers,
-        foreign=foreign_state(model),
-        wait_for_chief=worker.wait_for_chief,
+def _with_local_steps(request: EngineRequest, choice: ParameterServer | LocalSGD) -> LocalStepsEngine:
+    worker, way = request.worker, way_of(choice)
+    servers = _servers(worker, clips=False)
+    if way.quorum is not None:
+        servers = servers._replace(num_wanted=lambda: 1)
+    settings = choice if isinstance(choice, ParameterServer) else ParameterServer()
+    return LocalStepsEngine(
+        request.workers(), request.side, request.settings, settings, servers, _lease_holder(worker), way=way
     )
-    served.training = worker.number
-    return served
 
 
-def _link(worker: Worker) -> Link:
+def _lease_holder(worker: Worker) -> LeaseHolder:
     session = worker.session
     assert isinstance(session, Session), "servers need an agent"
-    name = f"worker {session.seat.incarnation}, training {worker.number}"  # two of one name would be taken for one
-    return Link(session.server_endpoint, name.encode(), session.curve)
+    return LeaseHolder(session.identity.incarnation, worker.most_workers, worker.number, worker.wait_for_chief)
 
 
-def _stretched(
-    worker: Worker, choice: ParameterServer | LocalSGD, link: Link, parts: Parts, model: nn.Module, joining: bool
-) -> Stretched:
-    spec, session, way = worker.resolved.spec, worker.session, way_of(choice)
-    assert isinstance(session, Session), "servers need an agent"
-    stretched = Stretched(
-        Axis(0, 1) if joining else worker.axis,
-        parts.loss,
-        Precision(spec.train.precision, worker.device),
-        choice if isinstance(choice, ParameterServer) else ParameterServer(),
-        link,
-        _reach(worker, link, clips=False),
-        way=way,
-        clip_norm=spec.train.clip_norm,
-        network=lambda: worker.network,
-        seed=spec.run.seed,
-        num_servers=lambda: 1 if way.quorum is not None else worker.session.servers_wanted,
-        worker=session.seat.incarnation,
-        most_workers=worker.most_workers,
-        foreign=foreign_state(model),
-        wait_for_chief=worker.wait_for_chief,
-    )
-    stretched.training = worker.number
-    return stretched
-
-
-def _reach(worker: Worker, link: Link, *, clips: bool) -> Reach:
-    """Servers of this host share memory with its workers; others are reached by their addresses."""
+def _servers(worker: Worker, *, clips: bool) -> Servers:
+    """Servers on this host share memory with its workers; others are reached over TCP."""
     session = worker.session
     assert isinstance(session, Session), "servers need an agent"
-    if session.server_endpoint(0).startswith("tcp:"):
-        return Remote(link, session.seat.incarnation, clips=clips)
-    return Local(link, worker.shared_memory)
+    name = f"worker {session.identity.incarnation}, training {worker.number}"  # unique: servers identify workers by it
+    link = ServerConnection(session.server_endpoint, name.encode(), session.curve)
+    is_remote = session.server_endpoint(0).startswith("tcp:")
+    access: ServerAccess = (
+        RemoteAccess(link, session.identity.incarnation, clips=clips)
+        if is_remote
+        else LocalAccess(link, worker.shared_memory)
+    )
+    return Servers(link, access, lambda: session.servers_wanted)
 
 
-def _averaged(worker: Worker, parts: Parts, model: nn.Module, pacing: Pacing, joining: bool) -> AnyEngine:
-    spec, strategy, foreign = worker.resolved.spec, worker.strategy, foreign_state(model)
+def _averaged(request: EngineRequest) -> AnyEngine:
+    worker, strategy, side, settings = request.worker, request.worker.strategy, request.side, request.settings
     assert isinstance(strategy, LocalSGD)
     if strategy.leases:
-        return _stretched(worker, strategy, _link(worker), parts, model, joining)
+        return _with_local_steps(request, strategy)
+    alone = Axis(0, 1)
     local = Replicated(
-        Axis(0, 1),
-        parts.loss,
-        Precision(spec.train.precision, worker.device),
+        Ranks(alone, lambda: alone),
+        side,
+        StepSettings(settings.clip_norm, settings.bucket_bytes),
         lambda count: [range(count)],
-        clip_norm=spec.train.clip_norm,
-        bucket_bytes=spec.comm.bucket_bytes,
-        tell=worker.warn,
-        foreign=foreign,
+        warn=worker.warn,
     )
-    return Averaged(
+    return LocalSGDEngine(
         local,
-        Axis(0, 1) if joining else worker.axis,
-        lambda: worker.network,
-        lambda count: pacing.division.shares(count),
+        request.workers(),
+        settings,
+        request.shares,
         averaging_of(strategy),
-        loss_fn=parts.loss,
-        seed=spec.run.seed,
-        codec=Bf16() if spec.comm.reducer == "bf16" else None,
         ends_with=END_FIT,
-        statistics=[one for norm in foreign.norms for one in (*norm.averages, norm.calls) if one is not None],
+        statistics=[one for norm in side.foreign.norms for one in (*norm.averages, norm.calls) if one is not None],
     )
 
 
 def averaging_of(strategy: LocalSGD) -> Averaging:
-    """What a user's words come to."""
+    """The averaging that the user's settings describe."""
     return Averaging(
         Rounds(
             every=strategy.every,
@@ -346,12 +290,11 @@ def averaging_of(strategy: LocalSGD) -> Averaging:
     )
 
 
-_MAKERS: dict[str, Callable[[Worker, Parts, nn.Module, Pacing, bool], AnyEngine]] = {
-    "single": _replicated,
-    "mirrored": _replicated,
-    "multi_worker": _replicated,
-    "parameter_server": _with_servers,
-    "local_sgd": _averaged,
-    "sharded": _sharded,
-    "central_storage": _stored_once,
+MAKERS: dict[str, Callable[[EngineRequest], AnyEngine]] = {
+    "replicas": _replicated,
+    "central storage": _central_storage,
+    "shards": _sharded,
+    "servers": _with_servers,
+    "averages": _averaged,
 }
+"""By the `engine` of `strategies.registry`. For strategies that divide the model, `make_engine` does not use it."""

@@ -1,7 +1,7 @@
-"""What a Keras model was compiled with, in our terms: its optimizer as a torch one, its loss and metrics as functions.
+"""Converts what a Keras model was compiled with: its optimizer to a torch one, its loss and metrics to functions.
 
-Used as it is where the maths comes out the same for every cut of a batch into slices; refused with the reason where it
-does not. Start reading at `compiled_parts`.
+Used unchanged where the result does not depend on how a batch is cut into slices; refused with the reason where it
+does. Start reading at `compiled_parts`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 def compiled_parts(
     model: Any, loss: LossFn | None, optimizer: Any, metrics: Mapping[str, MetricFn] | None
 ) -> tuple[LossFn | None, Any, Mapping[str, MetricFn] | None]:
-    """The user's loss, optimizer and metrics, and for each that was not given, what the model was compiled with."""
+    """The user's loss, optimizer and metrics; for each that was not given, the one the model was compiled with."""
     if not model.compiled:
         return loss, optimizer, metrics
     compiled = Compiled(model)
@@ -37,7 +37,7 @@ def compiled_parts(
 
 
 class Compiled:
-    """What `model.compile` was given: a loss and metrics, as functions of (model, batch).
+    """The loss and metrics given to `model.compile`, as functions of (model, batch).
 
     A batch is (inputs, targets) or (inputs, targets, sample weights). The forward pass of an evaluation is shared by
     the loss and all metrics.
@@ -63,7 +63,7 @@ class Compiled:
             outputs = self._outputs(model, batch, x)
             compiled = model._compile_metrics
             if not compiled.built:
-                compiled.build(y, outputs)  # only now is it known which accuracy "accuracy" means
+                compiled.build(y, outputs)  # which accuracy "accuracy" means depends on the shapes
             metric = compiled.metrics[position]
             found: Tensor = metric._fn(y, outputs, **metric._fn_kwargs)
             return found.flatten(1).float().mean(1) if found.ndim > 1 else found
@@ -100,18 +100,18 @@ def _refuse_mask(outputs: Any) -> None:
     keras = sys.modules["keras"]
     if any(getattr(output, "_keras_mask", None) is not None for output in keras.tree.flatten(outputs)):
         raise BadLoss(
-            "The model's outputs carry a Keras mask, so the compiled loss is a mean over unmasked entries: slices with "
-            "different numbers of them cannot be put together.",
+            "The model's outputs carry a Keras mask, so the compiled loss is a mean over unmasked entries: the losses "
+            "of slices with different numbers of them cannot be averaged.",
             fix=["loss=lambda model, batch: (sum over the unmasked entries, their number)", "mask_zero=False"],
         )
 
 
 def _check_loss(model: Any) -> None:
-    """Refuse, before anything runs, a loss whose mean over a batch is not the mean of its slices."""
+    """Refuse, before anything runs, a loss that is not a mean over the batch: it could not be computed by slices."""
     keras = sys.modules["keras"]
     if type(model).train_step is not keras.Model.train_step:
         raise SpecError(
-            f"{type(model).__name__} has a train_step of its own, which only Keras's fit would call.",
+            f"{type(model).__name__} overrides train_step, which only Keras's fit would call.",
             fix=["loss=lambda model, batch: ..., which computes the same loss"],
         )
     for part in keras.tree.flatten(model.loss):
@@ -120,7 +120,7 @@ def _check_loss(model: Any) -> None:
                 f"{type(part).__name__}(reduction={part.reduction!r}) is not a mean over the batch.",
                 fix=[
                     f'{type(part).__name__}(reduction="sum_over_batch_size")',
-                    "for a sum: that, and a learning rate as many times as large as the batch has rows",
+                    "for a sum: that, and the learning rate multiplied by the rows of a batch",
                 ],
             )
 
@@ -130,7 +130,7 @@ def _refuse_weighted_mean(model: Any, weights: Any) -> None:
     parts = keras.tree.flatten(model.loss)
     if weights is not None and any(getattr(part, "reduction", "") == "mean_with_sample_weight" for part in parts):
         raise BadLoss(
-            'reduction="mean_with_sample_weight" divides by the sum of the batch\'s weights, unknown to a slice.',
+            'reduction="mean_with_sample_weight" divides by the sum of all weights of a batch, which no slice has.',
             fix=['reduction="sum_over_batch_size"', "loss=lambda model, batch: (weighted sum, sum of the weights)"],
         )
 
@@ -144,7 +144,7 @@ def _metric_names(model: Any) -> list[str]:
         raise SpecError("weighted_metrics are not means of one value per example.", fix=["metrics=[...] in compile"])
     if isinstance(asked, dict) or any(isinstance(metric, list | tuple | dict) for metric in asked):
         raise SpecError(
-            "The compiled metrics belong to single outputs; only a flat list of metrics is taken over.",
+            "The compiled metrics belong to single outputs; only a flat list of metrics is supported.",
             fix=['metrics={"name": lambda model, batch: one value per example} of the trainer'],
         )
     return [_metric_name(metric) for metric in asked]
@@ -159,7 +159,7 @@ def _metric_name(asked: Any) -> str:
     if isinstance(found, keras.metrics.Metric) and not isinstance(found, keras.metrics.MeanMetricWrapper):
         raise SpecError(
             f"The compiled metric {name!r} ({type(found).__name__}) is not a mean of one value per example, so it "
-            "cannot be put together from the workers' parts.",
+            "cannot be computed from the workers' results.",
             fix=[
                 "leave it out of compile(metrics=...), and compute it from trainer.predict(data)",
                 'or metrics={"name": lambda model, batch: one value per example} of the trainer',
@@ -169,10 +169,10 @@ def _metric_name(asked: Any) -> str:
 
 
 class KerasOptimizer(torch.optim.Optimizer):
-    """A Keras optimizer in the shape of a torch one: gradients come from `.grad`, the update is Keras's own.
+    """A Keras optimizer with the interface of a torch one: gradients are read from `.grad`, Keras makes the update.
 
-    Its learning rate is shown in `param_groups` and may be set there, by a torch scheduler for instance, unless Keras
-    has a schedule of its own.
+    Its learning rate is shown in `param_groups` and may be set there, by a torch scheduler for instance, unless the
+    Keras optimizer has a schedule.
     """
 
     def __init__(self, optimizer: Any, variables: list[Any]) -> None:
@@ -183,7 +183,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         super().__init__([variable.value for variable in self._variables], {"lr": self._shown_lr})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._agree_on_learning_rate()
+        self._synchronise_learning_rate()
         with torch.no_grad():
             self.keras.apply([variable.value.grad for variable in self._variables], self._variables)
 
@@ -203,7 +203,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             variable.assign(saved[variable.path])
         self._shown_lr = self.param_groups[0]["lr"] = group["lr"]
 
-    def _agree_on_learning_rate(self) -> None:
+    def _synchronise_learning_rate(self) -> None:
         group = self.param_groups[0]
         if group["lr"] == self._shown_lr:
             group["lr"] = float(self.keras.learning_rate)
@@ -216,7 +216,7 @@ class KerasOptimizer(torch.optim.Optimizer):
             self.keras.learning_rate = value
         except TypeError as error:
             raise SpecError(
-                f"The learning rate was set to {value:g}, but the Keras optimizer has a schedule of its own.",
+                f"The learning rate was set to {value:g}, but the Keras optimizer has a schedule itself.",
                 fix=["one of the two: scheduler=, or the schedule in keras.optimizers"],
             ) from error
 
@@ -227,17 +227,17 @@ def is_keras_optimizer(optimizer: Any) -> bool:
 
 
 def keras_optimizer(model: Any, optimizer: Any) -> KerasOptimizer:
-    """`optimizer` for the trained variables of `model`. Refuses what Keras does outside of `apply`."""
+    """`optimizer` for the trainable variables of `model`. Refuses features that Keras implements outside of `apply`."""
     keras = sys.modules["keras"]
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
         raise SpecError(
-            f"{name} expects a loss that Keras's own fit has scaled, which is not run here.",
+            f"{name} expects a loss that Keras's fit has scaled, which is not used here.",
             fix=['precision="fp16" of the trainer, and compile(..., auto_scale_loss=False)'],
         )
     if optimizer.use_ema:
         raise SpecError(
-            f"{name}(use_ema=True) swaps averages into the model at the end of Keras's own fit, which is not run here.",
+            f"{name}(use_ema=True) swaps averages into the model at the end of Keras's fit, which is not used here.",
             fix=["use_ema=False"],
         )
     return KerasOptimizer(optimizer, model.trainable_variables)

@@ -1,8 +1,8 @@
 """Keras 3 models on the torch backend: how to recognise, load and save them, and the state they keep.
 
 A Keras model is an `nn.Module`, but ignores `train()` and keeps moving averages and random seeds as parameters without
-gradient: `foreign_state` says so to the step. What it compiled is `keras_compiled`'s business. Keras is never imported
-here unless a file of its own is to be read: whoever has a Keras model has imported it.
+gradient: `foreign_state` lists them for the step. What it was compiled with is in `keras_compiled`. Keras is imported
+here only to read a Keras file: a script that has a Keras model has imported it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _in_slice: ContextVar[bool] = ContextVar("manyhands_keras_in_slice", default=Fal
 
 
 def _keras() -> Any:
-    """Keras, if somebody has imported it."""
+    """The keras module, if it has been imported."""
     module = sys.modules.get("keras")
     return module if hasattr(module, "Model") else None
 
@@ -59,7 +59,7 @@ def check_usable(model: Any) -> None:
             f"The model is a Keras model on the {backend} backend; only torch can train it here.",
             fix=["KERAS_BACKEND=torch mh run train.py: Keras reads it when it is imported"],
         )
-    # A subclassed model calls itself built after build((None, ...)), whatever became of the layers inside.
+    # A subclassed model is marked built after build((None, ...)), even if the layers inside are not.
     plain = _keras().Layer.build
     unbuilt = [x.name for x in model._flatten_layers() if not x.built and type(x).build is not plain]
     if unbuilt or not model.built:
@@ -69,7 +69,7 @@ def check_usable(model: Any) -> None:
         )
     known = {id(param) for param in model.parameters()}
     if any(id(variable.value) not in known for variable in model.variables):
-        model._track_variables()  # Keras lists a model's parameters for torch once, which may have been too early
+        model._track_variables()  # Keras registers parameters with torch once, maybe before all of them existed
 
 
 def load(path: Path) -> Any:
@@ -79,7 +79,7 @@ def load(path: Path) -> Any:
     try:
         keras = importlib.import_module("keras")
         model = keras.models.load_model(path)
-    except ImportError as error:  # also when Keras was left to its default, TensorFlow
+    except ImportError as error:  # also when Keras uses its default backend, TensorFlow
         raise EnvironmentProblem(
             f"{path} needs Keras on the torch backend: {error}.",
             fix=["KERAS_BACKEND=torch mh run train.py", "pip install 'manyhands[keras]'"],
@@ -88,13 +88,13 @@ def load(path: Path) -> Any:
         raise SpecError(f"Keras cannot load {path}: {error}", where="model=") from error
     optimizer = getattr(model, "optimizer", None)
     if path.suffix == ".h5" and optimizer is not None:
-        # Keras 3.15 builds it for the model's own variables, without those of its layers: it could not train any.
+        # Keras 3.15 builds it without the variables of the model's layers: it could not train them.
         model.optimizer = optimizer.from_config(optimizer.get_config())
     return model
 
 
 def save(model: Any, path: Path) -> None:
-    """Architecture, weights and what was compiled, as Keras saves it; whole or not at all."""
+    """Write architecture, weights and compile settings in Keras's format; atomically."""
     if not is_keras(model):
         raise SpecError(
             f"{path.suffix} files hold Keras models, and this is a {type(model).__name__}.", fix=['"model.safetensors"']
@@ -117,7 +117,7 @@ def load_weights(model: Any, path: Path) -> None:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """A batch that is a pair or longer is (input, target, ...); a dict is one input with named parts."""
+    """A tuple or list is (input, target, ...); a dict is one input with named parts."""
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
@@ -125,7 +125,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def foreign_state(model: nn.Module) -> ForeignState:
-    """What Keras keeps in `model`, which is a Keras model or has Keras layers; also makes those obey the mode."""
+    """The state of the Keras layers in `model`; also makes these layers follow the module's training mode."""
     layers = _layers(model)
     if not layers:
         return ForeignState()
@@ -147,7 +147,7 @@ def randomness_in(model: nn.Module) -> list[str]:
 
 
 def has_layers(model: nn.Module) -> bool:
-    """Whether it is, or has in it, something of Keras's."""
+    """Whether it is a Keras model or has Keras layers in it."""
     return bool(_layers(model))
 
 
@@ -155,16 +155,16 @@ def _layers(model: nn.Module) -> list[Any]:
     keras = _keras()
     if keras is None:
         return []
-    # A Keras model's layers are not torch submodules of it, so each has to be asked for its own.
+    # The layers of a Keras model are not its torch submodules; `_flatten_layers` finds them.
     found = [layer for top in model.modules() if isinstance(top, keras.Layer) for layer in top._flatten_layers()]
     return list({id(layer): layer for layer in found}.values())
 
 
 def _obey_mode(layer: Any) -> None:
-    """Have a call without `training=` train inside a slice, and infer where the module is in evaluation mode.
+    """Have a call without `training=` use training mode inside a slice, and inference if the module is in eval mode.
 
-    Elsewhere Keras's own rule holds. The call context is where Keras looks first, before defaults in a signature, and
-    what hands the mode on to layers inside; a torch hook would run after both.
+    Elsewhere Keras's rule holds. Keras reads the call context first, before defaults in a signature, and passes it on
+    to layers inside; a torch hook would run after both.
     """
     inherited: Callable[[], Any] = layer._get_call_context
     if "_get_call_context" in vars(layer):
@@ -193,7 +193,7 @@ def _own_seeds(layer: Any) -> list[Tensor]:
 
 
 def _seeds(layers: list[Any]) -> tuple[Tensor, ...]:
-    # What is drawn with no seed at all comes from a generator that belongs to no layer.
+    # Random numbers without a seed come from a global generator, which belongs to no layer.
     unowned = importlib.import_module("keras.src.random.seed_generator").global_seed_generator().state.value
     found = [seed for layer in layers for seed in _own_seeds(layer)]
     return tuple({id(seed): seed for seed in [*found, unowned]}.values())
@@ -201,7 +201,7 @@ def _seeds(layers: list[Any]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _slice_of(seeds: tuple[Tensor, ...]) -> Iterator[None]:
-    """Training mode, with every generator set from the slice's randomness and put back afterwards."""
+    """Training mode; every generator is seeded from the slice's randomness and restored afterwards."""
     drawn = torch.randint(MAX_SEED, (len(seeds),)).tolist()
     with _keeping(seeds, in_slice=True):
         with torch.no_grad():
@@ -212,7 +212,7 @@ def _slice_of(seeds: tuple[Tensor, ...]) -> Iterator[None]:
 
 @contextmanager
 def _outside(seeds: tuple[Tensor, ...]) -> Iterator[None]:
-    """The mode that layers are in, whatever slice is under way; what is drawn is drawn again afterwards."""
+    """The mode that layers are in, also during a slice; generators are restored afterwards."""
     with _keeping(seeds, in_slice=False):
         yield
 

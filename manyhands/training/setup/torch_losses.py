@@ -1,7 +1,7 @@
-"""torch's own losses given as `loss=`, such as `nn.MSELoss()`: made functions of (model, batch).
+"""Converts torch losses given as `loss=`, such as `nn.MSELoss()`, to functions of (model, batch).
 
-A batch is then (inputs, targets). What torch computes for one batch is computed for one that is cut into slices, too:
-`ignore_index` and class weights make a mean over something other than examples, so these return a sum and its weight.
+A batch is then (inputs, targets). The result is the same as torch's on the whole batch, also when it is cut into
+slices: with `ignore_index` or class weights the mean is not one over examples, so these return a sum and its weight.
 Start reading at `as_loss_function`.
 """
 
@@ -20,7 +20,7 @@ from manyhands.errors import BadLoss, SpecError
 __all__ = ["as_loss_function"]
 
 TORCH_LOSS: type[Any] = nn.L1Loss.__mro__[1]
-"""The class that torch's losses have in common, whose own name is private."""
+"""The common base class of torch's losses, whose name is private."""
 SHOWN = "loss=lambda model, batch: {name}(model(batch[0]), batch[1])"
 SAME_SHAPES = (
     nn.MSELoss,
@@ -33,7 +33,7 @@ SAME_SHAPES = (
     nn.PoissonNLLLoss,
     nn.SoftMarginLoss,
 )
-"""Where torch would stretch one of the two to the other's shape, and compute something else."""
+"""Losses for which torch would broadcast output and target to a common shape, and compute something else."""
 FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
     functional.mse_loss: nn.MSELoss,
     functional.l1_loss: nn.L1Loss,
@@ -47,7 +47,7 @@ FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
 
 
 def as_loss_function(loss: Any) -> Any:
-    """`loss` itself, unless it is one of torch's own."""
+    """`loss` unchanged, unless it is one of torch's."""
     made = FUNCTIONS[loss]() if inspect.isfunction(loss) and loss in FUNCTIONS else loss
     if not isinstance(made, TORCH_LOSS):
         return loss
@@ -57,7 +57,7 @@ def as_loss_function(loss: Any) -> Any:
         raise SpecError(
             f"{name} takes ({', '.join(inputs)}), which are not the outputs and targets of one batch.",
             where="loss",
-            fix=[f"loss=lambda model, batch: nn.{name}()(...), of what the batch holds"],
+            fix=[f"loss=lambda model, batch: nn.{name}()(...), with the tensors of the batch"],
         )
     if made.reduction not in ("mean", "batchmean"):
         raise SpecError(
@@ -65,10 +65,10 @@ def as_loss_function(loss: Any) -> Any:
             where="loss",
             fix=[f"nn.{name}()", f"loss=lambda model, batch: (the sum, its weight), by {name}(reduction='sum')"],
         )
-    return _OfOutputs(made)
+    return _LossFunction(made)
 
 
-class _OfOutputs:
+class _LossFunction:
     """A torch loss as a function of (model, batch)."""
 
     def __init__(self, loss: nn.Module) -> None:
@@ -94,7 +94,7 @@ class _OfOutputs:
         return self._sum.to(output.device)(output, target), self._weight(target)
 
     def _weight(self, target: Tensor) -> Tensor:
-        """What torch divides the sum by."""
+        """The number by which torch divides the sum."""
         counted = target[target != self._loss.ignore_index]
         weights = self._loss.weight
         return weights[counted].sum() if isinstance(weights, Tensor) else counted.new_tensor(counted.numel())
@@ -103,6 +103,6 @@ class _OfOutputs:
         if isinstance(output, Tensor) and output.shape != target.shape:
             raise BadLoss(
                 f"The model returns {tuple(output.shape)} and the targets are {tuple(target.shape)}: "
-                f"{self._name} would stretch one to the other, and compare every output with every target.",
+                f"{self._name} would broadcast them, and compare every output with every target.",
                 fix=["targets of the outputs' shape, such as y.unsqueeze(1) or y[:, None]", "model(x).squeeze(1)"],
             )

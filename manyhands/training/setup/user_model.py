@@ -1,4 +1,4 @@
-"""What the user gave as model, loss, optimizer and metrics, put together into parts that fit each other."""
+"""Checks the user's model, loss, optimizer and metrics, and converts them to `Parts`, in one form for all kinds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric
         raise SpecError("No optimizer was given.", fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"])
     if model is not given and isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(
-            "The model is made here, by a function or from a file, so a ready optimizer cannot know its parameters.",
+            "The model is made here, by a function or from a file, so a ready optimizer cannot have its parameters.",
             fix=["optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"],
         )
     _check_functions(loss, optimizer, metrics)
@@ -71,23 +71,23 @@ def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric
 
 
 def floats_of(precision: str) -> torch.dtype | None:
-    """The type that floating tensors of a batch are converted to, if any."""
+    """The dtype to which floating-point tensors of a batch are converted, if any."""
     return torch.float64 if precision == "fp64" else None
 
 
 def set_precision_(model: nn.Module, precision: str) -> None:
-    """Have a model's weights in what `precision` asks for; before an optimizer knows them, or with their identity."""
+    """Convert the weights to the dtype of `precision`, in place: an optimizer that has the parameters stays valid."""
     if precision != "fp64":
         return
     if keras_models.has_layers(model):
         raise SpecError(
-            "A Keras model computes in the type that it was made with.",
+            "A Keras model computes in the dtype with which it was made.",
             where='precision="fp64"',
             fix=['keras.config.set_floatx("float64"), before it is made, and no precision='],
         )
     if Sparse(model):
         raise SpecError(
-            "Rows of mh.Embedding and mh.EmbeddingBag are fp32.",
+            "Rows of mh.nn.Embedding and mh.nn.EmbeddingBag are fp32.",
             where='precision="fp64"',
             fix=['precision="fp32"', "nn.Embedding, nn.EmbeddingBag"],
         )
@@ -95,10 +95,10 @@ def set_precision_(model: nn.Module, precision: str) -> None:
 
 
 def _check_functions(loss: Any, optimizer: Any, metrics: Any) -> None:
-    """What would else fail in the first step, or in the first evaluation, by an error of Python's."""
+    """`SpecError` for what would otherwise fail in the first step or evaluation with a Python error."""
     if not callable(loss):
         raise SpecError(
-            f"loss is {loss!r}, which is no function.",
+            f"loss is {loss!r}, which is not a function.",
             fix=["loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])"],
         )
     if not (
@@ -134,14 +134,14 @@ def _as_module(model: Any) -> nn.Module:
 
 
 def check_ending(model: nn.Module, path: Path) -> None:
-    """`SpecError` for a name that does not say what to write: before anything is gathered, and on every worker."""
+    """`SpecError`, on every worker and before weights are gathered, if the suffix of `path` names no format."""
     is_keras = keras_models.is_keras(model)
     if not (is_keras and path.suffix in keras_models.SUFFIXES):
         format_of(path, keras_models.SUFFIXES if is_keras else ())
 
 
 def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None = None) -> None:
-    """`weights` are given where the model's own are not all here."""
+    """`weights` are given if this worker does not have all weights of the model."""
     if path.suffix in keras_models.SUFFIXES:
         keras_models.save(model, path)
         return
@@ -150,7 +150,7 @@ def save_model(model: nn.Module, path: Path, weights: Mapping[str, Any] | None =
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """What `save_model` has written."""
+    """Load a file that `save_model` has written."""
     if path.suffix in keras_models.SUFFIXES:
         keras_models.load_weights(model, path)
         return
@@ -161,9 +161,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """By plain name, of a file that `save_model` wrote, but for Keras's own kinds, or torch did; whatever its ending.
+    """Weights by plain name, from a safetensors or torch file, found by its content, not its suffix. Not Keras files.
 
-    `CheckpointCorrupt` where it is neither.
+    `CheckpointCorrupt` if it is neither.
     """
     with path.open("rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"  # after the length of its header, which is JSON
@@ -172,13 +172,13 @@ def read_weights(path: Path) -> dict[str, Any]:
     else:
         try:
             found = torch.load(path, weights_only=True, map_location="cpu")
-        except Exception as error:  # of many kinds, as torch's readers find it
-            raise CheckpointCorrupt(f"{path} is no file of tensors: {error}") from error
+        except Exception as error:  # torch's readers raise many kinds
+            raise CheckpointCorrupt(f"{path} is not a file of tensors: {error}") from error
     return {plain_name(name): one for name, one in _nested(found).items()}
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors by name; those of a layer's extra state, which rows of embeddings are, below that."""
+    """Tensors by name; those of a layer's extra state, such as embedding rows, as NAME/KEY."""
     flat: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         parts = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -198,7 +198,7 @@ def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def foreign_state(model: nn.Module) -> ForeignState:
-    """State in `model` that plain torch does not know of, for the strategy."""
+    """State in `model` that is not torch's, for the strategy."""
     return keras_models.foreign_state(model)
 
 
@@ -217,10 +217,11 @@ def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimiz
         if not isinstance(made, torch.optim.Optimizer):
             raise SpecError(f"optimizer(params) returned a {type(made).__name__}, not a torch optimizer.")
         known = {id(param) for param in model.parameters()}
-        strangers = sum(id(param) not in known for group in made.param_groups for param in group["params"])
-        if strangers:
+        unknown = sum(id(param) not in known for group in made.param_groups for param in group["params"])
+        if unknown:
             raise SpecError(
-                f"{strangers} of the optimizer's parameters are not the model's.", fix=["the model's own parameters"]
+                f"{unknown} of the optimizer's parameters are not the model's.",
+                fix=["an optimizer of model.parameters()"],
             )
         return made
 
@@ -228,14 +229,14 @@ def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimiz
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    """A batch that is a pair or longer is (input, target, ...); a dict is keyword arguments."""
+    """A tuple or list is (input, target, ...); a dict is keyword arguments."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
 def randomness_in(model: nn.Module) -> str:
-    """What in the model makes a result depend on how a batch is cut: "dropout", "BatchNorm", both, or nothing."""
+    """The layers whose result depends on how a batch is cut into slices: "dropout", "BatchNorm", both, or empty."""
     found = keras_models.randomness_in(model)
     if any(isinstance(m, DROPOUTS) and m.p > 0 for m in model.modules()):
         found.append("dropout")

@@ -1,10 +1,10 @@
-"""When checkpoints are taken, and how a run finds its way back to the newest one.
+"""When checkpoints are saved, and how a run resumes from the newest one.
 
-The chief copies the state beside the step and writes it on another thread. On resume the chief reads and verifies,
-and gives the result to the others, so that only its host needs the files. The format is `checkpoint`'s business.
-Workers may have state that the chief lacks, so all of them take part in a save: the chief says in the step's own
-exchange that one is due, and every worker learns it with the step's end. A divided model's tensors come to the chief
-as they are written, one at a time, and the step waits for that: no worker has room for all of them.
+The chief copies the state between steps and writes it on another thread. On resume the chief reads and verifies the
+files and broadcasts the result, so that only its host needs them. The format is in `checkpoint`. Workers may have state
+that the chief lacks, so a save involves all of them: the chief requests it in the exchange of a step, and every worker
+knows it at the end of that step. The tensors of a partitioned model are sent to the chief one at a time, as they are
+written, and training waits for that: no worker has memory for all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from manyhands.checkpoint.commit import set_aside
-from manyhands.checkpoint.file_ops import Files
+from manyhands.checkpoint.file_ops import FileSystem
 from manyhands.checkpoint.reader import Stored, latest_committed, newest_valid, open_checkpoint, scan
 from manyhands.checkpoint.retention import Best, parse_best
-from manyhands.checkpoint.tensor_stream import Delivery
+from manyhands.checkpoint.tensor_stream import TensorStream
 from manyhands.checkpoint.writer import CheckpointWriter, SaveResult, Snapshot
 from manyhands.errors import CheckpointCorrupt, CheckpointSaveFailed, SpecError
 from manyhands.events import CheckpointFailed, CheckpointSaved, Resumed
@@ -26,15 +26,15 @@ from manyhands.launcher.worker_process import process_settings
 from manyhands.observe.recorder import read_events
 from manyhands.spec.run import CheckpointSection, best_result
 from manyhands.strategies.settings import at_least
-from manyhands.training.state.checkpoint_broadcast import Incoming, announce
+from manyhands.training.state.checkpoint_broadcast import CheckpointBroadcast, announce
 from manyhands.training.state.gathered_state import WholeState
-from manyhands.training.state.training_state import Training
+from manyhands.training.state.training_state import TrainingState
 from manyhands.training.worker.worker import Worker
 
 __all__ = ["Checkpoints", "Saver", "check_checkpoints", "load_newest", "refuse_to_start_over"]
 
-# One that fails is not tried again at once.
-LOGS_WAIT_S = 2.0
+# A save that servers request and that failed is not repeated sooner than this.
+LOG_SAVE_PAUSE_S = 2.0
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,20 +70,20 @@ def check_checkpoints(given: object) -> None:
 
 
 class Saver:
-    """Saves on the chief; the other workers hand over what only they have. In a trial nothing is saved."""
+    """Saves on the chief; the other workers send it the state that only they have. In a trial nothing is saved."""
 
-    def __init__(self, worker: Worker, training: Training, settings: Checkpoints | CheckpointSection) -> None:
+    def __init__(self, worker: Worker, training: TrainingState, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
         self._checks = worker.resolved.spec.train.check_every > 0
-        self._wanted = False
+        self._is_requested = False
         self.committed: list[tuple[int, str]] = []
-        """Steps and paths of the checkpoints that were committed since they were taken from here; on the chief."""
+        """Steps and paths of the checkpoints committed since the caller last emptied this list; on the chief."""
         self._last_s, self._blocked_s = time.monotonic(), 0.0
-        self.take_office()
+        self.become_chief()
 
-    def take_office(self) -> None:
-        """The chief writes. It may have become that in the middle of the run."""
+    def become_chief(self) -> None:
+        """Create the writer if this worker is the chief, which it may become in the middle of the run."""
         worker, settings = self._worker, self._settings
         if self._writer is None and worker.is_chief and not worker.in_trial:
             root = worker.home / "checkpoints"
@@ -92,17 +92,19 @@ class Saver:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether this worker wants a save after `step`; asked before it. Only the chief ever does."""
-        if self._writer is None:
-            return False
+        """Whether this worker requests a save after `step`, for the exchange of that step. True on the chief only."""
+        return self._writer is not None and (self.is_save_step(step) or self.is_time)
+
+    def is_save_step(self, step: int) -> bool:
+        """Whether a save is due after `step` by `every_steps`; the same on every worker."""
         every = self._settings.every_steps
-        return (every is not None and step % every == 0) or self.is_time
+        return every is not None and step % every == 0
 
     @property
     def is_time(self) -> bool:
-        """Whether this worker wants a save, whatever the step."""
+        """Whether a save is due by time or on request, regardless of the step; on the chief."""
         every_s = self._settings.every_s
-        if self._writer is None or self._wanted:
+        if self._writer is None or self._is_requested:
             return self._writer is not None
         return every_s is not None and time.monotonic() - self._last_s >= every_s and not self._writer.busy
 
@@ -112,62 +114,62 @@ class Saver:
 
     @property
     def best(self) -> Best | None:
-        """What the best checkpoint is chosen by."""
+        """The result by which the best checkpoint is chosen."""
         return parse_best(self._settings.keep_best)
 
-    def tell_ended(self) -> None:
-        """Of the saves that have ended, or failed, since this was last asked. Waits for nothing."""
+    def report_ended(self) -> None:
+        """Report the saves that have ended, or failed, since the last call. Does not wait."""
         if self._writer is not None:
-            self._tell(self._writer.poll())
+            self._report(self._writer.poll())
 
     def after_step(self, *, save: bool) -> None:
-        """Start the save that the workers agreed on; tell of those that have ended. For all workers alike."""
-        self.tell_ended()
+        """Report ended saves and start the one that the workers agreed on. Call it on all workers."""
+        self.report_ended()
         if save:
             self._training.gather_state()
-            self._wanted = False
+            self._is_requested = False
             self._save(wait=False)
 
     def save_soon(self) -> None:
-        """Start a save, unless one is under way: now, or with the next step where all workers must take part."""
+        """Start a save, unless one is in progress: now, or with the next step if a save needs all workers."""
         if self._training.saves_together:
-            self._wanted = True
+            self._is_requested = True
         else:
             self._save(wait=False)
 
     def save_for_logs(self) -> None:
-        """For all that servers may lose: this is asked for until there is a checkpoint, and one that is being written
-        will do.
+        """Request a save, so that the servers' logs have less to lose. Servers repeat this until one is committed; a
+        save in progress is enough.
         """
-        if self._writer is not None and not self._writer.busy and time.monotonic() - self._last_s >= LOGS_WAIT_S:
-            self._wanted = True
+        if self._writer is not None and not self._writer.busy and time.monotonic() - self._last_s >= LOG_SAVE_PAUSE_S:
+            self._is_requested = True
 
     def save_now(self, *, required: bool = False) -> None:
-        """Save and wait. With `required`, a failed save is an error; else it is told and training goes on.
+        """Save and wait. With `required`, a failed save is an error; else it is reported and training continues.
 
-        For all workers alike, between steps.
+        Call it on all workers, between steps.
         """
         self._training.gather_state()
         self._save(wait=True)
         if self._writer is None:
             return
         results = self._writer.poll()
-        self._tell(results)
+        self._report(results)
         failed = [result.error for result in results if result.error is not None]
         if required and failed:
             raise failed[-1]
 
     def set_aside(self, after_step: int) -> str:
-        """Have nobody resume from checkpoints of later steps; the newest that is left, or nothing. On the chief alone.
+        """Rename checkpoints of later steps, so that no run resumes from them; on the chief only.
 
-        In a trial there are none.
+        Returns the path of the newest one that is left, or "". In a trial there are none.
         """
         if self._writer is None:
             return ""
-        self._writer.close(timeout_s=600.0)  # what is being written has a place in this, too
-        self._tell(self._writer.poll())
+        self._writer.close(timeout_s=600.0)  # a checkpoint that is being written may be of a later step, too
+        self._report(self._writer.poll())
         root = self._worker.home / "checkpoints"
-        set_aside(root, after_step, Files())
+        set_aside(root, after_step, FileSystem())
         newest = newest_valid(root)
         if newest is None:
             return ""
@@ -177,16 +179,16 @@ class Saver:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close(timeout_s=600.0)
-            self.tell_ended()
+            self.report_ended()
 
     def _save(self, *, wait: bool) -> None:
-        """Unless one is under way and this need not wait. For all workers alike where the model is divided."""
+        """Save, unless a save is in progress and `wait` is False. Call it on all workers of a partitioned model."""
         start, writer, whole = time.monotonic(), self._writer, self._training.whole
         snapshot = self._snapshot(writer, wait) if writer is not None and (wait or not writer.busy) else None
         if writer is not None and snapshot is not None:
-            writer.save(snapshot, wait=False)  # the one before has ended: its memory is this one's
+            writer.save(snapshot, wait=False)  # the save before has ended: this one reuses its memory
         if whole is not None:
-            self._bring(whole, snapshot.delivery if snapshot is not None else None)
+            self._gather_tensors(whole, snapshot.delivery if snapshot is not None else None)
             process_settings.give_freed_memory_back()
         if snapshot is not None and writer is not None:
             self._last_s = time.monotonic()
@@ -195,16 +197,16 @@ class Saver:
                 writer.wait()
 
     def _snapshot(self, writer: CheckpointWriter, wait: bool) -> Snapshot | None:
-        """What is to be written; None, and told, where that cannot be."""
+        """The state to write; None if it cannot be saved, which is reported."""
         training, progress = self._training, self._training.progress
         try:
-            tensors, state = training.parts()
+            tensors, state = training.live_state()
         except CheckpointSaveFailed as error:
-            self._tell([SaveResult(step=progress.step, error=error)])
+            self._report([SaveResult(step=progress.step, error=error)])
             return None
-        late = training.whole.names if training.whole is not None else frozenset()
-        here = writer.snapshot({n: one for n, one in tensors.items() if n not in late}, waiting=wait)
-        tensors = {name: here.get(name, one) for name, one in tensors.items()}
+        streamed = training.whole.names if training.whole is not None else frozenset()
+        copies = writer.snapshot({n: one for n, one in tensors.items() if n not in streamed}, waiting=wait)
+        tensors = {name: copies.get(name, one) for name, one in tensors.items()}
         compares = training.engine.compares_copies or (training.whole is not None and self._checks)
         writer.trusted_step = progress.agreed if compares else None
         return Snapshot(
@@ -215,23 +217,23 @@ class Saver:
             world_size=self._worker.world_size,
             slices=training.slices,
             results=dict(progress.results),
-            delivery=writer.deliver(tensors, late) if late else None,
+            delivery=writer.deliver(tensors, streamed) if streamed else None,
         )
 
-    def _bring(self, whole: WholeState, delivery: Delivery | None) -> None:
-        """Every tensor to the chief's writer, which has a `delivery` if there is something to write."""
+    def _gather_tensors(self, whole: WholeState, delivery: TensorStream | None) -> None:
+        """Send every tensor to the chief's writer; `delivery` is None if this worker writes nothing."""
         if delivery is None:
-            whole.bring(self._worker.saving, (), lambda name, tensor: None)
+            whole.gather_tensors(self._worker.saving, (), lambda name, tensor: None)
             return
         try:
-            whole.bring(self._worker.saving, delivery.names, delivery.give)
+            whole.gather_tensors(self._worker.saving, delivery.names, delivery.give)
         except BaseException:
             delivery.break_off()
             raise
         finally:
             delivery.wait()
 
-    def _tell(self, results: list[SaveResult]) -> None:
+    def _report(self, results: list[SaveResult]) -> None:
         for result in results:
             if result.error is not None:
                 self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
@@ -250,19 +252,19 @@ class Saver:
 
 
 def _generation(root: Path, worker: Worker) -> tuple[int, int]:
-    """Higher than every commit so far, so that a writer of an earlier life of the run can commit nothing any more."""
+    """Higher than that of every commit so far, so that a writer of an earlier start of the run can no longer commit."""
     committed = [candidate.manifest.generation[0] for candidate in scan(root) if candidate.manifest is not None]
-    return max(committed, default=0) + 1, worker.session.seat.attempt
+    return max(committed, default=0) + 1, worker.session.identity.attempt
 
 
 def refuse_to_start_over(root: Path, run_dir: Path) -> None:
-    """CheckpointCorrupt if the run has committed a checkpoint to `root`, where there is none to go on from."""
+    """`CheckpointCorrupt` if the run has committed a checkpoint to `root`, which has none to resume from."""
     last = latest_committed(root)
-    known = str(last) if last is not None else _recorded_commit(root.relative_to(run_dir), run_dir)
-    if known is not None:
+    newest = str(last) if last is not None else _recorded_commit(root.relative_to(run_dir), run_dir)
+    if newest is not None:
         raise CheckpointCorrupt(
-            f"The run in {run_dir} has committed checkpoints, the last one known being {known}, but {root} has none "
-            "to go on from.",
+            f"The run in {run_dir} has committed checkpoints, the last one known being {newest}, but {root} has none "
+            "to resume from.",
             fix=[
                 f"put the checkpoints back into {root}",
                 "start over in a new run directory: --run-dir NEW",
@@ -272,7 +274,7 @@ def refuse_to_start_over(root: Path, run_dir: Path) -> None:
 
 
 def _recorded_commit(below: Path, run_dir: Path) -> str | None:
-    """The last checkpoint in a directory of the run that its events tell of. The run may have been moved since."""
+    """The last checkpoint in directory `below` that the run's events record. The run may have been moved since."""
     found = None
     for event in read_events(run_dir / "events" / "chief.jsonl"):
         if isinstance(event, CheckpointSaved):
@@ -282,11 +284,11 @@ def _recorded_commit(below: Path, run_dir: Path) -> str | None:
     return found
 
 
-def load_newest(worker: Worker) -> Incoming | None:
-    """The newest valid checkpoint of the run, for every worker; None where there is none."""
+def load_newest(worker: Worker) -> CheckpointBroadcast | None:
+    """The newest valid checkpoint of the run, on every worker; None if there is none."""
     found = announce(worker, _open(worker) if worker.is_chief else None)
     if found is not None and worker.is_elastic:
-        found.all()  # here, because whoever is lost on the way is made up for by those who load it once more
+        found.all()  # now: if a worker is lost during the broadcast, the others load it again
     return found
 
 

@@ -1,12 +1,11 @@
-"""Everything that a checkpoint holds, in one place: model, optimizer, schedule, hooks and how far the run has come.
+"""The state that a checkpoint contains: model, optimizer, learning-rate schedule, hooks and progress.
 
-`Training` is shared by the trainer and by a user's own loop. It knows how to become a snapshot and how to become
-again what a snapshot was; when that happens is `saving`'s business.
+The trainer and user loops share `TrainingState`. It provides its state for a snapshot and loads it from one;
+`checkpointing` decides when, and `training/loop/step_lifecycle.py` when a step is committed.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,66 +29,58 @@ from manyhands.checkpoint.tensor_names import plain_name
 from manyhands.data.batches import Step
 from manyhands.data.sample_order import Position
 from manyhands.errors import CheckpointMismatch
-from manyhands.events import StepDone
 from manyhands.native import why_not
-from manyhands.parallel.replicas.model_parallel_replica import Division
-from manyhands.parameter_server.engine.served import Served
+from manyhands.parallel.replicas.model_parallel_replica import PartitionSpec
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine
 from manyhands.strategies.base import Engine, StepStats
 from manyhands.strategies.replicated import Replicated
 from manyhands.training.setup.engine_factory import AnyEngine
 from manyhands.training.setup.user_model import load_weights, read_weights
-from manyhands.training.state.checkpoint_broadcast import Incoming
+from manyhands.training.state.checkpoint_broadcast import CheckpointBroadcast
 from manyhands.training.state.gathered_state import WholeState
-from manyhands.training.step.garbage_collection import Garbage
+from manyhands.training.step.garbage_collection import GarbageCollection
 from manyhands.training.step.hooks import Hooks
-from manyhands.training.step.pipeline_report import report_pipeline
-from manyhands.training.step.resource_meter import Meter
-from manyhands.training.step.straggler_tracking import Pacing
-from manyhands.training.step.stragglers import report_pace
 from manyhands.training.worker.worker import Worker
 
-__all__ = ["Progress", "Training"]
-
-# How much the newest step counts in the speed that is told.
-SMOOTHING = 0.1
+__all__ = ["Progress", "TrainingState"]
 
 
 class Progress(msgspec.Struct):
-    """How far the run has come. Steps and epochs count over all calls of `fit`."""
+    """Progress of a training. Steps and epochs count over all calls of `fit`."""
 
     step: int = 0
     epoch: int = 0
     row: int = 0
-    """Rows of the current epoch that are consumed."""
+    """Rows of the current epoch that have been consumed."""
     call: int = 0
     """The public call that is running."""
     call_step: int = 0
-    """The step at which it began, and below, the epoch."""
+    """The step at which that call began; `call_epoch` is the epoch."""
     call_epoch: int = 0
-    history: list[dict[str, float]] = []
-    """Results of the running call, a row for each epoch or validation."""
+    history: list[dict[str, int | float]] = []
+    """Results of the running call, an entry for each epoch or validation."""
     epoch_loss: float = 0.0
     epoch_rows: int = 0
-    """Sums for the mean training loss of the epoch under way."""
+    """Sums for the mean training loss of the current epoch."""
     epoch_mean: float = 0.0
-    """The mean of the last epoch that has ended."""
+    """Mean training loss of the last finished epoch."""
     row_loss: float = 0.0
     row_rows: int = 0
-    """The same since the newest row of the history."""
+    """Sums for the mean training loss since the newest entry of the history."""
     ended: bool = False
-    """The running call has been asked to end, or has stopped early: no step of it follows."""
+    """The running call was requested to end, or has stopped early: it takes no further step."""
     best: float | None = None
-    """The best result of the running call, by what the best checkpoint is chosen by."""
+    """The best value, in the running call, of the result by which the best checkpoint is chosen."""
     order: str = ""
-    """In which the rows of the current epoch are taken; empty: shuffled, or as they come."""
+    """The custom order of the rows of the current epoch; empty: shuffled, or in the order of the data."""
     agreed: int = 0
-    """The last step after which the workers' copies of the state were known to be the same."""
+    """The last step after which the workers' copies of the state were known to be equal."""
     results: dict[str, float] = {}
-    """Of the weights as they are now, if they were evaluated: they decide which checkpoint is the best."""
+    """Results of the current weights, if they were evaluated; they decide which checkpoint is the best."""
 
 
-class Training:
-    """The live state of a run on this worker."""
+class TrainingState:
+    """The live state of a training on this worker."""
 
     def __init__(
         self,
@@ -100,36 +91,28 @@ class Training:
         engine: AnyEngine,
         hooks: Hooks,
         slices: int,
-        pacing: Pacing,
         whole: WholeState | None = None,
     ) -> None:
-        """With `whole`, this worker has a part of the model."""
+        """`whole` is set if this worker has only a part of the model."""
         self.whole = whole
         self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
-        self.engine, self.hooks, self.slices, self.pacing = engine, hooks, slices, pacing
-        self.garbage = Garbage(manage=worker.resolved.spec.train.manage_gc)
+        self.engine, self.hooks, self.slices = engine, hooks, slices
+        self.garbage = GarbageCollection(manage=worker.resolved.spec.train.manage_gc)
         self.progress = Progress()
         self.last_stats: StepStats | None = None
-        """Of the last committed step."""
+        """Statistics of the last committed step."""
         self._hook_states: list[Any] = []
         self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         self._names = {id(param): plain_name(name) for name, param in model.named_parameters()}
-        self._step_s = 0.0
-        self.meter = Meter(worker.rank, worker.world_size)
-        self.start_clock()
 
     @property
     def in_step(self) -> Engine:
-        """The engine, where all workers take each step together."""
-        assert not isinstance(self.engine, Served)
+        """The engine of a strategy in which all workers take each step together."""
+        assert not isinstance(self.engine, LeasedEngine)
         return self.engine
 
-    def start_clock(self) -> None:
-        """What was done until now is no part of the next step's time."""
-        self._done_at = time.perf_counter()
-
-    def step_done(self, step: Step, stats: StepStats, total_steps: int | None) -> None:
-        """Move on to where the step left off, and tell watchers."""
+    def advance(self, step: Step, stats: StepStats) -> None:
+        """Record the progress after a committed step."""
         self.last_stats = stats
         if stats.collect:
             stats.seconds["gc"] = self.garbage.collect()
@@ -137,55 +120,15 @@ class Training:
         progress.step, progress.epoch, progress.row = step.number, after.epoch, after.row
         if stats.agreed:
             progress.agreed = step.number - 1
-        now = time.perf_counter()
-        took_s, self._done_at = now - self._done_at, now
-        self._step_s = took_s if not self._step_s else self._step_s + SMOOTHING * (took_s - self._step_s)
-        stats.samples_per_s = stats.rows / self._step_s
-        self.worker.emit(
-            StepDone(
-                time_s=time.time(),
-                step=step.number,
-                epoch=step.epoch - progress.call_epoch,
-                loss=stats.loss,
-                rows=stats.rows,
-                samples_per_s=stats.samples_per_s,
-                phases=stats.seconds,
-                lr=stats.lr,
-                grad_norm=stats.grad_norm,
-                eta_s=(total_steps - step.number) * self._step_s if total_steps is not None else None,
-                total_steps=total_steps,
-                took_s=took_s,
-                start=stats.start or (step.epoch, step.start),
-                generation=self.worker.group.generation,
-                staleness=stats.staleness,
-                batch=stats.batch,
-                together=stats.together,
-                turn=getattr(step, "turn", None),
-            )
-        )
-        self.meter.add(stats)
-        if self.meter.due(now):
-            self.tell_used()
-        verdict = self.pacing.add(step.shares, self.slices, stats.times)
-        if verdict is not None:
-            report_pace(self.worker, step.number, verdict)
 
-    def regrouped(self) -> None:
-        """This worker's rank, or their number, is another now."""
-        self.meter.move(self.worker.rank, self.worker.world_size)
-        self.pacing.regrouped(self.worker.num_replicas)
-
-    def tell_used(self, *, ended: bool = False) -> None:
-        """Tell watchers what this worker used since the meter was started."""
-        used = self.meter.used(self.progress.step, ended=ended)
-        if used is not None:
-            self.worker.tell(used)
-
-    def tell_layout(self) -> None:
-        """What the layout cost in the last step, where there is something to tell. For all workers alike."""
-        spread = getattr(self.engine, "spread", None)
-        if spread is not None and spread.divided.passes is not None:
-            report_pipeline(self.worker, spread.divided.passes.runner, self.progress.step)
+    def advance_schedule(self, loss: float | None = None) -> None:
+        """Advance the learning-rate schedule; one by results, such as ReduceLROnPlateau, by the `loss` of an epoch."""
+        if self.scheduler is None:
+            return
+        if hasattr(self.scheduler, "patience") and loss is not None:
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
 
     def position(self) -> Position:
         return Position(seed=self.worker.resolved.spec.run.seed, epoch=self.progress.epoch, row=self.progress.row)
@@ -196,35 +139,38 @@ class Training:
         return self.engine.has_residuals or self.whole is not None
 
     def gather_state(self) -> None:
-        """Before the chief saves: what it lacks comes to it, or in a divided model is known to it. For all alike."""
+        """Before a save, send the chief the state that it lacks; of a partitioned model, only which rank has what.
+
+        Call it on all workers.
+        """
         self.engine.gather_state()
         if self.whole is not None:
-            self.whole.meet(self.worker.saving)
+            self.whole.exchange_layout(self.worker.saving)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """All of the model's tensors, on the chief, where it has a part of them itself. For all workers alike."""
+        """All tensors of a partitioned model, on the chief; None if it is not partitioned. Call it on all workers."""
         if self.whole is None:
             return None
         return self.whole.weights(self.worker.saving)
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """What the last step left in `.grad`, on the chief. For all workers alike."""
+        """The gradients that the last step left in `.grad`, on the chief. Call it on all workers."""
         if self.whole is not None:
             return self.whole.gradients(self.worker.saving)
         named = self.model.named_parameters()
         return {plain_name(name): one.grad for name, one in named if one.grad is not None}
 
     def load_weights(self, path: Path) -> None:
-        """Have the weights of a file that the chief reads. For all workers alike."""
+        """Load weights from a file that the chief reads. Call it on all workers."""
         if self.whole is None:
             if self.worker.is_chief:
                 load_weights(self.model, path)
         else:
-            self.whole.take(self._weights_of(self.whole.like(), path))
+            self.whole.load_weights(self._weights_of(self.whole.like(), path))
         self.engine.synchronise()
 
     def _weights_of(self, like: Mapping[str, Tensor], path: Path) -> Iterator[tuple[str, Tensor]]:
-        """A file's, on every worker, one after the other."""
+        """The weights of a file, on every worker, one after another."""
         found = read_weights(path) if self.worker.is_chief else {}
         missing = [name for name, one in like.items() if self.worker.is_chief and not _fits(found.get(name), one)]
         if missing:
@@ -236,38 +182,39 @@ class Training:
             self.worker.axis.broadcast_([weight], f"{name} of the file")
             yield name, weight
 
-    def take_part(self, known: Division) -> None:
-        """Of a model that others train already, divided like this; after that, have the same one in another group."""
+    def partition(self, known: PartitionSpec) -> None:
+        """Partition the model as `known`, on a newcomer; on a worker that has its part, connect it in the new group."""
         assert self.whole is not None and isinstance(self.engine, Replicated)
         axis = self.worker.replicas
         if self.has_part:
-            self.worker.connect_lasting()
+            self.worker.connect_persistent_axes()
             self.engine.regroup(axis, None)
         else:
-            divided = self.engine.take_part(axis, known)
-            self.whole.divided(divided.shares, divided.present)
+            part = self.engine.join_partition(axis, known)
+            self.whole.divided(part.shares, part.present)
 
     @property
     def has_part(self) -> bool:
-        """Of a divided model; before that, a newcomer has all of it, or is about to give up what is others'."""
+        """Whether this worker has its part of a partitioned model. A newcomer first has all of the model."""
         return isinstance(self.engine, Replicated) and self.engine.has_part
 
     @property
-    def division(self) -> Division | None:
-        """How the model is divided, as far as it follows from no setting."""
+    def division(self) -> PartitionSpec | None:
+        """How the model is partitioned, as far as settings do not determine it."""
         spread = getattr(self.engine, "spread", None)
         return spread.division if spread is not None and spread.is_divided else None
 
-    def parts(self, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def live_state(self, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors by name, and the rest as JSON-able values. The tensors are not copies.
 
-        Of a divided model they are announced: `whole.bring` has their values. With `own` they are this worker's.
+        Tensors of a partitioned model are announced without values, which `whole.gather_tensors` sends. With `own`
+        they are the ones that this worker has.
         """
         if self.whole is None:
             weights, aliases, extra = model_state(self.model)
             optimizer = optimizer_state(self.optimizer, self._names)
         else:
-            weights, aliases, extra, optimizer = self.whole.own() if own else self.whole.gathered()
+            weights, aliases, extra, optimizer = self.whole.local_state() if own else self.whole.gathered()
         tensors = {f"model/{name}": value for name, value in weights.items()}
         rest = {
             "model_extra": extra,
@@ -285,7 +232,7 @@ class Training:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What must not change when a run goes on, or the result would."""
+        """Settings that must stay the same when a run resumes, or its result would change."""
         spec = self.worker.resolved.spec
         identity: dict[str, Any] = {
             "seed": spec.run.seed,
@@ -296,30 +243,32 @@ class Training:
         }
         if spec.train.exact:
             identity["threads"] = self.worker.threads
-            identity["fused updates"] = not why_not()  # they round differently
+            identity["fused updates"] = not why_not()  # fused updates round differently
         return identity
 
     def show(self, stored: Stored) -> None:
-        """Have the weights of a checkpoint in the model, and nothing else of it."""
+        """Load only the weights of a checkpoint into the model."""
         check_model(stored.manifest, model_state(self.model)[0])
         rest, tensors = unpack(stored.state["training"], stored.tensors()), stored.tensors()
         weights = {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
         tied = {name: weights[first] for name, first in rest["aliases"].items()}
         self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
 
-    def restore(self, loaded: Incoming) -> None:
-        """For all workers alike."""
+    def restore(self, loaded: CheckpointBroadcast) -> None:
+        """Load a checkpoint. Call it on all workers."""
         self._check_identity(loaded.state["identity"])
         check_model(loaded.manifest, model_state(self.model)[0] if self.whole is None else self.whole.like())
-        tensors = loaded.all() if self.whole is None else self.whole.keep(loaded.one_by_one())
-        self.take(loaded.state, tensors, with_hooks=True)
-        self.progress.agreed = self.progress.step  # everybody has what the chief has read
+        tensors = loaded.all() if self.whole is None else self.whole.load_tensors(loaded.one_by_one())
+        self.load_state(loaded.state, tensors, with_hooks=True)
+        self.progress.agreed = self.progress.step  # every worker has the state that the chief has read
 
-    def take(self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool, own: bool = False) -> None:
-        """Become what `parts` told of. A divided model's weights are in their places already, unless they are `own`."""
+    def load_state(
+        self, state: dict[str, Any], tensors: dict[str, Tensor], *, with_hooks: bool, own: bool = False
+    ) -> None:
+        """Load what `live_state` returned. Weights of a partitioned model are in place already, unless `own` is set."""
         rest = unpack(state["training"], tensors)
         if self.whole is not None and own:
-            self.whole.take_own(tensors)
+            self.whole.load_local(tensors)
         if self.whole is None:
             named = ((name, one) for name, one in tensors.items() if name.startswith("model/"))
             weights = {name.removeprefix("model/"): one for name, one in named}
@@ -334,31 +283,31 @@ class Training:
         self.progress = msgspec.convert(state["progress"], Progress)
 
     def keep(self) -> None:
-        """Remember this state, where a loss takes workers back to it; in place of what was remembered before."""
-        if self.worker.is_elastic and self.engine.goes_back:
-            tensors, state = self.parts()
+        """Keep a copy of this state, if losing a worker rolls all ranks back to it; it replaces the copy before."""
+        if self.worker.is_elastic and self.engine.rolls_back:
+            tensors, state = self.live_state()
             self._kept = state, {name: value.clone() for name, value in tensors.items()}
 
     def forget(self) -> None:
-        """There is no going back from here."""
+        """Drop that copy: there is no rollback from here."""
         self._kept = None
 
-    def go_back(self) -> int:
-        """Become what was remembered, if anything was; how many steps that takes back."""
+    def roll_back(self) -> int:
+        """Load the copy that `keep` made, if there is one; returns the number of steps undone."""
         if self._kept is None:
             return 0
         before = self.progress.step
-        self.take(*self._kept, with_hooks=False)
+        self.load_state(*self._kept, with_hooks=False)
         return before - self.progress.step
 
     def restore_hooks(self) -> None:
-        """After the hooks' own `begin`, which usually sets them to their start."""
+        """Restore the hooks' state; after their `begin`, which usually resets them."""
         self.hooks.restore(self._hook_states)
         self._hook_states = []
 
     def _restore_optimizer(self, saved: dict[str, Any], *, whole: bool) -> None:
         try:
-            mine = self.whole.part_of(saved) if self.whole is not None and whole else saved
+            mine = self.whole.local_optimizer_state(saved) if self.whole is not None and whole else saved
             restore_optimizer(self.optimizer, mine, self._names)
         except (KeyError, ValueError) as error:
             raise CheckpointMismatch(
@@ -371,7 +320,7 @@ class Training:
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
         mine = self.identity()
-        # The first checkpoints say nothing of these: there was one reducer, nobody averaged, who updated was not told.
+        # The first checkpoints lack these: there was one reducer, no averaging, and fused updates were not recorded.
         saved = {"reducer": "exact", "averaging": "none", "fused updates": mine.get("fused updates"), **saved}
         for name, now in mine.items():
             before = saved.get(name)

@@ -1,7 +1,7 @@
 """Evaluation and prediction over all workers: every example once, results the same on every worker.
 
-The data is cut into pieces whatever the number of workers; each worker takes a contiguous share, and the pieces'
-sums are put together in order. Nothing here changes the model.
+How the data is cut into pieces does not depend on the number of workers. Each worker computes a contiguous range of
+pieces, and the sums of all pieces are added in their order. Nothing here changes the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands.comm.axis import Axis
 from manyhands.errors import CheckpointCorrupt, DataError, TrainingFailed
 from manyhands.parallel.model.pytrees import tree_flatten
 from manyhands.private_files import make_directory, write_private
-from manyhands.strategies.base import Evaluator, MetricFn, PieceLike, PieceResult
+from manyhands.strategies.base import Evaluator, MetricFn, SliceLike, SliceResult
 from manyhands.torch_private import pytree
 from manyhands.training.step.output_structure import describe, rebuild
 
@@ -37,9 +37,9 @@ class _Sums(msgspec.Struct):
 
 
 def evaluate(
-    engine: Evaluator, axis: Axis, pieces: Iterable[PieceLike], metrics: Mapping[str, MetricFn]
+    engine: Evaluator, axis: Axis, pieces: Iterable[SliceLike], metrics: Mapping[str, MetricFn]
 ) -> tuple[dict[str, float], int]:
-    """Means over all examples, and how many there were."""
+    """Means over all examples, and the number of examples."""
     mine = [_as_sums(result) for result in engine.eval_step(pieces, metrics)]
     gathered = axis.all_gather_bytes("evaluation", msgspec.msgpack.encode(mine))
     parts = [part for data in gathered for part in msgspec.msgpack.decode(data, type=list[_Sums])]
@@ -47,7 +47,7 @@ def evaluate(
     rows = sum(part.rows for part in parts)
     if not rows:
         raise DataError("There is nothing to evaluate: the data has no rows.")
-    # Summed in the order of the pieces, which does not depend on who evaluated them.
+    # Summed in the order of the pieces, which does not depend on which worker evaluated them.
     weight = sum(part.weight for part in parts)
     results = {"loss": sum(part.loss_sum for part in parts) / weight}
     for name in metrics:
@@ -55,19 +55,19 @@ def evaluate(
     return results, rows
 
 
-def _as_sums(result: PieceResult) -> _Sums:
+def _as_sums(result: SliceResult) -> _Sums:
     return _Sums(result.index, result.rows, result.loss_sum, result.weight, result.metric_sums)
 
 
 class _Predicted(msgspec.Struct):
-    """What one worker has computed."""
+    """The outputs of one worker."""
 
     structure: Any
-    """As `describe` says it; an error in words where it cannot; None of a worker without rows."""
+    """What `describe` returns, or the text of its error; None from a worker without rows."""
     tensors: bytes
 
 
-def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any], pieces: Iterable[PieceLike]) -> Any:
+def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any], pieces: Iterable[SliceLike]) -> Any:
     """The model's outputs for all examples, in the order of the data, on every worker."""
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -81,24 +81,24 @@ def predict(engine: Evaluator, axis: Axis, call: Callable[[nn.Module, Any], Any]
                         "predict needs outputs with one row per example; the model returned "
                         f"{type(leaf).__name__} {tuple(getattr(leaf, 'shape', ()))} for {piece.rows} rows."
                     )
-                tensors[f"{piece.index:09d}/{number}"] = _apart(leaf, storages)
-    mine = _Predicted(_told_structure(structure), encode_tensors(tensors))
+                tensors[f"{piece.index:09d}/{number}"] = _with_own_storage(leaf, storages)
+    mine = _Predicted(_described(structure), encode_tensors(tensors))
     gathered = axis.all_gather_bytes("predictions", msgspec.msgpack.encode(mine))
-    everyone: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     for data in gathered:
         part = msgspec.msgpack.decode(data, type=_Predicted)
-        everyone.update(decode_tensors(part.tensors))
+        outputs.update(decode_tensors(part.tensors))
         structure = structure if structure is not None else _structure_of(part.structure)
     if structure is None:
         raise DataError("There is nothing to predict: the data has no rows.")
     columns: dict[int, list[Tensor]] = {}
-    for name in sorted(everyone, key=lambda key: (int(key.split("/")[1]), key)):
-        columns.setdefault(int(name.split("/")[1]), []).append(everyone[name])
+    for name in sorted(outputs, key=lambda key: (int(key.split("/")[1]), key)):
+        columns.setdefault(int(name.split("/")[1]), []).append(outputs[name])
     return pytree.tree_unflatten([torch.cat(parts) for _, parts in sorted(columns.items())], structure)
 
 
-def _apart(leaf: Tensor, storages: set[int]) -> Tensor:
-    """In memory of its own: outputs may hold the same tensor twice, or views of one, which a file cannot."""
+def _with_own_storage(leaf: Tensor, storages: set[int]) -> Tensor:
+    """A copy if its storage is in `storages`: safetensors cannot hold a tensor twice, or two views of one."""
     plain = leaf.detach().cpu().contiguous()
     at = plain.untyped_storage().data_ptr()
     if at in storages:
@@ -107,25 +107,26 @@ def _apart(leaf: Tensor, storages: set[int]) -> Tensor:
     return plain
 
 
-def _told_structure(structure: pytree.TreeSpec | None) -> Any:
+def _described(structure: pytree.TreeSpec | None) -> Any:
     if structure is None:
         return None
     try:
         return {"structure": describe(structure)}
-    except DataError as error:  # which matters only to a worker without rows
+    except DataError as error:  # matters only to a worker without rows, which raises it
         return {"unknown": error.what}
 
 
-def _structure_of(told: Any) -> pytree.TreeSpec | None:
-    """For a worker without rows, which has not seen an output."""
-    if told is None:
+def _structure_of(described: Any) -> pytree.TreeSpec | None:
+    """The structure from another worker's description, for a worker without rows, which has no output."""
+    if described is None:
         return None
-    if "unknown" in told:
+    if "unknown" in described:
         raise DataError(
-            f"This worker has no row to predict, so that others have to describe the outputs. {told['unknown']}",
+            "This worker has no row to predict, so another worker has to describe the outputs to it. "
+            f"{described['unknown']}",
             fix=["a smaller batch_size in predict, so that every worker has rows", "a dict or a tuple of tensors"],
         )
-    return rebuild(told["structure"])
+    return rebuild(described["structure"])
 
 
 def gather_tensors(axis: Axis, tensor: Tensor) -> list[Tensor]:
@@ -135,26 +136,26 @@ def gather_tensors(axis: Axis, tensor: Tensor) -> list[Tensor]:
 
 
 def to_file(path: Path, outputs: Any) -> Any:
-    """Keep predictions for a restarted script; what is returned belongs into the call's record."""
+    """Write predictions to `path` for a restarted script. The caller puts what is returned into the call's record."""
     leaves, structure = tree_flatten(outputs)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves)}
     make_directory(path.parent)
     write_private(path, encode_tensors(tensors))
-    return _told_structure(structure)
+    return _described(structure)
 
 
 def from_file(path: Path, record: Any) -> Any:
-    """What `to_file` has kept; `CheckpointCorrupt` where it cannot be had again."""
+    """Read what `to_file` has written; `CheckpointCorrupt` if that fails."""
     try:
         tensors = decode_tensors(path.read_bytes())
         if record.keys() & {"structure", "unknown"}:
             structure = _structure_of(record)
             assert structure is not None
             return pytree.tree_unflatten([tensors[str(number)] for number in range(len(tensors))], structure)
-        return _filled(record, tensors)  # of an earlier version
+        return _filled(record, tensors)  # a record of an earlier version
     except (OSError, SafetensorError, KeyError, ValueError, DataError) as error:
         raise CheckpointCorrupt(
-            f"The predictions in {path} cannot be had again: {error}.",
+            f"The predictions in {path} cannot be read: {error}.",
             fix=["start over in a new run directory: --run-dir NEW"],
         ) from error
 

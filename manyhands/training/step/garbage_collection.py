@@ -1,10 +1,10 @@
-"""Python's garbage collector, kept out of steps: it runs at the end of a step, of the same one on every worker.
+"""Keeps Python's garbage collector out of steps: all workers collect at the end of the same step.
 
-A collection may take longer than a step, comes when it pleases, and every worker waits for the one it came to. So it is
-held back inside steps. Where the interpreter would have collected, a worker says so with its next step, and all collect
-when that one is done (`StepStats.collect`): nothing waits longer for it than a step or two. Between steps, in
-validation and after_step hooks, the collector runs if they leave as much garbage by themselves as makes it run. One
-that the user has disabled stays so, and nothing is collected. Start reading at `Garbage.wanted`.
+A collection may take longer than a step and may start at any time, and then every worker waits for the one that
+collects. So the collector is disabled inside steps. When the interpreter would have collected, a worker requests it
+with its next step, and all workers collect after that one (`StepStats.collect`), a step or two later. Between steps, in
+validation and after_step hooks, the collector runs if these alone leave enough garbage to trigger it. A collector that
+the user has disabled stays disabled, and nothing is collected. Start reading at `GarbageCollection.wanted`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 
 from manyhands.launcher.worker_process.import_hooks import num_kept
 
-__all__ = ["Garbage"]
+__all__ = ["GarbageCollection"]
 
 Thresholds = tuple[int, int, int]
 
 
-class Garbage:
+class GarbageCollection:
     """`begin` and `end` enclose a call of `fit` or a loop, `hold` and `release` a step in it."""
 
     def __init__(self, *, manage: bool) -> None:
@@ -28,9 +28,9 @@ class Garbage:
         self._raised: tuple[Thresholds, Thresholds] | None = None
 
     def begin(self) -> None:
-        """What is there now is there to stay: collections need not look at it any more.
+        """Freeze the objects that exist now, which live as long as the call: collections skip them.
 
-        Without a full collection first, which takes as long as torch is large: older garbage waits for `end`.
+        Without a full collection before, which would walk over all of torch: older garbage stays until `end`.
         """
         if self._manage and gc.isenabled() and gc.get_freeze_count() <= num_kept():
             gc.collect(1)
@@ -59,14 +59,14 @@ class Garbage:
             self._held = False
 
     def let_go(self) -> None:
-        """Release, and collect what is due: after a step that nobody else takes at the same time."""
+        """Release, and collect if it is due: after a step that no other worker takes at the same time."""
         due = self.wanted
         self.release()
         if due:
             self.collect()
 
     def _raise(self) -> None:
-        """What steps have left is ours to collect: without it, there is as much room as ever until Python does."""
+        """Do not count what steps have left towards Python's threshold: `collect` takes care of that."""
         youngest, middle, oldest = usual = gc.get_threshold()
         if youngest > 0:
             raised = (gc.get_count()[0] + youngest, middle, oldest)
@@ -76,7 +76,7 @@ class Garbage:
     def _lower(self) -> None:
         if self._raised is not None:
             usual, raised = self._raised
-            if gc.get_threshold() == raised:  # else the user has set others since
+            if gc.get_threshold() == raised:  # otherwise the user has changed it since
                 gc.set_threshold(*usual)
             self._raised = None
 
@@ -86,7 +86,7 @@ class Garbage:
         return self._held and 0 < gc.get_threshold()[0] < gc.get_count()[0]
 
     def collect(self) -> float:
-        """As the interpreter would have, at least what is young. The seconds that it took."""
+        """Collect the generations that the interpreter would have, at least the youngest. Returns the seconds taken."""
         if not self._ours:
             return 0.0
         began = time.perf_counter()

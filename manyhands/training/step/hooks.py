@@ -1,7 +1,7 @@
 """Hooks: any objects with any of the methods in `MOMENTS`, and `state` and `restore`.
 
-They run on every worker, in the order given, once per committed step, validation or checkpoint; on the chief only if
-`chief_only` is true. When each is called is `fit_history`'s business.
+They are called on every worker, in the order given, once per committed step, validation or checkpoint; only on the
+chief if `chief_only` is true. When each is called is decided by `training/loop`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MOMENTS = (
 
 
 class Hooks:
-    def __init__(self, hooks: Sequence[Any], *, is_chief: Callable[[], bool]) -> None:
-        """`is_chief` is asked each time: the chief may be another worker by then."""
+    def __init__(self, hooks: Sequence[Any], trainer: Any, *, is_chief: Callable[[], bool]) -> None:
+        """`trainer` is every method's first argument. `is_chief` is called each time: the chief may have changed."""
         for hook in hooks:
             _check(hook)
-        self._all, self._is_chief = list(hooks), is_chief
+        self._all, self._trainer, self._is_chief = list(hooks), trainer, is_chief
         self._methods: dict[str, list[tuple[bool, Any]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
         for chief_only, method in self._find(moment):
             if not chief_only or self._is_chief():
-                method(*arguments)
+                method(self._trainer, *arguments)
 
     def listen_to(self, moment: str) -> bool:
         return bool(self._find(moment))
@@ -62,7 +62,7 @@ class Hooks:
 
 
 def _check(hook: Any) -> None:
-    """One that is never called is a mistake: a class in place of an object, or methods by another library's names."""
+    """`SpecError` for a hook that would never be called: a class, or an object with another library's method names."""
     name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
     if isinstance(hook, type):
         raise SpecError(f"The hook {name} is a class.", where="hooks", fix=[f"hooks=[{name}()]"])
@@ -76,13 +76,13 @@ def _check(hook: Any) -> None:
 
 class EarlyStop(msgspec.Struct, kw_only=True):
     """Stop `fit` when a result has not improved for `patience` rows of its history: epochs, or with `validate_every`
-    validations. One that is not a number is no improvement, so a training that has diverged is stopped as well.
+    validations. NaN is no improvement, so a training that has diverged is stopped as well.
 
     Args:
         metric: A name in the history's rows: "loss", or one of the trainer's `metrics`. With validation data it is the
             validation's value.
-        patience: So many rows in a row without an improvement, and `fit` ends.
-        min_delta: A change by less than this is no improvement. In the metric's own unit; default: 0.
+        patience: `fit` ends after this many rows in succession without an improvement.
+        min_delta: A change by less than this is no improvement. In the unit of the metric; default: 0.
         mode: Whether "min" or "max" is better; "auto" takes small for losses and errors, large for the rest.
     """
 
@@ -96,7 +96,7 @@ class EarlyStop(msgspec.Struct, kw_only=True):
         at_least("patience", self.patience, 1, "mh.EarlyStop")
 
     def verdict(self, values: Sequence[float]) -> bool:
-        """Whether to stop after these values, one per row: a pure function, so that every worker agrees."""
+        """Whether to stop after these values, one per row: a pure function, so that all workers decide the same."""
         down = self.mode == "min" or (self.mode == "auto" and smaller_is_better(self.metric))
         best, since = float("inf"), 0
         for value in (v if down else -v for v in values):
@@ -104,7 +104,7 @@ class EarlyStop(msgspec.Struct, kw_only=True):
         return since >= self.patience
 
     def reason(self, name: str, rows: Sequence[Mapping[str, float]]) -> str:
-        """Why it is to stop, for people; `rows` have the result that was looked at under `name`."""
+        """Why `fit` stops, as a sentence for the user; `rows` have the result that decided under `name`."""
         step, numbers = int(rows[-1]["step"]), [row for row in rows if not math.isnan(row[name])]
         if any(math.isnan(row[name]) for row in rows[-self.patience :]):
             ever = f"since step {int(numbers[-1]['step'])}" if numbers else "from the start"

@@ -1,8 +1,8 @@
-"""How tensors are arranged in what a model returns (dicts, tuples, dataclasses), as plain values, and back.
+"""The structure of a model's output (dicts, tuples, dataclasses of tensors) as plain values, and back.
 
-For workers that have seen no output themselves, and for records. Classes travel as names, which are looked up among
-what this process has imported: nothing is imported, and nothing that torch's trees do not know is called. Start reading
-at `describe`.
+For workers that have no output themselves, and for records. A class is sent as its name and looked up among the modules
+that this process has imported: nothing is imported, and nothing is called that torch's pytrees do not know. Start
+reading at `describe`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIX = ["a dict or a tuple of tensors as the model's output", "the class at the 
 
 
 def describe(spec: pytree.TreeSpec) -> Any:
-    """JSON-able; `DataError` where a class has no name that another process could find it by."""
+    """As values that JSON can hold; `DataError` for a class that another process could not find by name."""
     if spec.is_leaf():
         return None
     kind = None if spec.type is collections.namedtuple else _name(spec.type)  # its class is in the context
@@ -32,7 +32,7 @@ def describe(spec: pytree.TreeSpec) -> Any:
 
 
 def rebuild(described: Any) -> pytree.TreeSpec:
-    """The inverse of `describe`; `DataError` where a class is not known here."""
+    """The inverse of `describe`; `DataError` for a class that this process has not imported."""
     if described is None:
         return pytree.tree_flatten(torch.empty(0))[1]
     name, context, children = described
@@ -42,7 +42,7 @@ def rebuild(described: Any) -> pytree.TreeSpec:
 
 def _name(kind: type) -> str:
     if _found(name := f"{kind.__module__}:{kind.__qualname__}") is not kind:
-        raise DataError(f"Outputs of the class {kind.__qualname__} cannot be described to others.", fix=_FIX)
+        raise DataError(f"Outputs of the class {kind.__qualname__} cannot be described to other workers.", fix=_FIX)
     return name
 
 
@@ -77,7 +77,9 @@ def _plain(context: Any) -> Any:
         return [_plain(one) for one in context]
     if context is None or isinstance(context, str | int | float | bool):
         return context
-    raise DataError(f"Outputs that are arranged by a {type(context).__name__} cannot be described to others.", fix=_FIX)
+    raise DataError(
+        f"Outputs whose structure has a {type(context).__name__} cannot be described to other workers.", fix=_FIX
+    )
 
 
 def _restored(context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a pipeline's last step looked like on its stages, beside what its schedule promises: for people to look at."""
+"""Measured timeline of a pipeline's last step beside the ideal one of its schedule, as text, SVG and an event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.comm.axis import Axis
 from manyhands.events import PipelineTimed
 from manyhands.parallel.pipeline.schedule import Op
 from manyhands.parallel.pipeline.stage_runner import StageRunner
-from manyhands.parallel.pipeline.timeline import Span, Timeline, draw, play
+from manyhands.parallel.pipeline.timeline import Timeline, TimelineSpan, draw, play
 from manyhands.parallel.pipeline.timeline_svg import picture
 from manyhands.private_files import write_private
 from manyhands.training.worker.worker import Worker
@@ -20,14 +20,14 @@ __all__ = ["report_pipeline"]
 PICTURE, TEXT = "pipeline.svg", "pipeline.txt"
 
 
-class _Row(msgspec.Struct, array_like=True):
+class _StageTimes(msgspec.Struct, array_like=True):
     began: float
     spans: list[tuple[tuple[str, int, int], float, float]]
     most_alive: int
 
 
 def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
-    """Bring the stages' times of the last step together, and tell of them. By all workers of the pipeline."""
+    """Gather the stages' times of the last step; the chief writes the report. Collective over the pipeline."""
     timeline = _measured(worker.line("pipeline"), runner)
     if not worker.is_chief or timeline is None:
         return
@@ -54,19 +54,22 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
 
 
 def _measured(line: Axis, runner: StageRunner) -> Timeline | None:
-    """From the begin of whichever stage began first; ranks of one host have one clock.
+    """Times count from when the first stage began; comparable because ranks of one host have one clock.
 
-    None: a stage has taken no step, because its replica had no slice, or its worker was admitted after the last one.
+    None: a stage has no times, because its replica had no slice, or its worker was admitted after the last step.
     """
     spans = [((op.kind, op.stage, op.microbatch), start, stop) for op, start, stop in runner.spans]
-    mine = _Row(runner.began, spans, runner.most_alive)
-    told = line.all_gather_bytes("times of stages", msgspec.msgpack.encode(mine))
-    rows = [msgspec.msgpack.decode(data, type=_Row) for data in told]
-    if not all(row.spans for row in rows):
+    mine = _StageTimes(runner.began, spans, runner.most_alive)
+    gathered = line.all_gather_bytes("times of stages", msgspec.msgpack.encode(mine))
+    stages = [msgspec.msgpack.decode(data, type=_StageTimes) for data in gathered]
+    if not all(stage.spans for stage in stages):
         return None
-    first = min(row.began for row in rows)
+    first = min(stage.began for stage in stages)
     aligned = tuple(
-        tuple(Span(Op(*op), start + row.began - first, stop + row.began - first) for op, start, stop in row.spans)
-        for row in rows
+        tuple(
+            TimelineSpan(Op(*op), start + stage.began - first, stop + stage.began - first)
+            for op, start, stop in stage.spans
+        )
+        for stage in stages
     )
-    return Timeline(aligned, tuple(row.most_alive for row in rows))
+    return Timeline(aligned, tuple(stage.most_alive for stage in stages))

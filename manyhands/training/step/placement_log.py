@@ -1,4 +1,4 @@
-"""Which worker has what of a divided model, written down for people: `placement.txt` in the run directory."""
+"""Writes `placement.txt` in the run directory: which worker has which tensors, or shards, of a divided model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.private_files import write_private
 from manyhands.training.worker.worker import Worker
 
@@ -15,36 +15,38 @@ __all__ = ["log_placement"]
 FILE = "placement.txt"
 
 
-class _Has(msgspec.Struct):
+class _WorkerTensors(msgspec.Struct):
     device: str
-    tensors: dict[str, Share]
+    tensors: dict[str, TensorShard]
 
 
-def log_placement(worker: Worker, mine: Mapping[str, Share]) -> None:
-    """`mine` are this worker's tensors, and which part of each it has. By all workers."""
-    told = worker.axis.all_gather_bytes("placement", msgspec.msgpack.encode(_Has(str(worker.device), dict(mine))))
+def log_placement(worker: Worker, mine: Mapping[str, TensorShard]) -> None:
+    """`mine` has this worker's tensors by name, and its shard of each. Collective."""
+    gathered = worker.axis.all_gather_bytes(
+        "placement", msgspec.msgpack.encode(_WorkerTensors(str(worker.device), dict(mine)))
+    )
     if worker.is_chief:
-        text = _text([msgspec.msgpack.decode(one, type=_Has) for one in told])
+        text = _text([msgspec.msgpack.decode(one, type=_WorkerTensors) for one in gathered])
         write_private(worker.home / FILE, text.encode())
 
 
-def _text(workers: list[_Has]) -> str:
+def _text(workers: list[_WorkerTensors]) -> str:
     names = dict.fromkeys(name for worker in workers for name in worker.tensors)
     lines = [f"rank {rank}: {worker.device}" for rank, worker in enumerate(workers)]
     for name in names:
-        parts: dict[str, list[int]] = {}
+        shards: dict[str, list[int]] = {}
         for rank, worker in enumerate(workers):
             if name in worker.tensors:
-                parts.setdefault(_words(worker.tensors[name]), []).append(rank)
-        told = "; ".join(f"{part} on {', '.join(map(str, ranks))}" for part, ranks in parts.items())
-        lines.append(f"{name}  {told}")
+                shards.setdefault(_shard_text(worker.tensors[name]), []).append(rank)
+        text = "; ".join(f"{shard} on {', '.join(map(str, ranks))}" for shard, ranks in shards.items())
+        lines.append(f"{name}  {text}")
     return "\n".join(lines) + "\n"
 
 
-def _words(share: Share) -> str:
+def _shard_text(shard: TensorShard) -> str:
     """Such as [0:8, :] of (16, 4)."""
-    if share.is_whole:
-        return f"all of {share.shape}"
-    cuts = dict(share.cuts)
-    dims = ["+".join(f"{a}:{b}" for a, b in cuts[dim]) if dim in cuts else ":" for dim in range(len(share.shape))]
-    return f"[{', '.join(dims)}] of {share.shape}"
+    if shard.is_whole:
+        return f"all of {shard.shape}"
+    cuts = dict(shard.cuts)
+    dims = ["+".join(f"{a}:{b}" for a, b in cuts[dim]) if dim in cuts else ":" for dim in range(len(shard.shape))]
+    return f"[{', '.join(dims)}] of {shard.shape}"

@@ -1,7 +1,7 @@
-"""What this worker uses while it trains: cores, memory, what it sends, and what its time goes into.
+"""Measures what this worker uses while it trains: CPU time, memory, bytes sent, and seconds per phase of a step.
 
-`Meter.add` is called once per step and only adds numbers up; the system is asked every ten seconds and at the end of a
-call, a few small files of /proc each time. Start reading at `Meter.used`.
+`ResourceMeter.add` is called once per step and only adds numbers up; every ten seconds and at the end of a call a few
+small files of /proc are read. Start reading at `ResourceMeter.used`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from manyhands.events import ResourcesUsed
 from manyhands.strategies.base import StepStats
 
-__all__ = ["Meter", "held_bytes"]
+__all__ = ["Predicted", "ResourceMeter", "held_bytes"]
 
 EVERY_S = 10.0
 
@@ -27,20 +27,20 @@ class Predicted(Protocol):
     def total(self) -> int: ...
     @property
     def largest(self) -> str:
-        """When that is: "start", "step" or "save"."""
+        """When the peak is reached: "start", "step" or "save"."""
 
 
-class Meter:
-    """Counts from `start` on, for one call of `fit` or one loop."""
+class ResourceMeter:
+    """Counts from `start` on, for one call of `fit` or one user loop."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.predicted: Predicted | None = None
-        """What the worker was said to need at most, if somebody asked."""
+        """The predicted memory peak of this worker, if the strategy has a memory limit."""
         self.move(rank, world_size)
         self.start()
 
     def move(self, rank: int, world_size: int) -> None:
-        """From now on this is another rank, of another number of workers."""
+        """This worker has another rank, or the run another number of workers, from now on."""
         self._rank, self._alone = rank, world_size == 1
 
     def start(self) -> None:
@@ -51,20 +51,20 @@ class Meter:
 
     def add(self, stats: StepStats) -> None:
         self._steps += 1
-        if not self._alone:  # the sum over one worker is what it had
+        if not self._alone:  # a single worker sends nothing
             self._bytes_sent += stats.bytes_sent
         for phase, seconds in stats.seconds.items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     def due(self, now: float) -> bool:
-        """Whether it is time to tell; then not again for ten seconds. `now` is `time.perf_counter()`."""
+        """Whether it is time to report; if so, not again for ten seconds. `now` is `time.perf_counter()`."""
         if now < self._due_at:
             return False
         self._due_at = now + EVERY_S
         return True
 
     def used(self, step: int, *, ended: bool = False) -> ResourcesUsed | None:
-        """The sum so far; None before the first step. With `ended`, also what takes the kernel a while to count."""
+        """The sums so far; None before the first step. With `ended`, also the PSS, which the kernel counts slowly."""
         if not self._steps:
             return None
         return ResourcesUsed(
@@ -84,12 +84,12 @@ class Meter:
 
 
 def held_bytes() -> int:
-    """The memory that this process holds now."""
+    """The resident memory of this process."""
     return _kib("/proc/self/status", "VmRSS:") or 0
 
 
 def _cpu_s() -> float:
-    """Of this process, of its loader processes, and of those that have ended."""
+    """CPU seconds of this process, of its loader processes, and of child processes that have ended."""
     sums = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     loaders = (_cpu_of(child.pid) for child in multiprocessing.active_children())
     return sum(used.ru_utime + used.ru_stime for used in sums) + sum(loaders)
@@ -104,7 +104,7 @@ def _cpu_of(pid: int | None) -> float:
 
 
 def _kib(path: str, name: str) -> int | None:
-    """A line "VmHWM:  1234 kB" of /proc, in bytes. getrusage's peak will not do: exec hands on that of the parent."""
+    """A line "VmHWM:  1234 kB" of /proc, in bytes. getrusage's peak is no use: exec keeps that of the parent."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path(path).read_text().splitlines():
             if line.startswith(name):

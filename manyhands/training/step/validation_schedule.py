@@ -1,7 +1,7 @@
-"""When `fit` validates and adds a row to its history: at the end of epochs, or by steps and by the clock.
+"""When `fit` validates and adds a row to its history: at the end of epochs, or by number of steps and time.
 
-Pure: every worker decides the same from what all of them know. The clock is the chief's, which requests a validation
-with the step's own exchange. Start reading at `Validations.is_due`.
+Pure functions of values that all workers have, so all decide the same. Time is measured by the chief, which requests a
+validation in the exchange of a step. Start reading at `Validations.is_due`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ __all__ = ["Moment", "Validations", "check_train_metrics", "check_validations", 
 
 
 class Moment(NamedTuple):
-    """Where a call of `fit` stands after a committed step."""
+    """The progress of a call of `fit` after a committed step."""
 
     step: int
     began_at: int
     """The step at which the call began."""
     last_row: int
-    """The step of the newest row of the call's history; `began_at` where there is none."""
+    """The step of the newest row of the call's history; `began_at` if it has no row."""
     ends_epoch: bool = False
     ends_fit: bool = False
     requested: bool = False
-    """The chief's clock says so, and all workers have received that."""
+    """The chief has requested a validation because of the time, and all workers have received the request."""
 
 
 class Validations(msgspec.Struct, frozen=True, kw_only=True):
-    """What `fit` was asked for."""
+    """The arguments of `fit` about validation."""
 
     every_steps: int | None = None
     every_s: float | None = None
     by_steps: bool = False
-    """The length of the call was given in steps, so that it may end inside an epoch."""
+    """The length of the call was given in steps, so it may end inside an epoch."""
 
     @property
     def at_epochs(self) -> bool:
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, at: Moment) -> bool:
-        """Whether a row follows this step. Never two for one step, and none before the call's first."""
+        """Whether a row is added after this step. Never two for one step, and none before the call's first step."""
         if at.step <= at.last_row:
             return False
         if self.at_epochs:
@@ -53,18 +53,18 @@ class Validations(msgspec.Struct, frozen=True, kw_only=True):
         return at.ends_fit or at.requested or self._has_passed(at)
 
     def _has_passed(self, at: Moment) -> bool:
-        """Whether a multiple lies behind the last row: where a validation has to wait, the steps go on counting."""
+        """Whether a multiple of `every_steps` was passed since the last row; a late row does not delay the next."""
         every = self.every_steps
         return every is not None and (at.step - at.began_at) // every > (at.last_row - at.began_at) // every
 
     def next_step(self, step: int, began_at: int) -> int | None:
-        """The first step after `step` where one is due by the number of steps."""
+        """The first step after `step` at which a validation is due by the number of steps."""
         every = self.every_steps
         return None if every is None else step + every - (step - began_at) % every
 
 
 def check_validations(asked: Mapping[str, Any], *, validates: bool) -> None:
-    """`validate_every` and `validate_every_s` as `fit` was given them; `validates`: with data to validate on."""
+    """`SpecError` if `validate_every` or `validate_every_s` of `fit` is wrong. `validates`: there is data for it."""
     for name, value in asked.items():
         if value is None:
             continue
@@ -103,13 +103,13 @@ def check_train_metrics(rows: Any, metrics: Mapping[str, Any]) -> None:
             where="fit",
             fix=[
                 'mh.Trainer(metrics={"accuracy": ...})',
-                "no train_metrics=: the training loss is there anyway",
+                "no train_metrics=: the history has the training loss anyway",
             ],
         )
 
 
 def only_at_the_end(validations: Validations, num_steps: int | None) -> str:
-    """A sentence where `validate_every` is above the steps of the call, which are `num_steps`; else nothing."""
+    """A warning if `validate_every` is above `num_steps`, the steps of the call; otherwise empty."""
     every = validations.every_steps
     if every is None or num_steps is None or validations.every_s is not None or not 0 < num_steps < every:
         return ""

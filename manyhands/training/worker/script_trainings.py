@@ -1,8 +1,8 @@
-"""What one process makes of the user's script: its trainings, by their order of creation, and what they have in common.
+"""The trainings of the user's script in one process, in order of creation, and what they share.
 
-A training is what one `Trainer`, or one `join`, does. All trainings of a process share its line to the launcher, its
-connections to other workers, the record of events, and the count of public calls. One training at a time is in use:
-it alone holds shared memory and looks at gradients. Start reading at `Script.use`.
+A training is what one `Trainer`, or one `join`, does. All trainings of a process share its connection to the launcher,
+its connections to other workers, the record of events, and the count of public calls. One training at a time is in
+use: only that one has shared memory and hooks on gradients. Start reading at `ScriptTrainings.use`.
 """
 
 from __future__ import annotations
@@ -21,103 +21,104 @@ from torch import nn
 from manyhands.comm.axis import Axis
 from manyhands.control.session.session import Session
 from manyhands.errors import ManyhandsError, SpecError, UsageError
-from manyhands.launcher.solo_run import Solo
+from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process.user_tracebacks import OURS
 from manyhands.observe.recorder import Recorder
 from manyhands.parameter_server.protocol.messages import Number
 
-__all__ = ["Script"]
+__all__ = ["ScriptTrainings"]
 
-# At the end of a script, when the coordinator may be gone already.
-LAST_WORD_S = 1.0
-# Of a script, where a training was made; beyond that, they say nothing that the others do not.
-MOST_LINES = 6
+# How long to read another worker's note at the end of a script, when the coordinator may be gone already.
+END_NOTE_TIMEOUT_S = 1.0
+# How many lines of the call stack describe where a training was created; further ones would add nothing.
+MAX_STACK_LINES = 6
 
 
 class Usable(Protocol):
     def put_down(self) -> Callable[[], None]: ...
-    def look_back(self) -> None: ...
+    def load_newest_weights(self) -> None: ...
 
 
-class Script:
-    """One run of the script in this process."""
+class ScriptTrainings:
+    """All trainings of the script that this process runs."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
         self.recorder: Recorder | None = None
         self.is_joined = False
         self.made: list[str] = []
-        """Where in the script, by the order of creation."""
+        """Where in the script each training was created, in order of creation."""
         self.call = 0
-        """How many public calls were begun, of all trainings."""
+        """Number of public calls begun, over all trainings."""
         self.uses = 0
-        """How often one training after another was taken in use."""
+        """How often the training in use has changed, the first one included."""
         self.steps: dict[int, int] = {}
-        """Committed steps, by training, as far as they are known here."""
-        self.course: Number = (0, 0, 0)
-        """The newest one of parameter servers, of all trainings."""
+        """Committed steps by training, as far as this process knows them."""
+        self.interval: Number = (0, 0, 0)
+        """The newest interval on parameter servers, over all trainings."""
         self.divided: WeakSet[nn.Module] = WeakSet()
-        """Modules of which no worker has all weights any more."""
+        """Partitioned modules: no worker has all of their weights any more."""
         self._trainings: WeakSet[Usable] = WeakSet()
         self._in_use: Usable | None = None
-        self._unneeded: list[Callable[[], None]] = []
+        self._memory_to_free: list[Callable[[], None]] = []
         self._connected: dict[str, dict[str, Axis]] = {}
         self._is_closed = False
 
     def make(self, kind: str) -> int:
-        """The number of a new training, which may begin with what those before it have come to."""
+        """Number a new training. Earlier ones load their newest weights first, since it may start from their models."""
         for one in self._trainings:
-            one.look_back()
-        self.made.append(f"{kind} {_place_in_script()}".rstrip())
+            one.load_newest_weights()
+        self.made.append(f"{kind} {_user_lines()}".rstrip())
         return len(self.made)
 
     def watch(self, one: Usable) -> None:
         self._trainings.add(one)
 
     def use(self, one: Usable) -> bool:
-        """Take a training in use, as all workers do at the same point of the script. False: it is in use already."""
+        """Make `one` the training in use, on all workers at the same line of the script. False: it already is."""
         if self._in_use is one:
             return False
         if self._in_use is not None:
-            self._unneeded.append(self._in_use.put_down())
+            self._memory_to_free.append(self._in_use.put_down())
         self._in_use, self.uses = one, self.uses + 1
         return True
 
     def give_back(self) -> None:
-        """Every worker has put down the trainings before this one: their shared memory is nobody's."""
-        while self._unneeded:
-            self._unneeded.pop()()
+        """Free the shared memory of earlier trainings, once every worker has suspended them."""
+        while self._memory_to_free:
+            self._memory_to_free.pop()()
 
-    def next_course(self, generation: tuple[int, int]) -> Number:
-        """Above that of every course that this worker has entered: servers take the newest one for what is wanted."""
-        return *generation, self.course[2] + 1 if self.course[:2] == generation else 1
+    def next_interval(self, generation: tuple[int, int]) -> Number:
+        """A number above every interval that this worker has entered: servers serve the interval with the highest."""
+        return *generation, self.interval[2] + 1 if self.interval[:2] == generation else 1
 
-    def enter_course(self, number: Number) -> None:
-        self.course = max(self.course, number)
+    def enter_interval(self, number: Number) -> None:
+        self.interval = max(self.interval, number)
 
     def collect(self) -> None:
-        """Free a trainer that is out of use, a ring of references with all its memory, before another one begins."""
+        """Free unused trainers before another one begins: each is a reference cycle that keeps all of its memory."""
         if len(self.made) > 1 and gc.isenabled():
             gc.collect()
 
     def connections(self, kind: str) -> tuple[str, dict[str, Axis]]:
-        """Axes by name, for all trainings that connect in the same way; and what to put before their names."""
-        known = self._connected.setdefault(kind, {})
-        place = list(self._connected).index(kind)
-        return f"way {place + 1}/" if place else "", known
+        """Axes by name, for all trainings with the same `kind` of connection; and a prefix for those names."""
+        axes = self._connected.setdefault(kind, {})
+        index = list(self._connected).index(kind)
+        return f"way {index + 1}/" if index else "", axes
 
     def retire(self) -> None:
-        """The group is another now."""
+        """Retire all connections: the group has changed."""
         for axes in self._connected.values():
             for axis in axes.values():
                 axis.retire()
             axes.clear()
 
     def check_whole(self, number: int, model: nn.Module) -> None:
-        """`SpecError` for a model that an earlier training has divided among the workers."""
+        """`SpecError` for a model that an earlier training has partitioned among the workers."""
         if any(module in self.divided for module in model.modules()):
             raise SpecError(
-                f"{self.describe(number)} is given a model that an earlier training has divided: no worker has it all.",
+                f"{self.describe(number)} is given a model that an earlier training has partitioned: no worker has all "
+                "of it.",
                 fix=["earlier.save(FILE), a new model, and later.load(FILE)"],
             )
 
@@ -130,21 +131,21 @@ class Script:
         """`UsageError` on every worker unless all of them are about to begin the same training."""
         if axis.size == 1:
             return
-        said = [one.decode() for one in axis.all_gather_bytes("beginning a training", self.describe(number).encode())]
-        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+        lines = [one.decode() for one in axis.all_gather_bytes("beginning a training", self.describe(number).encode())]
+        other = next((rank for rank, one in enumerate(lines) if one != lines[0]), None)
         if other is not None:
             raise UsageError(
-                f"Workers make different trainings: on rank 0 {said[0]}; on rank {other} {said[other]}.",
-                fix=["make every Trainer and join on all workers, in the same order; no `if rank == 0:` around it"],
+                f"Workers create different trainings: on rank 0 {lines[0]}; on rank {other} {lines[other]}.",
+                fix=["create every Trainer and join on all workers, in the same order; no `if rank == 0:` around it"],
             )
 
     def ended_without(self, number: int) -> UsageError | None:
-        """What to say where another worker of this group has ended its script, and never comes to this training."""
+        """The error for this worker if another worker of its group ended its script without reaching this training."""
         for rank in range(self.session.group.world_size):
             if (made := self._end_of(rank)) is not None:
                 return UsageError(
                     f"This worker begins {self.describe(number)}; rank {rank} has ended its script after {made}.",
-                    fix=["make every Trainer and join on all workers; no `if rank == 0:` around it"],
+                    fix=["create every Trainer and join on all workers; no `if rank == 0:` around it"],
                 )
         return None
 
@@ -154,10 +155,10 @@ class Script:
             return None
         with contextlib.suppress(ManyhandsError):
             if rank != group.rank and self.session.check([_end_key(group.generation, rank)]):
-                return str(self.session.get(_end_key(group.generation, rank), LAST_WORD_S).decode())
+                return str(self.session.get(_end_key(group.generation, rank), END_NOTE_TIMEOUT_S).decode())
         return None
 
-    def _tell_end(self) -> None:
+    def _post_end(self) -> None:
         group = self.session.group
         if self.made and group.world_size > 1 and group.rank >= 0 and isinstance(self.session, Session):
             with contextlib.suppress(ManyhandsError):
@@ -167,11 +168,11 @@ class Script:
         if self._is_closed:
             return
         self._is_closed = True
-        self._tell_end()
+        self._post_end()
         for axes in self._connected.values():
             for axis in axes.values():
                 axis.close()
-        if self.recorder is not None and not isinstance(self.session, Solo):  # a solo run has one more thing to record
+        if self.recorder is not None and not isinstance(self.session, SoloSession):  # a solo run records one more event
             self.recorder.close(timeout_s=5.0)
         self.session.close()
 
@@ -180,14 +181,14 @@ def _end_key(generation: str, rank: int) -> str:
     return f"end of the script/{generation}/{rank}"
 
 
-def _place_in_script() -> str:
-    """The lines of the user's code that are running, the innermost first: a function may be called from anywhere."""
+def _user_lines() -> str:
+    """The call stack in the user's code, innermost line first: a function may have several callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     found: list[str] = []
-    while frame is not None and not frame.f_code.co_filename.startswith(OURS) and len(found) < MOST_LINES:
-        if not frame.f_code.co_filename.startswith("<"):  # Python's own, which runs the script
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS) and len(found) < MAX_STACK_LINES:
+        if not frame.f_code.co_filename.startswith("<"):  # Python's import machinery, which runs the script
             found.append(f"{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}")
         frame = frame.f_back
     return f"in {', from '.join(found)}" if found else ""

@@ -11,10 +11,18 @@ import zmq
 from msgspec.structs import replace
 
 from manyhands.comm.transport import open_port
-from manyhands.control.messages.agent_messages import FromAgent, HostReport, Job, Orders, Place, Plan, PlannedWorker
+from manyhands.control.messages.agent_messages import (
+    FromAgent,
+    GroupMember,
+    HostPlan,
+    HostReport,
+    JobDescription,
+    Orders,
+    PlannedWorker,
+)
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.control.security.keys import client_curve, new_key, server_curve
-from manyhands.control.security.rejected_peers import DoorKeeper
+from manyhands.control.security.rejected_peers import PeerGate
 from tests.control.conftest import Launcher, alive
 
 pytestmark = pytest.mark.faults
@@ -26,14 +34,14 @@ class FakeCoordinator:
     def __init__(self, launcher: Launcher) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         key = new_key()
-        self.door = DoorKeeper(self.context, client_curve(key).public)
+        self.door = PeerGate(self.context, client_curve(key).public)
         self.port = open_port(
             self.context, zmq.ROUTER, "tcp://127.0.0.1:*", FromAgent, bind=True, curve=server_curve(key)
         )
         self.door.watch(self.port)
         address = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         (launcher.folder / "train.py").write_text("import time\ntime.sleep(300)\n")
-        self.job = Job(
+        self.job = JobDescription(
             command=WorkerCommand("script", str(launcher.folder / "train.py")),
             flags={},
             grace_s=1.0,
@@ -60,8 +68,8 @@ class FakeCoordinator:
         self.context.term()
 
 
-def plan_of_one(attempt: int, counter: int, incarnation: int) -> Plan:
-    return Plan(
+def plan_of_one(attempt: int, counter: int, incarnation: int) -> HostPlan:
+    return HostPlan(
         generation=f"1.{counter}",
         attempt=attempt,
         world_size=1,
@@ -71,7 +79,7 @@ def plan_of_one(attempt: int, counter: int, incarnation: int) -> Plan:
         incarnations=[incarnation],
         master=("127.0.0.1", 1),
         workers=[PlannedWorker(slot=0, incarnation=incarnation)],
-        group=[Place(incarnation=incarnation, slot=0, host=0)],
+        group=[GroupMember(incarnation=incarnation, slot=0, host=0)],
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 from manyhands.comm.host_memory import HostMemory, Segment
-from manyhands.control.membership.generations import Groups, group_for, is_later
-from manyhands.control.messages.agent_messages import Place, Plan
+from manyhands.control.membership.generations import Generations, group_for, is_later
+from manyhands.control.messages.agent_messages import GroupMember, HostPlan
 from manyhands.native import library
 
 
-def plan(counter: int, members: list[tuple[int, int]], *, host: int = 0, lost: bool = False) -> Plan:
+def plan(counter: int, members: list[tuple[int, int]], *, host: int = 0, lost: bool = False) -> HostPlan:
     """`members`: (incarnation, host), by rank; the slot is ten times the incarnation."""
-    return Plan(
+    return HostPlan(
         generation=f"7.{counter}",
         attempt=1,
         world_size=len(members),
@@ -21,7 +21,7 @@ def plan(counter: int, members: list[tuple[int, int]], *, host: int = 0, lost: b
         first_rank=0,
         incarnations=[],
         master=("127.0.0.1", 1),
-        group=[Place(incarnation=incarnation, slot=10 * incarnation, host=at) for incarnation, at in members],
+        group=[GroupMember(incarnation=incarnation, slot=10 * incarnation, host=at) for incarnation, at in members],
         lost=lost,
         call=3,
     )
@@ -45,7 +45,7 @@ def test_a_worker_sees_its_ranks_in_the_group_and_an_outsider_sees_none():
 
 
 def test_a_loss_ends_all_generations_before_and_a_planned_change_none():
-    groups = Groups()
+    groups = Generations()
     assert groups.announce(plan(1, [(1, 0), (2, 0)])) == []
     assert groups.announce(plan(2, [(1, 0), (2, 0), (3, 0)])) == []
     assert groups.last_loss == ""
@@ -56,7 +56,7 @@ def test_a_loss_ends_all_generations_before_and_a_planned_change_none():
 
 
 def test_a_generation_is_left_when_its_last_living_member_here_speaks_for_a_later_one():
-    groups = Groups()
+    groups = Generations()
     groups.announce(plan(1, [(1, 0), (9, 1), (2, 0)]))
     groups.announce(plan(2, [(1, 0), (2, 0)], lost=True))
     assert groups.local_rank("7.1", 2) == 1

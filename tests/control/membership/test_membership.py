@@ -10,17 +10,25 @@ from msgspec.structs import replace
 
 from manyhands.control.membership.orders import orders_for
 from manyhands.control.membership.react import begin, parse_generation, react, restored
-from manyhands.control.membership.state import Heard, Membership, Persist, Refuse, Settings, Tell, Ticked
-from manyhands.control.messages.agent_messages import Commit, HostReport, Job, MemberReport
+from manyhands.control.membership.state import (
+    Membership,
+    MembershipSettings,
+    Persist,
+    Refuse,
+    ReportReceived,
+    SendOrders,
+    Ticked,
+)
+from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, JobDescription, MemberReport
 from manyhands.control.messages.failure import WorkerEnd
 from manyhands.control.messages.launch_request import WorkerCommand
 
 VERSIONS = {"python": "3.11", "torch": "2.13.0"}
-JOB = Job(command=WorkerCommand("script", "train.py"), flags={}, grace_s=1.0, max_restarts=2)
+JOB = JobDescription(command=WorkerCommand("script", "train.py"), flags={}, grace_s=1.0, max_restarts=2)
 
 
-def settings_for(hosts: int = 1, **more) -> Settings:
-    return Settings(run="r", job=JOB, versions=VERSIONS, hosts_wanted=hosts, **more)
+def settings_for(hosts: int = 1, **more) -> MembershipSettings:
+    return MembershipSettings(run="r", job=JOB, versions=VERSIONS, hosts_wanted=hosts, **more)
 
 
 def report(agent: str = "a", **more) -> HostReport:
@@ -48,7 +56,7 @@ def killed(rank: int, incarnation: int, step: int | None = None) -> MemberReport
 
 def hear(state: Membership, *reports: HostReport, now: float = 0.0) -> Membership:
     for each in reports:
-        state, _ = react(state, Heard(report=each), now)
+        state, _ = react(state, ReportReceived(report=each), now)
     return state
 
 
@@ -81,10 +89,10 @@ def test_ranks_follow_the_host_rank_that_was_asked_for_and_not_the_order_of_arri
 
 def test_a_generation_is_on_disk_before_anyone_hears_of_it():
     state = begin(settings_for(), term=7, now=0.0)
-    state, outputs = react(state, Heard(report=report()), 0.0)
+    state, outputs = react(state, ReportReceived(report=report()), 0.0)
     assert isinstance(outputs[0], Persist)
     assert outputs[0].state.roster.generation == "7.1"
-    assert outputs[1:] == [Tell(agent="a")]
+    assert outputs[1:] == [SendOrders(agent="a")]
 
 
 def test_a_plan_tells_each_host_its_part():
@@ -125,7 +133,9 @@ def test_a_member_of_an_older_incarnation_is_not_believed():
     assert state.stale == 1
 
 
-def crash(state: Membership, step: int | None = None, now: float = 0.0, committed: Commit | None = None) -> Membership:
+def crash(
+    state: Membership, step: int | None = None, now: float = 0.0, committed: CheckpointCommit | None = None
+) -> Membership:
     generation = state.roster.generation
     first = state.roster.members[0].incarnation
     members = [killed(0, first, step), killed(1, first + 1, step)]
@@ -145,7 +155,7 @@ def test_signal_deaths_restart_until_the_budget_is_spent_and_then_end_with_4():
 
 
 def test_a_restart_says_who_died_and_where_it_goes_on():
-    state = crash(running(), committed=Commit(step=1800, path="p"))
+    state = crash(running(), committed=CheckpointCommit(step=1800, path="p"))
     assert orders_for(state, "a", 0.0).plan.why == (
         "rank 0 on h (pid 1) died: SIGKILL; restarting from step 1800, attempt 2 of 3"
     )
@@ -167,7 +177,7 @@ def test_workers_that_end_well_end_the_run(codes, expected):
 def test_a_stop_reaches_every_host_and_never_restarts():
     state = running(2)
     state, outputs = react(
-        state, Heard(report=report("b", generation="7.1", stop="preempt", stop_signal=15, clear=False)), 0
+        state, ReportReceived(report=report("b", generation="7.1", stop="preempt", stop_signal=15, clear=False)), 0
     )
     assert {output.agent for output in outputs} == {"a", "b"}
     assert orders_for(state, "a", 0.0).stop == "preempt"
@@ -247,7 +257,7 @@ def test_too_few_hosts_in_time_end_with_3():
 )
 def test_a_host_that_does_not_fit_is_refused_by_name(change, words):
     state = hear(begin(settings_for(3), term=1, now=0.0), report("a", host_rank=0))
-    state, (refusal,) = react(state, Heard(report=report("b", **change)), 0.0)
+    state, (refusal,) = react(state, ReportReceived(report=report("b", **change)), 0.0)
     assert isinstance(refusal, Refuse)
     assert words in refusal.what
     assert "b" not in state.hosts
@@ -262,7 +272,7 @@ def test_a_host_that_waits_is_told_for_whom():
 
 
 def test_a_host_too_many_is_refused():
-    _, (refusal,) = react(running(1), Heard(report=report("z")), 0.0)
+    _, (refusal,) = react(running(1), ReportReceived(report=report("z")), 0.0)
     assert "all 1 of its hosts" in refusal.what
 
 
@@ -357,7 +367,7 @@ class Simulated:
             case "report":
                 clear = not self.alive[name]
                 word = report(name, generation=self.generation[name], members=self.members[name], clear=clear)
-                self.apply(*react(self.state, Heard(report=word), self.now))
+                self.apply(*react(self.state, ReportReceived(report=word), self.now))
             case "orders":
                 self.obey(name)
             case "round":

@@ -12,15 +12,15 @@ import pytest
 import zmq
 
 from manyhands.comm.transport import MAX_MESSAGE_BYTES, open_port
-from manyhands.control.agent.preflight import check_command, parse_address, resolve
+from manyhands.control.agent.preflight import check_command, resolve
 from manyhands.control.coordinator import key_value_store
-from manyhands.control.coordinator.key_value_store import KeyValues
-from manyhands.control.coordinator.membership_log import Log
+from manyhands.control.coordinator.key_value_store import KeyValueStore
+from manyhands.control.coordinator.membership_log import MembershipLog
 from manyhands.control.membership.react import begin
-from manyhands.control.membership.state import Settings
-from manyhands.control.messages.agent_messages import Job
+from manyhands.control.membership.state import MembershipSettings
+from manyhands.control.messages.agent_messages import JobDescription
 from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest, WorkerCommand
-from manyhands.control.messages.status_messages import Ask
+from manyhands.control.messages.status_messages import StatusRequest
 from manyhands.control.messages.worker_messages import StoreReply, StoreRequest
 from manyhands.control.processes.private_directory import lock, remove_abandoned
 from manyhands.control.processes.worker_output import KEPT_BYTES, WorkerLog
@@ -42,24 +42,25 @@ from manyhands.errors import (
     UsageError,
 )
 from manyhands.launcher.machine import read_key, write_key
+from manyhands.spec.addresses import parse_address
 
 CLIENT = ("ipc", b"me")
 
 
-def ask(store: KeyValues, op: str, *keys: str, now: float = 0.0, **more) -> list[StoreReply]:
+def ask(store: KeyValueStore, op: str, *keys: str, now: float = 0.0, **more) -> list[StoreReply]:
     request = StoreRequest(generation="1.1", incarnation=1, ticket=1, op=op, keys=list(keys), **more)
     return [reply for _, reply in store.handle(CLIENT, request, now)]
 
 
 def test_a_get_waits_until_the_key_is_set():
-    store = KeyValues("1.1")
+    store = KeyValueStore("1.1")
     assert ask(store, "get", "a", timeout_s=5) == []
     mine, waiters = ask(store, "set", "a", value=b"x")
     assert (mine.ok, waiters.value) == (True, b"x")
 
 
 def test_a_wait_for_several_keys_ends_with_the_last_or_with_the_time():
-    store = KeyValues("1.1")
+    store = KeyValueStore("1.1")
     ask(store, "wait", "a", "b", timeout_s=5)
     assert len(ask(store, "set", "a", value=b"")) == 1
     assert list(store.due(4.9)) == []
@@ -68,7 +69,7 @@ def test_a_wait_for_several_keys_ends_with_the_last_or_with_the_time():
 
 
 def test_numbers_are_added_and_keys_checked_and_deleted():
-    store = KeyValues("1.1")
+    store = KeyValueStore("1.1")
     assert [ask(store, "add", "n", amount=amount)[0].number for amount in (3, 4)] == [3, 7]
     assert ask(store, "check", "n")[0].number == 1
     assert ask(store, "check", "n", "m")[0].number == 0
@@ -78,14 +79,14 @@ def test_numbers_are_added_and_keys_checked_and_deleted():
 
 
 def test_requests_of_another_generation_are_refused():
-    assert "generation 1.1 is over" in ask(KeyValues("1.2"), "get", "a", timeout_s=5)[0].error
+    assert "generation 1.1 is over" in ask(KeyValueStore("1.2"), "get", "a", timeout_s=5)[0].error
 
 
 def test_the_store_is_bounded(monkeypatch):
     monkeypatch.setattr(key_value_store, "MAX_KEYS", 2)
     monkeypatch.setattr(key_value_store, "MAX_BYTES", 10)
     monkeypatch.setattr(key_value_store, "MAX_WAITERS", 1)
-    store = KeyValues("1.1")
+    store = KeyValueStore("1.1")
     assert ask(store, "set", "a", value=b"x" * 8)[0].ok
     assert "full" in ask(store, "set", "b", value=b"x" * 8)[0].error
     assert ask(store, "set", "b", value=b"")[0].ok
@@ -96,7 +97,7 @@ def test_the_store_is_bounded(monkeypatch):
 
 
 def test_values_put_back_do_not_replace_newer_ones():
-    store = KeyValues("1.1")
+    store = KeyValueStore("1.1")
     ask(store, "set", "a", value=b"new")
     store.put_back("1.0", {"b": b"of another generation"})
     store.put_back("1.1", {"a": b"old", "b": b"kept"})
@@ -104,9 +105,9 @@ def test_values_put_back_do_not_replace_newer_ones():
 
 
 def test_the_log_gives_the_last_whole_state_and_ignores_a_torn_line(tmp_path):
-    job = Job(command=WorkerCommand("script", "x"), flags={}, grace_s=1.0, max_restarts=1)
-    settings = Settings(run="r", job=job, versions={})
-    log = Log(tmp_path / "log")
+    job = JobDescription(command=WorkerCommand("script", "x"), flags={}, grace_s=1.0, max_restarts=1)
+    settings = MembershipSettings(run="r", job=job, versions={})
+    log = MembershipLog(tmp_path / "log")
     assert log.last() is None
     for term in (1, 2):
         log.append(begin(settings, term, 0.0))
@@ -114,20 +115,20 @@ def test_the_log_gives_the_last_whole_state_and_ignores_a_torn_line(tmp_path):
     for cut in range(1, 40, 7):
         (tmp_path / "log").write_bytes(whole[:-cut])
         assert log.last().term == (2 if cut == 1 else 1)
-        successor = Log(tmp_path / "log")
+        successor = MembershipLog(tmp_path / "log")
         successor.append(begin(settings, 3, 0.0))
         successor.append(begin(settings, 4, 0.0))
         assert successor.last().term == 4, "nothing is written behind the torn line"
 
 
 def test_the_log_begins_anew_before_it_is_too_long(tmp_path):
-    job = Job(command=WorkerCommand("script", "x"), flags={}, grace_s=1.0, max_restarts=1)
-    settings = Settings(run="r", job=job, versions={})
-    log = Log(tmp_path / "log", max_bytes=5000)
+    job = JobDescription(command=WorkerCommand("script", "x"), flags={}, grace_s=1.0, max_restarts=1)
+    settings = MembershipSettings(run="r", job=job, versions={})
+    log = MembershipLog(tmp_path / "log", max_bytes=5000)
     sizes = set()
     for term in range(1, 60):
         log.append(begin(settings, term, 0.0))
-        assert Log(tmp_path / "log").last().term == term
+        assert MembershipLog(tmp_path / "log").last().term == term
         sizes.add((tmp_path / "log").stat().st_size)
     assert len(sizes) > 2 and max(sizes) <= 5000
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
@@ -250,17 +251,17 @@ def test_both_ends_derive_the_same_keys_and_other_keys_differ():
 def test_garbage_is_counted_and_too_large_messages_are_not_sent(tmp_path):
     context: zmq.Context = zmq.Context()
     endpoint = f"ipc:///tmp/mhp-{os.getpid()}"
-    server = open_port(context, zmq.ROUTER, endpoint, Ask, bind=True)
-    client = open_port(context, zmq.DEALER, endpoint, Ask)
+    server = open_port(context, zmq.ROUTER, endpoint, StatusRequest, bind=True)
+    client = open_port(context, zmq.DEALER, endpoint, StatusRequest)
     client.socket.send(b"\xc1")
     client.socket.send_multipart([b"two", b"frames"])
-    client.socket.send(msgspec.msgpack.encode({"m": "Ask", "what": "status", "more": 1}))
-    assert client.send(Ask(what="status"))
+    client.socket.send(msgspec.msgpack.encode({"m": "StatusRequest", "what": "status", "more": 1}))
+    assert client.send(StatusRequest(what="status"))
     assert not client.send({"x": b"0" * (MAX_MESSAGE_BYTES + 1)})
     received = []
     while not received and server.socket.poll(60_000):
         received = list(server.receive())
-    assert [message for _, message in received] == [Ask(what="status")]
+    assert [message for _, message in received] == [StatusRequest(what="status")]
     assert (server.garbage, client.dropped) == (3, 1)
     server.close(), client.close()
     context.term()

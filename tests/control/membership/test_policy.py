@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from manyhands.control.membership.failure_policy import Ended, Verdict, attribute, judge, signature
+from manyhands.control.membership.failure_policy import EndedWorker, RetryDecision, attribute, judge, signature
 from manyhands.control.messages.failure import Failure, WorkerEnd, render, short
 
 
@@ -20,7 +20,9 @@ GLOO = {"error": "RuntimeError", "message": "[enforce fail] Connection closed by
 
 @pytest.mark.parametrize("consequence", [PEER, GLOO, {"error": "BrokenPipeError", "bases": ["BrokenPipeError"]}])
 def test_an_error_about_a_lost_peer_seen_first_is_still_the_consequence(consequence):
-    first, others, certain = attribute([Ended(end(0, **consequence), 1.0), Ended(end(1, "signal", signal=9), 1.1)])
+    first, others, certain = attribute(
+        [EndedWorker(end(0, **consequence), 1.0), EndedWorker(end(1, "signal", signal=9), 1.1)]
+    )
     assert first.rank == 1
     assert [other.rank for other in others] == [0]
     assert not certain, "judged by kind, and said so"
@@ -28,13 +30,13 @@ def test_an_error_about_a_lost_peer_seen_first_is_still_the_consequence(conseque
 
 def test_among_equals_the_earliest_is_first_and_that_is_certain():
     first, _, certain = attribute(
-        [Ended(end(2, **VALUE), 5.0), Ended(end(1, **VALUE), 4.0), Ended(end(0, "stopped"), 1.0)]
+        [EndedWorker(end(2, **VALUE), 5.0), EndedWorker(end(1, **VALUE), 4.0), EndedWorker(end(0, "stopped"), 1.0)]
     )
     assert (first.rank, certain) == (1, True)
 
 
 def test_a_timeout_nobody_caused_by_dying_is_itself_the_first_failure():
-    first, _, certain = attribute([Ended(end(0, **PEER), 1.0), Ended(end(1, "stopped"), 1.5)])
+    first, _, certain = attribute([EndedWorker(end(0, **PEER), 1.0), EndedWorker(end(1, "stopped"), 1.5)])
     assert (first.rank, certain) == (0, True)
 
 
@@ -64,7 +66,7 @@ def test_the_policy_table():
 
 def test_an_error_of_the_maths_is_not_tried_again_because_a_run_is_repeatable():
     nan = end(0, error="NonFinite", message="loss is nan", bases=["NonFinite", "TrainingFailed"], exit_code=1)
-    assert verdict(nan) == Verdict(False, 1, "a run is repeatable, so this step would fail again")
+    assert verdict(nan) == RetryDecision(False, 1, "a run is repeatable, so this step would fail again")
 
 
 def test_the_block_says_everything_a_person_needs_and_nothing_a_terminal_obeys():
@@ -144,7 +146,7 @@ def test_a_hung_worker_is_told_as_one_with_the_place_where_it_stood():
     assert short(hung) == (
         "rank 1 on h (pid 101) died: hung: no sign of life for 3.0 s, in step 7, train.py line 3, in forward"
     )
-    first, _, _ = attribute([Ended(end(0, **PEER), 1.0), Ended(hung, 1.1)])
+    first, _, _ = attribute([EndedWorker(end(0, **PEER), 1.0), EndedWorker(hung, 1.1)])
     assert first.rank == 1
     verdict = judge(hung, [signature(hung)], restarts=0, max_restarts=3, progressed=False)
     assert verdict.restart, "another process may not hang"

@@ -25,7 +25,7 @@ from tests.control.scene import CALL, Scene
 SCRIPT = """
 import json, zmq
 from manyhands.comm.transport import open_port
-from manyhands.control.security.rejected_peers import DoorKeeper
+from manyhands.control.security.rejected_peers import PeerGate
 def note(what, **more):
     with open(HERE / "notes.jsonl", "a") as file:
         file.write(json.dumps({"what": what, "pid": os.getpid(), **more}) + "\\n")
@@ -34,7 +34,7 @@ def serve():
     session.on_change = lambda: note("hears", living=sorted(session.living or []))
     session.join(RunFacts())
     context = zmq.Context()
-    door = DoorKeeper(context, session.clients)
+    door = PeerGate(context, session.clients)
     ports = [
         open_port(context, zmq.ROUTER, SEAT.listen, dict, bind=True, curve=session.curve),
         open_port(context, zmq.ROUTER, session.server_endpoint(SEAT.server), dict, bind=True),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.control.processes.withheld_output import Withheld
+from manyhands.control.processes.withheld_output import WithheldOutput
 
 TEXT = "Traceback:\n  a line, ümläut\nValueError: no\n"
 
@@ -10,19 +10,19 @@ TEXT = "Traceback:\n  a line, ümläut\nValueError: no\n"
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_what_stands_before_and_after_passes_in_order_however_the_pieces_fall(size):
     whole = b"before\n" + TEXT.encode() + b"after\n"
-    withheld = Withheld(TEXT)
+    withheld = WithheldOutput(TEXT)
     passed = b"".join(withheld.passes(whole[at : at + size]) for at in range(0, len(whole), size))
     assert passed + withheld.rest() == b"before\nafter\n"
 
 
 def test_only_the_first_time_is_kept_back_and_something_else_is_not():
-    withheld = Withheld(TEXT)
+    withheld = WithheldOutput(TEXT)
     assert withheld.passes(TEXT.encode()) == b""
     assert withheld.passes(TEXT.encode()) == TEXT.encode()
-    other = Withheld(TEXT)
+    other = WithheldOutput(TEXT)
     assert other.passes(b"another end\n") == b""
     assert other.rest() == b"another end\n" and other.rest() == b""
 
 
 def test_without_a_text_everything_passes_at_once():
-    assert Withheld("").passes(b"x") == b"x"
+    assert WithheldOutput("").passes(b"x") == b"x"

@@ -16,8 +16,8 @@ from manyhands.comm.axis import connect
 from manyhands.comm.shared_memory import Plane
 from manyhands.data.sample_order import slices_of
 from manyhands.native import why_not
-from manyhands.parallel.gradients.hierarchical_sum import AcrossHosts, ExactParcel
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.gradients.hierarchical_sum import HostAxis, NodeAllGather
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
 from manyhands.parallel.model.flat_layout import lay_out
 from manyhands.testing import RankPool
 
@@ -44,16 +44,16 @@ def test_stretches_cover_every_part_once_from_the_end() -> None:
             assert [i for i in own if tensors[i].numel()] == stretch.members
 
 
-def on_two_hosts(store: str, params: list[nn.Parameter]) -> tuple[int, Plane, SharedGradients]:
-    from manyhands.training.worker.worker import _seated
+def on_two_hosts(store: str, params: list[nn.Parameter]) -> tuple[int, Plane, SharedMemorySum]:
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
-    seat, device = session.seat, torch.device("cpu")
-    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=60)
-    peers = FileStore(f"{store}{seat.local_rank}", HOSTS)
-    axis = connect(peers, seat.host, HOSTS, address="127.0.0.1", device=device, timeout_s=60)
-    across = AcrossHosts(axis, plane)
-    return seat.rank, plane, SharedGradients(params, plane, session.shared_memory, across, BUCKET_BYTES)
+    session = _current_session.get()[0]
+    identity, device = session.identity, torch.device("cpu")
+    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), identity.local_rank, HERE, timeout_s=60)
+    peers = FileStore(f"{store}{identity.local_rank}", HOSTS)
+    axis = connect(peers, identity.host, HOSTS, address="127.0.0.1", device=device, timeout_s=60)
+    across = HostAxis(axis, plane)
+    return identity.rank, plane, SharedMemorySum(params, plane, session.shared_memory, across, BUCKET_BYTES)
 
 
 def gradient(step: int, v: int, place: int) -> Tensor | None:
@@ -78,7 +78,7 @@ def sum_steps(store: str, slices: int) -> list[list[Any]]:
         gradients.finish()
         total, there = gradients.total(), set(gradients.present)
         found.append([total[i].numpy().copy() if i in there else None for i in range(len(SHAPES))])
-        plane.meet("next step")
+        plane.barrier("next step")
     gradients.close()
     return found
 
@@ -146,9 +146,9 @@ def wait_inside_backward(store: str, backwards: bool) -> int:
 
         def they_have_arrived() -> None:
             nonlocal arrived
-            gone = [mine for mine in departures.parcels[: departures._departed] if isinstance(mine, ExactParcel)]
-            early = [mine for mine in gone if mine.number < half]
-            until(lambda: all(mine.pending.done for mine in early))
+            gone = departures.buckets[: departures._departed]
+            early = [mine.transfer for mine in gone if mine.number < half]
+            until(lambda: all(isinstance(one, NodeAllGather) and one.pending.done for one in early))
             arrived = len(early)
 
         waits = step > 0 or not backwards  # the first step expects them from the end, and learns
@@ -163,7 +163,7 @@ def wait_inside_backward(store: str, backwards: bool) -> int:
         x.sum().backward()
         gradients.after_backward(rank)
         gradients.finish()
-        plane.meet("next step")
+        plane.barrier("next step")
     gradients.close()
     return arrived
 
@@ -181,7 +181,7 @@ def twice(store: str) -> str:
 
     params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))]
     rank, plane, gradients = on_two_hosts(store, params)
-    plane.meet("opened")  # the memory ends with its maker
+    plane.barrier("opened")  # the memory ends with its maker
     gradients.begin(4, [range(r, r + 1) for r in range(4)], "step 0")
     gradients.before_backward(rank)
     x = torch.ones(8, requires_grad=True)

@@ -17,8 +17,8 @@ from manyhands.comm.codecs import Bf16, Int8
 from manyhands.comm.shared_memory import Plane
 from manyhands.data.sample_order import slices_of
 from manyhands.native import why_not
-from manyhands.parallel.gradients.hierarchical_sum import AcrossHosts
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
+from manyhands.parallel.gradients.hierarchical_sum import HostAxis
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
 from manyhands.testing import RankPool
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -51,23 +51,23 @@ def new_params() -> list[nn.Parameter]:
 class Host(NamedTuple):
     rank: int
     plane: Plane
-    across: AcrossHosts
+    across: HostAxis
     memory: Any
 
 
 def take_place(store: str) -> Host:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
-    seat, device = session.seat, torch.device("cpu")
-    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), seat.local_rank, HERE, timeout_s=60)
-    hosts = seat.world_size // HERE
-    peers = FileStore(f"{store}{seat.local_rank}", hosts)
-    axis = connect(peers, seat.host, hosts, address="127.0.0.1", device=device, timeout_s=60)
-    return Host(seat.rank, plane, AcrossHosts(axis, plane), session.shared_memory)
+    session = _current_session.get()[0]
+    identity, device = session.identity, torch.device("cpu")
+    plane = Plane(session.shared_memory("plane", Plane.num_bytes(HERE), HERE), identity.local_rank, HERE, timeout_s=60)
+    hosts = identity.world_size // HERE
+    peers = FileStore(f"{store}{identity.local_rank}", hosts)
+    axis = connect(peers, identity.host, hosts, address="127.0.0.1", device=device, timeout_s=60)
+    return Host(identity.rank, plane, HostAxis(axis, plane), session.shared_memory)
 
 
-def run_steps(host: Host, summed: SharedGradients, steps: Sequence[int], slices: int) -> list[list[np.ndarray | None]]:
+def run_steps(host: Host, summed: SharedMemorySum, steps: Sequence[int], slices: int) -> list[list[np.ndarray | None]]:
     world = HERE * host.across.axis.size
     shares, found = [slices_of(r, world, slices) for r in range(world)], []
     places = [next(p for p in range(len(SHAPES)) if SHAPES[p] == tuple(param.shape)) for param in summed.params]
@@ -81,7 +81,7 @@ def run_steps(host: Host, summed: SharedGradients, steps: Sequence[int], slices:
         summed.finish()
         total, there = summed.total(), set(summed.present)
         found.append([total[i].numpy().copy() if i in there else None for i in range(len(places))])
-        host.plane.meet("next step")
+        host.plane.barrier("next step")
     return found
 
 
@@ -93,7 +93,7 @@ class Given(NamedTuple):
 
 def sum_steps(store: str, codec: str, steps: Sequence[int], slices: int, before: Given | None) -> Given:
     host = take_place(store)
-    summed = SharedGradients(new_params(), host.plane, host.memory, host.across, 2048, codec=CODECS[codec]())
+    summed = SharedMemorySum(new_params(), host.plane, host.memory, host.across, 2048, codec=CODECS[codec]())
     assert summed.coded is not None
     if before is not None:
         summed.coded.restore(None, {place: torch.from_numpy(rows) for place, rows in before.rows.items()})
@@ -157,7 +157,7 @@ def hand_over(store: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """To sums of fewer parameters, in another order, of which ranks have other parts."""
     host = take_place(store)
     params = new_params()
-    summed = SharedGradients(params, host.plane, host.memory, host.across, 2048, codec=Int8())
+    summed = SharedMemorySum(params, host.plane, host.memory, host.across, 2048, codec=Int8())
     run_steps(host, summed, range(4), 4)
     assert summed.coded is not None
     before = summed.coded.gather_residuals()
@@ -166,7 +166,7 @@ def hand_over(store: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     def other_memory(name: str, num_bytes: int) -> Any:
         return host.memory(f"other {name}", num_bytes)
 
-    fewer = SharedGradients([params[i] for i in kept], host.plane, other_memory, host.across, 2048, codec=Int8())
+    fewer = SharedMemorySum([params[i] for i in kept], host.plane, other_memory, host.across, 2048, codec=Int8())
     assert fewer.coded is not None
     fewer.coded.succeed(summed.coded)
     after = fewer.coded.gather_residuals()

@@ -19,10 +19,10 @@ MESSAGES = [bytes(range(256)), b"\xff" * 256, b"", b"short"]
 
 def carry(store: str, dtype: torch.dtype, slices: int, world_size: int) -> list[tuple[list[bytes], torch.Tensor]]:
     """Three steps whose gradient in slice v is v + 1 everywhere; the second step's messages are the longest."""
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session, _ = _seated.get()
-    rank = session.seat.rank
+    session, _ = _current_session.get()
+    rank = session.identity.rank
     device = torch.device("cpu")
     axis = connect(FileStore(store, world_size), rank, world_size, address="127.0.0.1", device=device, timeout_s=60)
     params = [nn.Parameter(torch.zeros(5, dtype=dtype)), nn.Parameter(torch.zeros(2, 3, dtype=dtype))]
@@ -61,11 +61,11 @@ def test_nothing_is_carried_where_a_rank_has_no_slice(ranks: RankPool, tmp_path:
 
 
 def carries(store: str, slices: int) -> bool:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session, _ = _seated.get()
-    seat, device = session.seat, torch.device("cpu")
-    axis = connect(FileStore(store, 3), seat.rank, 3, address="127.0.0.1", device=device, timeout_s=60)
+    session, _ = _current_session.get()
+    identity, device = session.identity, torch.device("cpu")
+    axis = connect(FileStore(store, 3), identity.rank, 3, address="127.0.0.1", device=device, timeout_s=60)
     summed = GradientSum([nn.Parameter(torch.zeros(5))], axis, bucket_bytes=16)
     summed.begin(slices, [slices_of(r, 3, slices) for r in range(3)], "step 1")
     return summed.can_carry(8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.parameter_server.memory.copies import LARGE_BYTES, copy_large_
+from manyhands.parameter_server.memory.versioned_memory import LARGE_BYTES, copy_large_
 
 LARGE = LARGE_BYTES // 4
 

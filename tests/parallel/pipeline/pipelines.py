@@ -13,23 +13,25 @@ from torch import Tensor, nn
 from torch.distributed import FileStore
 
 from manyhands.comm.axis import Axis, connect
-from manyhands.comm.point_to_point import Values
+from manyhands.comm.point_to_point import PointToPoint
 from manyhands.data.randomness import torch_randomness
 from manyhands.parallel.model.step_buffers import StepBuffers
-from manyhands.parallel.pipeline.exported_stages import Traced
+from manyhands.parallel.pipeline.exported_stages import ExportedModel
 from manyhands.parallel.pipeline.model_proxy import learn_inputs
 from manyhands.parallel.pipeline.partition import Blocks, Chain, balance, is_chain, shared_between, starts_at
 from manyhands.parallel.pipeline.stage_runner import StageRunner
 
 
 def axis_of(store: str, world: int) -> Axis:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
     if world == 1:
         return Axis(0, 1)
-    session, _ = _seated.get()
+    session, _ = _current_session.get()
     device = torch.device("cpu")
-    return connect(FileStore(store, world), session.seat.rank, world, address="127.0.0.1", device=device, timeout_s=60)
+    return connect(
+        FileStore(store, world), session.identity.rank, world, address="127.0.0.1", device=device, timeout_s=60
+    )
 
 
 class Piece(NamedTuple):
@@ -145,7 +147,7 @@ def train_pipelined(
     alive = 0
     for step, (rows, count) in enumerate(plan):
         sums = Sums(model, rows, count)
-        runner = StageRunner(Values(axis), model, parts, case.loss, sums, schedule=schedule, **options)
+        runner = StageRunner(PointToPoint(axis), model, parts, case.loss, sums, schedule=schedule, **options)
         pieces = slices(case.data(step, rows), count)
         runner.train(pieces, f"step {step}")
         assert sums.done == [piece.index for piece in pieces]
@@ -172,7 +174,7 @@ def train_pipelined(
 def blocks_of(model: nn.Module, case: Case, stages: int) -> Blocks:
     if is_chain(model):
         return Chain(model)
-    return Traced(model, learn_inputs(case.loss, model, slices(case.data(0, 8), 2)[0].batch), stages, case.at)
+    return ExportedModel(model, learn_inputs(case.loss, model, slices(case.data(0, 8), 2)[0].batch), stages, case.at)
 
 
 def _names(model: nn.Module, params: Any) -> list[str]:
@@ -344,7 +346,7 @@ def count_activations(store: str, world: int, schedule: str, microbatches: int) 
     axis, model = axis_of(store, world), case.make()
     parts = Chain(model).parts(range(0, 2 * world, 2 // chunks))
     sums = Sums(model, 12, microbatches)
-    runner = StageRunner(Values(axis), model, parts, case.loss, sums, schedule=schedule)
+    runner = StageRunner(PointToPoint(axis), model, parts, case.loss, sums, schedule=schedule)
     runner.train(slices(case.data(0, 12), microbatches), "step 0")
     return Token.most * chunks // 2, Token.alive
 

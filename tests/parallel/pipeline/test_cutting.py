@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from manyhands.errors import SpecError
 from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut, measure
-from manyhands.parallel.pipeline.exported_stages import Traced
+from manyhands.parallel.pipeline.exported_stages import ExportedModel
 from manyhands.parallel.pipeline.partition import Chain, Inputs, balance, shared_between, starts_at
 from manyhands.parallel.pipeline.stage_blocks import units_of
 
@@ -41,7 +41,7 @@ def test_stages_begin_where_the_user_says() -> None:
     assert starts_at(names, ["layers.1", "head"], 3) == [0, 2, 3]
     with pytest.raises(SpecError, match=r"No block of the model is 'layers.7'"):
         starts_at(names, ["layers.7"], 2)
-    with pytest.raises(SpecError, match="does not call in that order"):
+    with pytest.raises(SpecError, match="calls in another order"):
         starts_at(names, ["head", "layers.0"], 3)
     with pytest.raises(SpecError, match="2 stages begin at 1 blocks besides the first; 2 are named") as refused:
         starts_at(names, ["layers.0", "head"], 2)
@@ -179,7 +179,7 @@ class Choosing(nn.Module):
 
 def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_line(capfd: Any) -> None:
     with pytest.raises(SpecError, match=r"Choosing cannot be cut into stages: \w+: .*data-dependent") as refused:
-        Traced(Choosing(), Inputs((torch.randn(4, 3),), {}), 2)
+        ExportedModel(Choosing(), Inputs((torch.randn(4, 3),), {}), 2)
     assert "\n" not in refused.value.what
     assert "nn.Sequential" in refused.value.fix[0]
     assert str(refused.value.where).endswith("return self.two(x) if x.sum() > 0 else x")

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from manyhands.comm.axis import Axis, Pending, connect
 from manyhands.comm.shared_memory_axis import connect_plane
-from manyhands.parallel.model.tensor_shard import Share
+from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.tensor.apply_plan import split_model_
 from manyhands.parallel.tensor.plan import plan_tensor
 from manyhands.parallel.tensor.sharded_tensor import whole_of
@@ -241,7 +241,7 @@ class Found(NamedTuple):
     gradients: dict[str, Tensor]
     """Of the last step, this rank's part."""
     weights: dict[str, Tensor]
-    shares: dict[str, Share]
+    shares: dict[str, TensorShard]
     answer: Tensor
     """In evaluation."""
     meetings: Counter[tuple[str, str]]
@@ -250,10 +250,10 @@ class Found(NamedTuple):
 
 @contextmanager
 def an_axis(store: str, plane: bool) -> Iterator[Axis]:
-    from manyhands.training.worker.worker import _seated
+    from manyhands.training.worker.worker import _current_session
 
-    session = _seated.get()[0]
-    rank, size = session.seat.rank, session.seat.world_size
+    session = _current_session.get()[0]
+    rank, size = session.identity.rank, session.identity.world_size
     session.set(f"here/{rank}", b"1")
     session.wait([f"here/{r}" for r in range(size)], timeout_s=100)  # a process that starts now takes its time
     if plane:
@@ -329,7 +329,7 @@ def _batch(case: Case, number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(10, 12, generator=generator), torch.randint(0, CLASSES, (10,), generator=generator)
 
 
-def pasted(parts: list[dict[str, Tensor]], shares: list[dict[str, Share]]) -> dict[str, Tensor]:
+def pasted(parts: list[dict[str, Tensor]], shares: list[dict[str, TensorShard]]) -> dict[str, Tensor]:
     """The wholes that ranks have together."""
     found = {}
     for name, first in parts[0].items():

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_cases import an_axis
 from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.tensor.autograd_collectives import Split, cut, enter, slices_in_order
-from manyhands.parallel.tensor.sharded_tensor import Parted, parted, whole_of
+from manyhands.parallel.tensor.sharded_tensor import ShardedTensor, parted, whole_of
 from manyhands.testing import RankPool
+from tests.parallel.tensor.tensor_cases import an_axis
 
 ROWS, CLASSES = 4, 7
 
@@ -53,10 +53,10 @@ def entropy(x: Tensor, **settings: Any) -> Tensor:
 
 def image(x: Tensor) -> Tensor:
     """Rows x classes x 3 x 1."""
-    return torch.stack([x, x * 2, x * x], -1)[..., None] if not isinstance(x, Parted) else _image_in_parts(x)
+    return torch.stack([x, x * 2, x * x], -1)[..., None] if not isinstance(x, ShardedTensor) else _image_in_parts(x)
 
 
-def _image_in_parts(x: Parted) -> Tensor:
+def _image_in_parts(x: ShardedTensor) -> Tensor:
     return parted(torch.stack([x.part, x.part * 2, x.part * x.part], -1)[..., None], x.division)
 
 
@@ -101,7 +101,7 @@ def use(name: str, x: Tensor, given: Tensor) -> tuple[bool, Tensor, Tensor]:
     result = {**IN_PARTS, **WHOLE}[name](x)
     (whole_of(result).square().sum()).backward()
     assert given.grad is not None
-    return isinstance(result, Parted), whole_of(result).detach(), given.grad
+    return isinstance(result, ShardedTensor), whole_of(result).detach(), given.grad
 
 
 def leaf() -> Tensor:
@@ -147,7 +147,7 @@ def test_what_cannot_be_right_is_refused(ranks: RankPool, tmp_path: Path) -> Non
     assert "__setitem__ writes into a view of what a layer returned" in first[0]
     assert 'rules={"a layer": "whole"}' in first[0]
     assert "Target 7 is out of bounds" in first[1]
-    assert "shape=(4, 7), divided along dim 1 over 2 ranks" in first[2]
+    assert "shape=(4, 7), sharded along dim 1 over 2 ranks" in first[2]
 
 
 def test_what_is_entered_is_let_go_of_with_the_pass() -> None:

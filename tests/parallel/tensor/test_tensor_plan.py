@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensor_cases import CASES, WORDS, Words, bert, falcon, gpt2, llama, mlp, phi
 from torch import nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.tensor.layer_shards import cuts_of, factors, share_of
 from manyhands.parallel.tensor.plan import plan_tensor
+from tests.parallel.tensor.tensor_cases import CASES, WORDS, Words, bert, falcon, gpt2, llama, mlp, phi
 
 
 def kinds(model: nn.Module, patterns: dict[str, str] | None = None, degree: int = 2) -> dict[str, str]:
@@ -84,10 +84,10 @@ def test_a_plan_by_sequence_says_whose_sums_stay_in_parts() -> None:
     plan = plan_tensor(Words(), 2, sequence=True)
     why = {layer.name: layer.why for layer in plan.layers}
     assert plan.sequence and not plan_tensor(Words(), 2).sequence
-    by_sequence = {name for name, said in why.items() if said.endswith("; its sum by sequence")}
+    by_sequence = {name for name, said in why.items() if said.endswith("; its sum is sharded by sequence")}
     assert {"table", "encoder.layers.0.self_attn.out_proj", "encoder.layers.0.linear2"} <= by_sequence
     assert not {"out", "encoder.layers.0.linear1"} & by_sequence
-    assert why["encoder.layers.0.norm1"] == "of parts by sequence, where it gets them"
+    assert why["encoder.layers.0.norm1"] == "computed in parts by sequence, if its input is sharded so"
 
 
 def test_only_large_layers_are_divided_alone() -> None:
@@ -132,10 +132,10 @@ def test_patterns_come_before_rules() -> None:
     [
         ({"encoder.layer.*": "rows"}, 2, ["'encoder.layer.*' matches no layer", "try: 'encoder.layers'"]),
         ({"QQ": "rows"}, 2, ["'QQ' matches no layer", "asked for in: rules", "try: '"]),
-        ({"out": "colums"}, 2, ["'colums'", "no kind of split", "try: 'columns'"]),
+        ({"out": "colums"}, 2, ["'colums'", "not a kind of split", "try: 'columns'"]),
         ({"decoder.norm1": "rows"}, 2, ["decoder.norm1 is a LayerNorm, which cannot be divided by rows", "'whole'"]),
-        ({}, 8, ["The 4 heads of encoder.layers.0.self_attn cannot be divided evenly among 8", "mh.Tensor(4)"]),
-        ({"*att*": "whole"}, 3, ["The 32 output features of encoder.layers.0.linear1 cannot", "mh.Tensor(2)"]),
+        ({}, 8, ["The 4 heads of encoder.layers.0.self_attn cannot be divided evenly among 8", "mh.TensorParallel(4)"]),
+        ({"*att*": "whole"}, 3, ["The 32 output features of encoder.layers.0.linear1 cannot", "mh.TensorParallel(2)"]),
         ({"*": "whole", "out": "vocabulary"}, 0, ["divided among 0 workers"]),
     ],
 )  # fmt: skip

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensor_cases import CASES, WORDS, Found, Words, an_axis, pasted, train
 from torch import Tensor, nn
 
 from manyhands.native import why_not
 from manyhands.parallel.tensor.apply_plan import split_model_
 from manyhands.parallel.tensor.plan import plan_tensor
 from manyhands.testing import RankPool
+from tests.parallel.tensor.tensor_cases import CASES, WORDS, Found, Words, an_axis, pasted, train
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.05

@@ -23,8 +23,8 @@ from manyhands.comm.host_memory import HostMemory, Segment
 from manyhands.comm.shared_memory import Plane
 from manyhands.errors import PeerLost
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
-from manyhands.parallel.gradients.shared_memory_sum import SharedGradients
-from manyhands.parallel.weights.fused_shared_weights import SharedWeights
+from manyhands.parallel.gradients.shared_memory_sum import SharedMemorySum
+from manyhands.parallel.weights.fused_shared_weights import FusedSharedWeights
 from manyhands.parallel.weights.fused_update import Fused
 
 MAX_STEPS = 400
@@ -78,8 +78,8 @@ def rank(number: int, memory: HostMemory, say: int) -> None:
     def ask(name: str, num_bytes: int) -> Segment:
         return Segment(memory.fd, num_bytes, OFFSETS[name])
 
-    rows = SharedGradients(params, plane, ask)
-    weights = SharedWeights(rows, optimizer, plane, ask, copies=2)
+    rows = SharedMemorySum(params, plane, ask)
+    weights = FusedSharedWeights(rows, optimizer, plane, ask, copies=2)
     weights.watch(1, ["first", "second", "third"])
     os.write(say, b"up\n")
     step = 0

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.comm.axis import Axis
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
 from manyhands.native import library, why_not
-from manyhands.parallel.gradients.network_sum import GradientSum
 from manyhands.parallel.gradients.slice_tree import program
-from manyhands.parallel.weights.fused_update import Fused, Piece, cut, fusible, pack_pieces, run_update
+from manyhands.parallel.weights.fused_update import Fused, ParameterRange, cut, fusible, pack_pieces, run_update
 from manyhands.parallel.weights.local_update import LocalUpdate
 
 load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
@@ -190,13 +188,13 @@ def test_a_large_update_into_another_copy_gives_the_bits_of_one_in_place(options
 
 def _piece(old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...]) -> bytes:
     (w, m), (to, kept) = (tuple(tensor.data_ptr() for tensor in copy) for copy in (old, new))
-    return pack_pieces([Piece(old[0].numel(), w, to, (m, 0, 0), (kept, 0, 0))])
+    return pack_pieces([ParameterRange(old[0].numel(), w, to, (m, 0, 0), (kept, 0, 0))])
 
 
 def test_parameters_that_come_later_are_updated_too() -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([first], lr=0.1, momentum=0.9)
-    update = LocalUpdate(GradientSum([first, second], Axis(0, 1), 1024), optimizer)
+    update = LocalUpdate([first, second], optimizer)
     for step in range(2):
         for param in (first, second):
             param.grad = torch.ones(3)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.parallel.model.tensor_shard import Share, even_ranges
+from manyhands.parallel.model.tensor_shard import TensorShard, even_ranges
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_parts_make_the_whole(cuts) -> None:
     tensor = torch.arange(96.0).view(12, 8)
     result = torch.full_like(tensor, -1.0)
     for rank in range(2):
-        share = Share((12, 8), cuts(rank))
+        share = TensorShard((12, 8), cuts(rank))
         part = share.cut(tensor)
         assert tuple(part.shape) == share.local_shape
         share.paste_(result, part)
@@ -32,7 +32,7 @@ def test_parts_make_the_whole(cuts) -> None:
 
 def test_two_dims_make_a_grid_of_blocks() -> None:
     tensor = torch.arange(24.0).view(4, 6)
-    share = Share((4, 6), ((0, ((2, 4),)), (1, ((0, 1), (3, 5)))))
+    share = TensorShard((4, 6), ((0, ((2, 4),)), (1, ((0, 1), (3, 5)))))
     assert share.cut(tensor).tolist() == [[12.0, 15.0, 16.0], [18.0, 21.0, 22.0]]
 
 
@@ -55,9 +55,9 @@ def ranges_of(size: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
 def test_a_part_of_a_part_is_a_part_of_the_whole(data: st.DataObject, rows: bool, columns: bool) -> None:
     tensor = torch.arange(84.0).view(12, 7)
     cuts = [(0, data.draw(ranges_of(12)))] * rows + [(1, data.draw(ranges_of(7)))] * columns
-    outer = Share((12, 7), tuple(cuts))
+    outer = TensorShard((12, 7), tuple(cuts))
     part = outer.cut(tensor)
-    inner = Share(outer.local_shape, ((0, data.draw(ranges_of(len(part)))),))
+    inner = TensorShard(outer.local_shape, ((0, data.draw(ranges_of(len(part)))),))
     found = inner.within(outer)
     assert found.local_shape == inner.local_shape
     assert torch.equal(found.cut(tensor), inner.cut(part))

@@ -13,11 +13,11 @@ import pytest
 
 from manyhands.errors import EnvironmentProblem, SpecError
 from manyhands.native import why_not
-from manyhands.parameter_server.engine.served import Served
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine
 from manyhands.parameter_server.log.log_storage import Backups
-from manyhands.parameter_server.log.write_ahead_log import ServedLog
-from manyhands.parameter_server.protocol.leases import Held
-from manyhands.parameter_server.protocol.messages import Applied
+from manyhands.parameter_server.log.write_ahead_log import WriteAheadLog
+from manyhands.parameter_server.protocol.leases import Lease
+from manyhands.parameter_server.protocol.messages import UpdateApplied
 from manyhands.testing import RankPool
 from tests.parameter_server.direct import Direct, World, train
 from tests.parameter_server.test_direct import OPTIMIZERS, in_one_process, values_of
@@ -39,13 +39,13 @@ def without_backups(number: int) -> Backups:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps of all that workers compute, as they do."""
     steps: list[int] = []
-    original = Served.compute
+    original = LeasedEngine.compute
 
-    def compute(self: Served, step: Any, work: Held, version: int) -> None:
+    def compute(self: LeasedEngine, step: Any, work: Lease, version: int) -> None:
         steps.append(work.step)
         original(self, step, work, version)
 
-    monkeypatch.setattr(Served, "compute", compute)
+    monkeypatch.setattr(LeasedEngine, "compute", compute)
     return steps
 
 
@@ -116,13 +116,13 @@ def test_nobody_hears_of_an_update_before_it_is_on_disk(
         monkeypatch.setattr(owner, name, noted)
 
     def deliver(self: Direct, outbox: Any) -> Any:
-        told = any(isinstance(message, Applied) or getattr(message, "done", ()) for _, message in outbox)
+        told = any(isinstance(message, UpdateApplied) or getattr(message, "done", ()) for _, message in outbox)
         happened.extend(["told"] * told)
         return original(self, outbox)
 
     original = Direct._deliver
     monkeypatch.setattr(Direct, "_deliver", deliver)
-    note(ServedLog, "write", "written")
+    note(WriteAheadLog, "write", "written")
     note(os, "fsync", "on disk")
     train(mode, OPTIMIZERS["SGD"], servers=1, answers=EARLY, logs=tmp_path, **ASKED)
     assert "told" in happened

@@ -5,9 +5,18 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lease_talks import course
 
-from manyhands.parameter_server.protocol.leases import Book, Grant, Held, Item, Meet, Minutes, Rule, Standing
+from manyhands.parameter_server.protocol.leases import (
+    Item,
+    Lease,
+    LeaseGrant,
+    LeaseTable,
+    LeaseTableState,
+    Rule,
+    ServerProgress,
+    SyncPoint,
+)
+from tests.parameter_server.protocol.lease_talks import interval
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -22,18 +31,18 @@ class AnyOrder(RuleBasedStateMachine):
     def begin(self, ahead: int, backups: int, slices: int, soon: int) -> None:
         self.soon = soon
         self.rule = Rule(ahead=ahead, backups=backups)
-        self.course = course(last=9, slices=slices, batch_size=2 * slices, num_rows=7 * slices)
+        self.interval = interval(last=9, slices=slices, batch_size=2 * slices, num_rows=7 * slices)
         self.low, self.number = 0, 1
-        self.book = self._new_book(Minutes.before(1))
-        self.holding: dict[int, list[Held]] = {worker: [] for worker in range(3)}
-        self.writing: dict[int, Held] = {}
+        self.book = self._new_book(LeaseTableState.before(1))
+        self.holding: dict[int, list[Lease]] = {worker: [] for worker in range(3)}
+        self.writing: dict[int, Lease] = {}
         self.met = dict.fromkeys(range(3), 0)
         self.filled: set[Item] = set()
         self.tickets = 0
 
-    def _new_book(self, minutes: Minutes) -> Book:
-        standings = [Standing(self.low)]
-        return Book(self.course, self.rule, standings, num_rows=5, number=self.number, minutes=minutes)
+    def _new_book(self, minutes: LeaseTableState) -> LeaseTable:
+        standings = [ServerProgress(self.low)]
+        return LeaseTable(self.interval, self.rule, standings, num_rows=5, number=self.number, minutes=minutes)
 
     @rule(data=st.data(), wish=st.sampled_from([0, 0, 0, 1]))
     def ask(self, data: st.DataObject, wish: int) -> None:
@@ -43,14 +52,14 @@ class AnyOrder(RuleBasedStateMachine):
         if worker in self.writing and self.writing[worker] not in holding:
             holding.append(self.writing[worker])
         answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], wish, tuple(holding))
-        if isinstance(answer, Grant):
+        if isinstance(answer, LeaseGrant):
             assert answer.held not in holding
             assert answer.version >= answer.held.step - 1 - self.rule.ahead
             assert answer.held.row not in {held.row for held in self.writing.values()}, "two would write to one row"
             self.writing[worker] = answer.held
             holding.append(answer.held)
             self.look_ahead(worker)
-        if isinstance(answer, Meet):
+        if isinstance(answer, SyncPoint):
             assert answer.step == self.low
             assert not any(held.step > self.low for held in self.writing.values())
             self.met[worker] = answer.step
@@ -58,7 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
     def look_ahead(self, worker: int) -> None:
         expected = self.book.soon(worker, self.soon)
         assert len(expected) <= self.soon
-        assert all(item.step <= self.course.last for item in expected)
+        assert all(item.step <= self.interval.last for item in expected)
         others = [item for other in self.holding if other != worker for item in self.book.soon(other, 0)]
         assert not {*expected} & {*others, *(held.item for held in self.writing.values())}
 
@@ -73,9 +82,13 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def apply(self) -> None:
         step = self.low + 1
-        if step <= self.course.last and all((step, place) in self.filled for place in range(self.course.items(step))):
+        if step <= self.interval.last and all(
+            (step, place) in self.filled for place in range(self.interval.items(step))
+        ):
             self.low = step
-        self.book.stands(0, Standing(self.low, has=frozenset(item for item in self.filled if item.step > self.low)))
+        self.book.stands(
+            0, ServerProgress(self.low, has=frozenset(item for item in self.filled if item.step > self.low))
+        )
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -104,10 +117,10 @@ class AnyOrder(RuleBasedStateMachine):
             for worker in list(self.holding):
                 self._one_round(worker)
             self.apply()
-            if set(self.met.values()) == {self.course.last}:
+            if set(self.met.values()) == {self.interval.last}:
                 break
-        assert self.low == self.course.last
-        assert set(self.met.values()) == {self.course.last}
+        assert self.low == self.interval.last
+        assert set(self.met.values()) == {self.interval.last}
 
     def _one_round(self, worker: int) -> None:
         if worker in self.writing:
@@ -119,10 +132,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.book.filled(held)
             self.filled.add(held.item)
         answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], 0, tuple(holding))
-        if isinstance(answer, Grant):
+        if isinstance(answer, LeaseGrant):
             self.writing[worker] = answer.held
             holding.append(answer.held)
-        if isinstance(answer, Meet):
+        if isinstance(answer, SyncPoint):
             self.met[worker] = answer.step
 
 

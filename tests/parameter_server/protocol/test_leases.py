@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from lease_talks import ASYNC, SSP, SYNC, Talk
 
 from manyhands.parameter_server.protocol import leases
-from manyhands.parameter_server.protocol.leases import Grant, Held, Item, Meet, Rule, Standing
+from manyhands.parameter_server.protocol.leases import Item, Lease, LeaseGrant, Rule, ServerProgress, SyncPoint
+from tests.parameter_server.protocol.lease_talks import ASYNC, SSP, SYNC, Talk
 
 
 def test_slices_are_handed_out_in_order_each_with_a_row_and_a_filling_of_its_own():
@@ -22,7 +22,7 @@ def test_slices_are_handed_out_in_order_each_with_a_row_and_a_filling_of_its_own
 def test_nobody_computes_further_ahead_than_the_rule_says(rule, steps):
     talk = Talk(rule, slices=1, num_rows=40)
     held = [talk.ask(worker) for worker in range(1, 9)]
-    assert [one.held.step for one in held if isinstance(one, Grant)] == steps
+    assert [one.held.step for one in held if isinstance(one, LeaseGrant)] == steps
     talk.apply(1)
     assert talk.work(9).step == steps[-1] + 1
 
@@ -33,7 +33,7 @@ def test_a_server_that_lags_holds_everybody_back_to_its_version():
     talk.apply(1, server=0)
     assert talk.ask(1, held) is None
     talk.apply(1, server=1)
-    assert talk.ask(1) == Grant(Held(2, 0, 0, held.filling + 1), version=1)
+    assert talk.ask(1) == LeaseGrant(Lease(2, 0, 0, held.filling + 1), version=1)
 
 
 def test_in_async_what_servers_must_remember_is_bounded(monkeypatch):
@@ -43,7 +43,7 @@ def test_in_async_what_servers_must_remember_is_bounded(monkeypatch):
     for _ in range(63):
         held = talk.fill(2)
         seen.add(held.step)
-        talk.book.stands(0, Standing(0, frozenset({held.step})))
+        talk.book.stands(0, ServerProgress(0, frozenset({held.step})))
     assert max(seen) == 64
     assert talk.ask(2) is None, "step 1 is still missing"
     talk.book.filled(slow)
@@ -74,7 +74,7 @@ def test_a_filling_that_is_not_leased_is_not_wanted():
     talk = Talk()
     held = talk.fill(1)
     assert talk.book.filled(held), "said twice"
-    assert not talk.book.filled(Held(1, 1, 5, 99))
+    assert not talk.book.filled(Lease(1, 1, 5, 99))
     talk.apply(1)
     assert not talk.book.filled(held)
 
@@ -275,4 +275,4 @@ def test_what_is_expected_does_not_put_off_a_meeting():
     assert talk.book.soon(1, 2) == [(2, 0), (3, 0)]
     assert talk.ask(2, wish=1) is None, "step 1 is handed out, and what is expected is not"
     talk.apply(1)
-    assert talk.ask(1) == talk.ask(2) == Meet(1, 1)
+    assert talk.ask(1) == talk.ask(2) == SyncPoint(1, 1)

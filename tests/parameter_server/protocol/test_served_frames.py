@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.comm.host_memory import HostMemory, Segment
-from manyhands.parameter_server.memory.frames import FRAME_BYTES, WINDOW, Fetching, Sending, Span, Stream, checksum
-from manyhands.parameter_server.protocol.messages import FromServer, FromWorker, Got, Piece
+from manyhands.parameter_server.memory.frames import (
+    FRAME_BYTES,
+    WINDOW,
+    Fetching,
+    FrameSpan,
+    Sending,
+    SpanStream,
+    checksum,
+)
+from manyhands.parameter_server.protocol.messages import FromServer, FromWorker, Got, GradientPart
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +34,14 @@ def memory() -> Iterator[Segment]:
 cuts = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), max_size=8)
 
 
-def stream_over(memory: Segment, cut: list[tuple[int, int]], order: random.Random) -> tuple[Stream, list[int]]:
+def stream_over(memory: Segment, cut: list[tuple[int, int]], order: random.Random) -> tuple[SpanStream, list[int]]:
     """A stream, and where in the region each of its bytes is."""
     spans, end = [], 0
     for gap, length in cut:
-        spans.append(Span(memory, end + gap, length))
+        spans.append(FrameSpan(memory, end + gap, length))
         end += gap + length
     order.shuffle(spans)
-    return Stream(spans), [at for _, start, length in spans for at in range(start, start + length)]
+    return SpanStream(spans), [at for _, start, length in spans for at in range(start, start + length)]
 
 
 @given(cuts, st.integers(0, 2**32), st.data())
@@ -55,7 +63,7 @@ def test_a_stream_is_its_stretches_one_after_the_other(memory: Segment, cut, see
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(-(2**63), 2**64 - 1))
 def test_only_frames_within_a_stream_are_its_own(memory: Segment, offset: int, num_bytes: int):
-    stream = Stream([Span(memory, 0, 1000), Span(memory, 2000, 24)])
+    stream = SpanStream([FrameSpan(memory, 0, 1000), FrameSpan(memory, 2000, 24)])
     fits = offset >= 0 and num_bytes > 0 and offset + num_bytes <= 1024
     assert stream.has(offset, num_bytes) == fits
 
@@ -132,7 +140,7 @@ def test_bytes_that_are_no_message_are_refused_and_nothing_else(accepts, data):
 
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_spoiled_message_decodes_to_something_or_is_refused(at, byte):
-    piece = Piece(number=(1, 1, 1), worker=1, held=(1, 0, 2, 3), offset=0, crc=5, data=bytes(300))
+    piece = GradientPart(number=(1, 1, 1), worker=1, held=(1, 0, 2, 3), offset=0, crc=5, data=bytes(300))
     for message, accepts in ((piece, FromWorker), (Got(number=(1, 1, 1), server=0, filling=3, received=4), FromServer)):
         data = bytearray(msgspec.msgpack.encode(message))
         data[at % len(data)] = byte

@@ -6,25 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import WINDOW, Item, Standing
-from manyhands.parameter_server.protocol.shard import Contribution, Shard
+from manyhands.parameter_server.protocol.leases import WINDOW, Interval, Item, ServerProgress
+from manyhands.parameter_server.protocol.shard import Shard, SliceGradient
 
 
-def course(*, whole: bool = False, last: int = 6) -> Course:
-    return Course(call=1, first=1, last=last, start_row=0, num_rows=10, batch_size=4, slices=2, whole=whole)
+def interval(*, whole: bool = False, last: int = 6) -> Interval:
+    return Interval(call=1, first=1, last=last, start_row=0, num_rows=10, batch_size=4, slices=2, whole=whole)
 
 
 def in_order(**more) -> Shard:
-    return Shard(course(), in_order=True, **{"low": 0, **more})
+    return Shard(interval(), in_order=True, **{"low": 0, **more})
 
 
 def on_arrival(**more) -> Shard:
-    return Shard(course(whole=True), in_order=False, **{"low": 0, **more})
+    return Shard(interval(whole=True), in_order=False, **{"low": 0, **more})
 
 
-def gradient(step: int, place: int = 0, filling: int = 1) -> Contribution:
-    return Contribution(step, place, 0, filling, 7, step - 1, 1.0, 1.0, (), b"")
+def gradient(step: int, place: int = 0, filling: int = 1) -> SliceGradient:
+    return SliceGradient(step, place, 0, filling, 7, step - 1, 1.0, 1.0, (), b"")
 
 
 def test_in_order_a_step_is_due_when_all_its_slices_are_there_in_their_order():
@@ -80,13 +79,13 @@ def test_a_gradient_is_kept_once_and_the_later_filling_replaces_the_earlier():
 
 
 def test_steps_and_slices_that_are_not_there_are_refused():
-    shard = Shard(course(last=2 * WINDOW), in_order=True, low=0)
+    shard = Shard(interval(last=2 * WINDOW), in_order=True, low=0)
     assert not shard.fill(gradient(0))
     assert not shard.fill(gradient(2 * WINDOW + 1))
     assert not shard.fill(gradient(WINDOW + 1)), "too far ahead to be remembered"
     assert not shard.fill(gradient(1, place=2))
     assert not shard.fill(gradient(1, place=-1))
-    assert shard.standing() == Standing(0)
+    assert shard.standing() == ServerProgress(0)
 
 
 def test_a_gradient_whose_row_is_in_other_hands_is_waited_for_again():
@@ -132,7 +131,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(ordered=st.booleans())
     def begin(self, ordered: bool) -> None:
-        self.ordered, self.course = ordered, course(whole=not ordered)
+        self.ordered, self.interval = ordered, interval(whole=not ordered)
         self.committed: tuple[int, frozenset[int]] = (0, frozenset())
         self.counts: dict[Item, int] = {}
         self.restart()
@@ -140,7 +139,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         low, seen = self.committed
-        self.shard = Shard(self.course, in_order=self.ordered, low=low, seen=seen)
+        self.shard = Shard(self.interval, in_order=self.ordered, low=low, seen=seen)
 
     @rule(step=st.integers(0, 8), place=st.integers(0, 2), filling=st.integers(1, 3))
     def fill(self, step: int, place: int, filling: int) -> None:
@@ -153,7 +152,7 @@ class AnyOrder(RuleBasedStateMachine):
         if due is None:
             return
         step = due[0].step
-        assert {one.item for one in due} == {(step, place) for place in range(self.course.items(step))}
+        assert {one.item for one in due} == {(step, place) for place in range(self.interval.items(step))}
         self.committed = self.shard.after(step)
         for one in due:
             self.counts[one.item] = self.counts.get(one.item, 0) + 1

@@ -20,14 +20,13 @@ from manyhands.parallel.weights.local_update import runs_fused
 from manyhands.parameter_server.memory.optimizer_states import settings_of, store_states
 from manyhands.parameter_server.memory.versioned_memory import layout_name
 from manyhands.parameter_server.protocol.chunk_placement import divide
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.protocol.leases import Interval, Lease
 from manyhands.parameter_server.protocol.messages import Filled, FromServer, FromWorker, Open
-from manyhands.parameter_server.server.server import PartServer, open_memory
-from manyhands.parameter_server.tables.server_tables import Tables
-from manyhands.parameter_server.worker.remote_access import Remote
+from manyhands.parameter_server.server.server import ParameterServerCore, open_memory
+from manyhands.parameter_server.tables.server_tables import ServerTables
+from manyhands.parameter_server.worker.remote_access import RemoteAccess
 from manyhands.parameter_server.worker.row_lookup import ServedRows
-from manyhands.parameter_server.worker.stream_transfers import Talk
+from manyhands.parameter_server.worker.stream_transfers import StreamTransfer
 
 load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
 
@@ -38,17 +37,17 @@ ROWS = 3
 def make_model() -> nn.Module:
     """Two tensors of several frames each, batch statistics, and rows by id."""
     torch.manual_seed(3)
-    rows = mh.Embedding(64, name="rows", optimizer=mh.rows.SGD(lr=1.0))
+    rows = mh.nn.Embedding(64, name="rows", optimizer=mh.optim.rows.SGD(lr=1.0))
     return nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300), rows)
 
 
 class Wire:
-    """A link whose other ends are `PartServer`s here. With `faults`, messages are lost, repeated, late and broken."""
+    """A link whose other ends are `ParameterServerCore`s here; `faults`: messages lost, repeated, late, broken."""
 
-    def __init__(self, servers: list[PartServer], replace: Callable[[int], PartServer]) -> None:
+    def __init__(self, servers: list[ParameterServerCore], replace: Callable[[int], ParameterServerCore]) -> None:
         self.servers, self._replace = servers, replace
         self.chance, self.faults, self.deaths = random.Random(0), 0.0, 0.0
-        self.dead: list[PartServer] = []
+        self.dead: list[ParameterServerCore] = []
         self._tickets = 0
 
     def reach(self, num_servers: int) -> None:
@@ -63,7 +62,7 @@ class Wire:
 
     def close(self) -> None: ...
 
-    def carry(self, talks: Sequence[Talk], what: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def carry(self, talks: Sequence[StreamTransfer], what: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
         assert is_wanted()
         for turn in range(5000):
             if all(talk.is_done for talk in talks):
@@ -72,7 +71,7 @@ class Wire:
                 self._round(talk, turn)
         raise AssertionError(f"servers did not {what}")
 
-    def _round(self, talk: Talk, turn: int) -> None:
+    def _round(self, talk: StreamTransfer, turn: int) -> None:
         due = talk.due()
         if not due:
             talk.again()
@@ -134,16 +133,16 @@ class Away:
         self.optimizer = optimizer(self.model.parameters())
         servers = [self._server(number) for number in range(num_servers)]
         self.wire = Wire(servers, self._server)
-        self.remote = Remote(self.wire, WORKER, clips=clip_norm is not None)  # type: ignore[arg-type]
+        self.remote = RemoteAccess(self.wire, WORKER, clips=clip_norm is not None)  # type: ignore[arg-type]
         self._filling, self._num_servers, self._ahead = 2**32, num_servers, ahead
 
     def memory(self, name: str, num_bytes: int) -> Segment:
         return Segment(self._host.fd, num_bytes, self._host.allot(name, num_bytes))
 
-    def _server(self, number: int) -> PartServer:
+    def _server(self, number: int) -> ParameterServerCore:
         """Whoever takes over from a dead one finds its memory, and nothing else."""
         model = make_model()
-        return PartServer(
+        return ParameterServerCore(
             number,
             model,
             self._make_optimizer(model.parameters()),
@@ -155,14 +154,14 @@ class Away:
         )
 
     def open(
-        self, number: int = 1, version: int = 0, counts: Sequence[int] | None = None, rows: Tables | None = None
+        self, number: int = 1, version: int = 0, counts: Sequence[int] | None = None, rows: ServerTables | None = None
     ) -> Open:
         """A course of one slice a step that begins with this worker's model. With `counts` servers have the states."""
         names = [name for name, _ in self.model.named_parameters()]
         params, fused = list(self.model.parameters()), runs_fused(self.optimizer)
         opened = Open(
             number=(1, 1, number),
-            course=Course(
+            interval=Interval(
                 call=1, first=version + 1, last=100, start_row=0, num_rows=1000, batch_size=10, slices=1, whole=False
             ),
             version=version,
@@ -202,7 +201,7 @@ class Away:
     def step(self, step: int, grads: Sequence[torch.Tensor]) -> Filled:
         """Push these, and have every server apply them."""
         self._filling += 1
-        held = Held(step, 0, step % ROWS, self._filling)
+        held = Lease(step, 0, step % ROWS, self._filling)
         with torch.no_grad():
             for view, grad in zip(self.served.row(self.remote.row(held)).views, grads, strict=True):
                 view.copy_(grad)

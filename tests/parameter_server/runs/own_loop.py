@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training
-from training import ASKED, BATCH, ROWS, Counted, arm, ids_of, loss, optimizer
 
 import manyhands as mh
 from manyhands.errors import UsageError
+from tests.parameter_server.runs import training
+from tests.parameter_server.runs.training import ASKED, BATCH, ROWS, Counted, arm, ids_of, loss, optimizer
 
 MINE = Path(f"said-{os.getpid()}.jsonl")
 

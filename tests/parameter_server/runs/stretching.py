@@ -19,20 +19,22 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.host_memory import HostMemory, Segment
 from manyhands.comm.peer_waits import Waiting
 from manyhands.data.batches import Batches
-from manyhands.data.sample_order import Position, order
+from manyhands.data.feeds import BatchSchedule
+from manyhands.data.sample_order import Position, SliceDivision, order
 from manyhands.data.sources.as_source import as_source
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
 from manyhands.parallel.model.precision import Precision
 from manyhands.parallel.model.step_buffers import ForeignState
-from manyhands.parameter_server.engine.local_steps_engine import Stretched, way_of
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Held
-from manyhands.parameter_server.protocol.local_step_ranges import Stretches
-from manyhands.parameter_server.protocol.messages import Applied, Ask, Done, Open, Reply
-from manyhands.parameter_server.server.server import PartServer
-from manyhands.parameter_server.worker.local_access import Local
-from manyhands.parameter_server.worker.server_connection import Pushed
+from manyhands.parameter_server.engine.leased_engine import LeaseHolder, Servers
+from manyhands.parameter_server.engine.local_steps_engine import LocalStepsEngine, way_of
+from manyhands.parameter_server.protocol.leases import Interval, Lease
+from manyhands.parameter_server.protocol.local_step_ranges import LocalStepRanges
+from manyhands.parameter_server.protocol.messages import Open, Reply, UpdateApplied, UpdateDone, WorkRequest
+from manyhands.parameter_server.server.server import ParameterServerCore
+from manyhands.parameter_server.worker.server_access import LocalAccess
+from manyhands.parameter_server.worker.server_connection import PushedGradient
 from manyhands.strategies.choices import LocalSGD, ParameterServer
+from manyhands.strategies.engine_parts import ModelSide, Ranks, StepSettings
 
 load_compiler_late()  # as every worker does: a plain optimizer would load all of torch's compiler
 
@@ -99,7 +101,7 @@ class Line:
         self.replies: list[Reply] = []
         self.applied: dict[int, set[int]] = {}
         self.waiting = Waiting()
-        self._pushed: Pushed | None = None
+        self._pushed: PushedGradient | None = None
 
     def open(self, message: Open, is_wanted: Callable[[], bool]) -> None:
         for server in self._world.servers:
@@ -107,7 +109,7 @@ class Line:
 
     def follow(self, message: Open) -> None: ...
 
-    def ask(self, make: Callable[[int], Ask], unanswered: Callable[[], Iterable[Pushed]]) -> Reply:
+    def ask(self, make: Callable[[int], WorkRequest], unanswered: Callable[[], Iterable[PushedGradient]]) -> Reply:
         self.replies.clear()
         self._world.servers[0].take(self._sender, make(next(self._tickets)))
         self._world.work()
@@ -115,10 +117,10 @@ class Line:
             raise NoAnswer
         return self.replies[-1]
 
-    def tell(self, push: Pushed) -> None:
+    def tell(self, push: PushedGradient) -> None:
         self._pushed = push
 
-    def await_applied(self, push: Pushed) -> None:
+    def await_applied(self, push: PushedGradient) -> None:
         """Others take their turns meanwhile."""
 
     def push(self) -> None:
@@ -164,32 +166,24 @@ class World:
         weakref.finalize(self, self._host.close)
         self.servers = [self._new_server(number) for number in range(servers)]
         self.lines = [Line(self, f"worker {number}".encode()) for number in range(workers)]
-        self.told: list[Done] = []
+        self.told: list[UpdateDone] = []
         said: dict[str, bytes] = {}
         self.engines = [self._engine(rank, Seat(rank, workers, said), clip) for rank in range(workers)]
-        where = {"position": Position(SEED, 0, 0), "rank": 0, "world_size": 1, "seed": SEED}
-        self._batches = Batches(as_source(data()), batch_size=BATCH, slices=1, epochs=100, **where)  # type: ignore[arg-type]
-        self._courses = itertools.count(1)
+        schedule = BatchSchedule(BATCH, 1, Position(SEED, 0, 0), epochs=100)
+        self._batches = Batches(as_source(data()), schedule, 0, SliceDivision(1))
+        self._intervals = itertools.count(1)
         self.done = 0
 
-    def _engine(self, rank: int, seat: Seat, clip: float | None) -> Stretched:
+    def _engine(self, rank: int, identity: Seat, clip: float | None) -> LocalStepsEngine:
         model, line = make_model(), self.lines[rank]
-        engine = Stretched(
-            seat,
-            loss,
-            Precision("fp32", torch.device("cpu")),
+        engine = LocalStepsEngine(
+            Ranks(identity, lambda: Axis(0, 1)),
+            ModelSide(loss, Precision("fp32", torch.device("cpu"))),
+            StepSettings(clip_norm=clip, seed=SEED),
             self._strategy if isinstance(self._strategy, ParameterServer) else ParameterServer(),
-            line,
-            Local(line, self._memory),  # type: ignore[arg-type]
+            Servers(line, LocalAccess(line, self._memory), lambda: len(self.servers)),  # type: ignore[arg-type]
+            LeaseHolder(FIRST_WORKER + rank, most_workers=8, training=1, wait_for_chief=lambda what: None),
             way=way_of(self._strategy),
-            clip_norm=clip,
-            network=lambda: Axis(0, 1),
-            seed=SEED,
-            num_servers=lambda: len(self.servers),
-            worker=FIRST_WORKER + rank,
-            most_workers=8,
-            foreign=ForeignState(),
-            wait_for_chief=lambda what: None,
         )
         model.train()
         engine.setup(model, self._make(model.parameters()))
@@ -200,10 +194,10 @@ class World:
             self._known[name] = self._host.allot(name, num_bytes)
         return Segment(self._host.fd, num_bytes, self._known[name])
 
-    def _new_server(self, number: int) -> PartServer:
+    def _new_server(self, number: int) -> ParameterServerCore:
         theirs, outer = make_model(), way_of(self._strategy).make_outer
         optimizer = (outer or self._make)(theirs.parameters())
-        server = PartServer(
+        server = ParameterServerCore(
             number,
             theirs,
             optimizer,
@@ -214,14 +208,14 @@ class World:
             foreign=ForeignState(),
             clock=lambda: self.now_s,
         )
-        server.hear_living(self._living)
+        server.set_living_workers(self._living)
         return server
 
     def lose(self, worker: int) -> None:
         """Kill it, in the middle of whatever it does."""
         self._living.discard(FIRST_WORKER + worker)
         for server in self.servers:
-            server.hear_living(self._living)
+            server.set_living_workers(self._living)
 
     def replace(self, server: int) -> None:
         self.servers[server] = self._new_server(server)
@@ -235,7 +229,7 @@ class World:
         for number in [*range(1, len(self.servers)), 0]:
             while self.servers[number].has_work:
                 self.deliver(self.servers[number].work())
-                if self._die_in_rounds and self.servers[number]._course._owed:  # type: ignore[union-attr]
+                if self._die_in_rounds and self.servers[number]._interval._owed:  # type: ignore[union-attr]
                     self.replace(number)
             server = self.servers[number]
             if (standing := server.standing()) is not None:
@@ -247,15 +241,17 @@ class World:
         for receiver, message in outbox:
             if isinstance(message, Reply):
                 by_name[receiver].replies.append(message)
-            elif isinstance(message, Applied):
+            elif isinstance(message, UpdateApplied):
                 by_name[receiver].applied.setdefault(message.step, set()).add(message.server)
 
     def open(self, num_batches: int) -> None:
         """A course of the next so many batches of this epoch."""
         first = self.done + 1
-        self._stretches = Stretches(self.engines[0].every, first, self.done + num_batches, self.engines[0].updates + 1)
+        self._stretches = LocalStepRanges(
+            self.engines[0].every, first, self.done + num_batches, self.engines[0].updates + 1
+        )
         left = ROWS - self.done * BATCH % ROWS
-        by_batch = Course(
+        by_batch = Interval(
             call=1,
             first=first,
             last=first + num_batches - 1,
@@ -265,16 +261,16 @@ class World:
             slices=1,
             whole=True,
         )
-        number, self.done = (1, 1, next(self._courses)), self.done + num_batches
+        number, self.done = (1, 1, next(self._intervals)), self.done + num_batches
         for engine in self.engines:
-            engine.open(number, self._stretches.course(by_batch), None, scheduled=False)
+            engine.open(number, self._stretches.interval(by_batch), None, scheduled=False)
 
     def play(self, order: Iterable[int | float]) -> Iterator[tuple[int, range]]:
         """Take turns until all meet, as `order` wishes, of those who have work: who it was, and its batches.
 
         A number with a point in it is no worker, but seconds that go by.
         """
-        work: dict[int, Held] = {}
+        work: dict[int, Lease] = {}
         met: set[int] = set()
         for worker in order:
             for _ in range(3):  # a book that is new grants nothing before it has heard everybody
@@ -289,7 +285,7 @@ class World:
                 self.lines[worker].push()
                 yield worker, self._stretches.batches(work.pop(worker).step)
 
-    def _talk(self, work: dict[int, Held], met: set[int]) -> None:
+    def _talk(self, work: dict[int, Lease], met: set[int]) -> None:
         """What workers do that have nothing else to do."""
         for worker, line in enumerate(self.lines):
             if worker in work or worker in met or not self._lives(worker):
@@ -307,9 +303,9 @@ class World:
     def _lives(self, worker: int) -> bool:
         return FIRST_WORKER + worker in self._living
 
-    def _train(self, worker: int, work: Held) -> None:
+    def _train(self, worker: int, work: Lease) -> None:
         steps = [self._batches.at(number) for number in self._stretches.batches(work.step)]
-        self.engines[worker].train_stretch(steps, work)
+        self.engines[worker].train_range(steps, work)
 
     def _ask(self, worker: int) -> Reply | None:
         try:

@@ -21,25 +21,25 @@ from manyhands.parallel.gradients.gradient_norm import clip_factor, global_norm
 from manyhands.parallel.model.step_buffers import ForeignState
 from manyhands.parameter_server.memory.frames import FRAME_BYTES, checksum
 from manyhands.parameter_server.memory.optimizer_states import load_states, merge_states
-from manyhands.parameter_server.protocol.leases import Held
+from manyhands.parameter_server.protocol.leases import Lease
 from manyhands.parameter_server.protocol.messages import (
-    Ask,
     Bring,
     Filled,
+    FrameReply,
     FromWorker,
+    GradientPart,
     Lookup,
     Of,
-    Part,
-    Piece,
     Refused,
     RowGradients,
     Stand,
     Want,
+    WorkRequest,
 )
 from manyhands.parameter_server.server.interval_state import more_of
-from manyhands.parameter_server.worker.remote_access import Remote
+from manyhands.parameter_server.worker.remote_access import RemoteAccess
 from manyhands.parameter_server.worker.row_lookup import ServedRows
-from manyhands.parameter_server.worker.server_connection import Link
+from manyhands.parameter_server.worker.server_connection import ServerConnection
 from tests.parameter_server.runs.away import ROWS, WORKER, Away, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -98,7 +98,7 @@ def test_weights_are_those_of_one_process_though_messages_go_wrong_and_servers_d
     expected, optimizer = alone(kind, 3, clip_norm)
     assert_equal(one.served.weights(3).views, expected)
     opened, standings = one.opened, one.remote.standings(one.opened)
-    assert msgspec.msgpack.encode(one.remote.last_course()) == msgspec.msgpack.encode(opened)
+    assert msgspec.msgpack.encode(one.remote.last_interval()) == msgspec.msgpack.encode(opened)
     saved = [msgspec.msgpack.decode(value) for value in standings]
     counts, more = merge_states([(each["counts"], each["more"]) for each in saved])
     one.remote.fetch_states(opened, 3, [more_of(value, opened) for value in standings])
@@ -147,7 +147,7 @@ def test_rows_of_embeddings_begin_a_course_and_come_back_for_a_checkpoint(away):
     opened = one.open(rows=mine.install(0))
     assert min(opened.tables) > 4 * FRAME_BYTES
     one.open(2, 0, opened.counts)
-    other = Remote(one.wire, WORKER, clips=False)
+    other = RemoteAccess(one.wire, WORKER, clips=False)
     fetched = ServedRows(make_model(), 0, one.wire, other.memory, shares=False).everything()
     assert fetched.snapshot("rows")["ids"].numel() == 0
     other.enter(one.model, one.opened, [[], []], ForeignState())
@@ -164,7 +164,7 @@ def test_rows_of_embeddings_begin_a_course_and_come_back_for_a_checkpoint(away):
 def test_what_was_acknowledged_is_not_sent_again_to_the_next_server(away):
     one = away(num_servers=1)
     one.open()
-    held = Held(1, 0, 0, 2**32 + 1)
+    held = Lease(1, 0, 0, 2**32 + 1)
     pieces = frames_of(one, held)
     assert len(pieces) > 3
     for piece in pieces[:2]:
@@ -175,11 +175,11 @@ def test_what_was_acknowledged_is_not_sent_again_to_the_next_server(away):
     assert one.wire.servers[0].refused == {"repeated": 1}
 
 
-def frames_of(one: Away, held: Held) -> list[Piece]:
+def frames_of(one: Away, held: Lease) -> list[GradientPart]:
     """Of whatever is in the worker's row; nothing is taken of them yet."""
     stream = one.remote._streams[0].row(0)
     return [
-        Piece(
+        GradientPart(
             number=one.opened.number,
             worker=WORKER,
             held=held,
@@ -196,7 +196,7 @@ def frames_of(one: Away, held: Held) -> list[Piece]:
 def test_a_gradient_that_has_not_come_whole_does_not_count(away):
     one = away(num_servers=1)
     one.open()
-    held = Held(1, 0, 0, 2**32 + 1)
+    held = Lease(1, 0, 0, 2**32 + 1)
     pieces = frames_of(one, held)
     filled = Filled(number=one.opened.number, worker=WORKER, held=held, based_on=0, total=1.0, weight=10.0)
     for piece in pieces[:-1]:
@@ -211,7 +211,7 @@ def test_a_gradient_that_has_not_come_whole_does_not_count(away):
 def test_a_gradient_of_weights_that_are_still_to_come_does_not_count(away):
     one = away(num_servers=1)
     one.open()
-    held = Held(1, 0, 0, 2**32 + 1)
+    held = Lease(1, 0, 0, 2**32 + 1)
     for piece in frames_of(one, held):
         one.wire.say(0, piece)
     filled = Filled(number=one.opened.number, worker=WORKER, held=held, based_on=1, total=1.0, weight=10.0)
@@ -224,16 +224,16 @@ def test_a_gradient_of_weights_that_are_still_to_come_does_not_count(away):
 def test_a_frame_of_a_lease_that_is_over_does_not_touch_the_row_of_the_next(away):
     one = away(num_servers=1)
     one.open()
-    old = frames_of(one, Held(1, 0, 0, 2**32 + 1))
+    old = frames_of(one, Lease(1, 0, 0, 2**32 + 1))
     one.wire.say(0, old[0])
     with torch.no_grad():
         for view in one.served.row(0).views:
             view.fill_(2.0)
-    for piece in frames_of(one, Held(1, 0, 0, 2**32 + 2)):
+    for piece in frames_of(one, Lease(1, 0, 0, 2**32 + 2)):
         one.wire.say(0, piece)
     (got,) = one.wire.say(0, old[1])
     assert got.received == one.remote._streams[0].row(0).num_bytes, "nobody wants the rest of it"
-    held = Held(1, 0, 0, 2**32 + 2)
+    held = Lease(1, 0, 0, 2**32 + 2)
     one.tell(Filled(number=one.opened.number, worker=WORKER, held=held, based_on=0, total=1.0, weight=10.0))
     expected = [param - 0.5 * 2.0 for param in make_model().parameters()]
     assert_equal(one.weights_of_servers(1), expected)
@@ -263,7 +263,7 @@ def test_weights_that_change_while_they_are_pulled_count_as_the_oldest_among_the
         if isinstance(message, Want) and message.offset == FRAME_BYTES:
             for step in steps:
                 one.wire.say = carry  # type: ignore[method-assign]
-                held = Held(step, 0, step % ROWS, 2**32 + 9 + step)
+                held = Lease(step, 0, step % ROWS, 2**32 + 9 + step)
                 for piece in frames_of(one, held):
                     one.wire.say(0, piece)
                 one.tell(Filled(number=one.opened.number, worker=WORKER, held=held, based_on=0, total=1.0, weight=10.0))
@@ -277,14 +277,14 @@ def test_weights_that_change_while_they_are_pulled_count_as_the_oldest_among_the
 
 ints = st.integers(-(2**63), 2**64 - 1) | st.integers(-3, 5)
 numbers = st.just((1, 1, 1)) | st.tuples(ints, ints, ints)
-helds = st.builds(Held, ints, ints, ints, ints)
+helds = st.builds(Lease, ints, ints, ints, ints)
 noise = st.one_of(
-    st.builds(Piece, number=numbers, worker=st.just(WORKER) | ints, held=helds, offset=ints, crc=ints,
+    st.builds(GradientPart, number=numbers, worker=st.just(WORKER) | ints, held=helds, offset=ints, crc=ints,
               data=st.binary(max_size=20)),
     st.builds(Bring, number=numbers, offset=ints, crc=ints, data=st.binary(max_size=20)),
     st.builds(Want, number=numbers, ticket=ints, of=st.sampled_from(get_args(Of)), version=ints | st.none(),
               offset=ints),
-    st.builds(Ask, number=numbers, worker=ints, book=ints, ticket=ints, met=ints, told=st.integers(-3, 9)),
+    st.builds(WorkRequest, number=numbers, worker=ints, book=ints, ticket=ints, met=ints, told=st.integers(-3, 9)),
     st.builds(Stand, number=numbers, server=ints, low=ints, seen=st.lists(ints, max_size=3),
               has=st.lists(st.tuples(ints, ints), max_size=3)),
     st.builds(Lookup, number=numbers, ticket=ints, table=st.sampled_from(["rows", "others"]),
@@ -304,7 +304,7 @@ def test_whatever_a_server_is_told_it_neither_fails_nor_changes_its_weights(busy
             answers = busy.wire.say(number, message) + [answer for _, answer in server.work()]
             for answer in answers:
                 assert len(msgspec.msgpack.encode(answer)) < 2**20
-                assert not isinstance(answer, Part) or len(answer.data) <= FRAME_BYTES
+                assert not isinstance(answer, FrameReply) or len(answer.data) <= FRAME_BYTES
     assert_equal(busy.weights_of_servers(1), before)
     assert [server.version for server in busy.wire.servers] == [1, 1]
 
@@ -312,12 +312,12 @@ def test_whatever_a_server_is_told_it_neither_fails_nor_changes_its_weights(busy
 MISFITS = {
     "no parameter ghost": {"trained": ["0.weight", "ghost"]},
     "other shapes": {"trained": ["2.weight", "0.weight"]},
-    "is server 0, and the course is for 0": {"servers": 0},
+    "is server 0, but the worker expects 0 servers": {"servers": 0},
     "with 1 groups": {"groups": []},
     "optimizer is SGD": {"groups": [{"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8}]},
     "no sense": {"rows": -1},
     "numbers make no sense": {"servers": 2**40},
-    "the course's numbers": {"ahead": -1},
+    "the interval's numbers": {"ahead": -1},
     "MB, and it has": {"rows": 2**20},
     "weights, states and gradients take": {"copies": 2**16, "brings": []},
     "MB of memory to share": {"tables": [2**50, 0]},
@@ -331,7 +331,7 @@ def test_a_course_that_does_not_fit_is_refused_and_the_one_that_goes_on_is_left_
     (answer,) = busy.wire.say(0, wrong)
     assert isinstance(answer, Refused) and answer.number == (9, 9, 9) and why in answer.why
     assert busy.wire.servers[0].refused["misfit"] == known + 1
-    assert busy.wire.servers[0].course_number == busy.opened.number
+    assert busy.wire.servers[0].interval_number == busy.opened.number
     assert_equal(busy.weights_of_servers(1), before)
 
 
@@ -347,7 +347,7 @@ def test_the_worker_that_opened_it_is_told(busy, tmp_path, why, raises, told):
     wrong = msgspec.structs.replace(busy.opened, number=(9, 9, 9), servers=1, **MISFITS[why])
     with zmq.Context() as context, ThreadPoolExecutor(1) as threads:
         port = open_port(context, zmq.ROUTER, at, FromWorker, bind=True)
-        link = Link(lambda server: at, b"worker")
+        link = ServerConnection(lambda server: at, b"worker")
 
         def answer_one() -> None:
             assert port.socket.poll(60_000)

@@ -48,6 +48,25 @@ def test_trainings_that_take_turns_on_servers_are_each_what_they_are_alone(serve
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
+@pytest.mark.parametrize(
+    ("mode", "place", "same"),
+    [
+        ("hybrid", "before the rows are sent", True),
+        pytest.param("hybrid", "before the rows are sent", False, marks=pytest.mark.long),
+        pytest.param("sync", "backward", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_joins_one_of_two_trainings_trains_with_its_rows(
+    served: Start, mirrored: Any, mode: str, place: str, same: bool
+) -> None:
+    asked = {**ROWS, "epochs": 1, "fits": 2, "slow_s": {"worker 0": 0.1, "worker 1": 0.1}}
+    others = [{"mode": mode, "same": same}]
+    run = served({"mode": mode, **asked, "others": others, "faults": faults(("worker 0", 18, place))}, *TWO_AND_TWO)
+    told = run.wait()
+    assert len(run.generations()) == 3, "nobody joined"
+    assert told == mirrored(**ROWS, epochs=1, fits=2, others=[{"mode": None, "same": same}])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["sync", "hybrid"])
 def test_one_model_goes_from_training_to_training_with_its_rows(served: Start, mirrored: Any, other: str) -> None:

@@ -45,7 +45,7 @@ def test_a_server_that_was_wanted_and_is_not_any_more_is_not_waited_for(served: 
     run = served({**asked, "mode": "sync", "save_every": 4, "slow_s": slow}, "-n", "2", "--servers", "1")
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
     request_scale(run.directory, None, 3)
-    run.until(lambda: any(one.phase == "opening a course" for one in run.members()), "a course of three servers")
+    run.until(lambda: any(one.phase == "opening an interval" for one in run.members()), "a course of three servers")
     request_scale(run.directory, None, 1)
     assert run.wait(timeout_s=60.0) == mirrored(**asked)
 

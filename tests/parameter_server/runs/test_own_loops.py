@@ -19,7 +19,7 @@ from manyhands.errors import UsageError
 from manyhands.events import StepDone
 from manyhands.native import why_not
 from manyhands.observe.recorder import read_events
-from manyhands.parameter_server.loop.leased_own_loop import refuse_apart
+from manyhands.parameter_server.loop.leased_own_loop import refuse_unsynchronised
 from tests.docs.test_guide import blocks
 from tests.elastic.conftest import Run
 from tests.parameter_server.conftest import Start
@@ -124,8 +124,8 @@ def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path:
 
 
 def test_what_needs_all_workers_is_refused_where_they_are_not_together() -> None:
-    refuse_apart("gather", in_loop=False, was_left=False)
+    refuse_unsynchronised("gather", in_loop=False, was_left=False)
     with pytest.raises(UsageError, match=r"gather needs all workers.*\n.*hands.mean.*\n.*after the loop"):
-        refuse_apart("gather", in_loop=True, was_left=False)
+        refuse_unsynchronised("gather", in_loop=True, was_left=False)
     with pytest.raises(UsageError, match=r"left its loop by `break`.*\n.*request_stop"):
-        refuse_apart("batches", in_loop=False, was_left=True)
+        refuse_unsynchronised("batches", in_loop=False, was_left=True)

@@ -16,10 +16,9 @@ from manyhands.errors import SpecError
 from manyhands.native import why_not
 from manyhands.parallel.averaging.averaging_rules import Rule, combine, nesterov
 from manyhands.parallel.averaging.rounds import Quorum
-from manyhands.parameter_server.protocol.interval import Course
-from manyhands.parameter_server.protocol.leases import Book, Grant, Minutes, Standing
+from manyhands.parameter_server.protocol.leases import Interval, LeaseGrant, LeaseTable, LeaseTableState, ServerProgress
 from manyhands.parameter_server.protocol.leases import Rule as Admission
-from manyhands.parameter_server.protocol.messages import Done
+from manyhands.parameter_server.protocol.messages import UpdateDone
 from tests.parameter_server.runs.stretching import World, gradients, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")
@@ -31,7 +30,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=LR)
 
 
-def rounds_of(told: list[Done]) -> list[list[Done]]:
+def rounds_of(told: list[UpdateDone]) -> list[list[UpdateDone]]:
     """A round's updates follow each other."""
     found, rest = [], list(told)
     while rest:
@@ -41,7 +40,7 @@ def rounds_of(told: list[Done]) -> list[list[Done]]:
     return found
 
 
-def by_hand(told: list[Done], rule: Rule, outer: str) -> list[Tensor]:
+def by_hand(told: list[UpdateDone], rule: Rule, outer: str) -> list[Tensor]:
     """From which stretches each round had, and how old the weights were that each began with."""
     agreed = [torch.cat([param.detach().flatten() for param in make_model().parameters()])]
     velocity = torch.zeros_like(agreed[0])
@@ -138,12 +137,14 @@ def test_the_last_stretches_are_not_held_up_by_workers_that_have_none() -> None:
 
 
 def test_who_is_awaited_follows_from_what_is_leased() -> None:
-    course = Course(call=1, first=1, last=3, start_row=0, num_rows=6, batch_size=2, slices=1, whole=True)
-    book = Book(course, Admission(ahead=None), [Standing(0)], num_rows=4, number=1, minutes=Minutes.before(1))
+    interval = Interval(call=1, first=1, last=3, start_row=0, num_rows=6, batch_size=2, slices=1, whole=True)
+    book = LeaseTable(
+        interval, Admission(ahead=None), [ServerProgress(0)], num_rows=4, number=1, minutes=LeaseTableState.before(1)
+    )
     book.lose([7, 8, 9])
     assert book.awaited() == {7, 8, 9}
     grants = [book.ask(worker, 1, 1, 0, 0, ()) for worker in (7, 8, 9)]
-    assert all(isinstance(grant, Grant) for grant in grants) and book.awaited() == {7, 8, 9}
+    assert all(isinstance(grant, LeaseGrant) for grant in grants) and book.awaited() == {7, 8, 9}
     book.filled(grants[0].held)  # type: ignore[union-attr]
     assert book.awaited() == {8, 9}
     book.lose([7, 9])
@@ -169,9 +170,9 @@ def test_a_quorum_is_a_number_or_a_part_of_those_who_may_come() -> None:
         ({"quorum": 1.0, "deadline_s": 2.0}, "quorum is 1.0", "quorum=0.75"),
         ({"quorum": 2, "deadline_s": -1.0}, "deadline_s is -1.0", "deadline_s=10"),
         ({"quorum": 2, "deadline_s": 1e6}, "deadline_s is 1000000.0", "deadline_s=10"),
-        ({"quorum": 2, "deadline_s": 1.0, "outer": "elastic"}, "elastic leaves each its own", 'outer="mean"'),
+        ({"quorum": 2, "deadline_s": 1.0, "outer": "elastic"}, "elastic lets each keep its own", 'outer="mean"'),
         ({"quorum": 2, "deadline_s": 1.0, "peers": "pairs"}, "peers is 'pairs'", "no peers="),
-        ({"quorum": 2, "deadline_s": 1.0, "asynchronous": True}, "nobody wait for anybody", "asynchronous=False"),
+        ({"quorum": 2, "deadline_s": 1.0, "asynchronous": True}, "no worker waits for another", "asynchronous=False"),
     ],
 )
 def test_rounds_that_make_no_sense_are_refused(words: dict[str, Any], what: str, fix: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 from manyhands.events import ServerStarted
 from manyhands.native import why_not
 from manyhands.observe.recorder import read_events
+from tests.end_to_end import namespaces
 from tests.parameter_server.runs.test_served_runs import faults
 from tests.parameter_server.runs.test_stretched_runs import pushes_of
 from tests.parameter_server.runs.two_hosts import Prefixes, two_hosts_run
-
-sys.path.append(str(Path(__file__).parents[2] / "end_to_end"))
-import namespaces
 
 pytestmark = [
     pytest.mark.slow,

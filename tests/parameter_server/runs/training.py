@@ -31,23 +31,23 @@ from manyhands.control.servers.spare_server import READY
 from manyhands.control.session.run_client import query
 from manyhands.embedding.row_table import RowTable
 from manyhands.errors import PeerLost
-from manyhands.parameter_server.engine.served import Served
+from manyhands.parameter_server.engine.leased_engine import LeasedEngine
 from manyhands.parameter_server.memory.versioned_memory import Register
 from manyhands.parameter_server.server import server as served_server
-from manyhands.parameter_server.server.remote_worker_service import Hatch
-from manyhands.parameter_server.server.shard_optimizer import FusedPart
+from manyhands.parameter_server.server.remote_worker_service import RemoteWorkerService
+from manyhands.parameter_server.server.shard_optimizer import FusedShardOptimizer
 from manyhands.parameter_server.tables.row_server import RowServer
-from manyhands.parameter_server.tables.server_tables import Tables
-from manyhands.parameter_server.worker.hybrid_rows import ServedStep
-from manyhands.parameter_server.worker.server_connection import Link
-from manyhands.parameter_server.worker.stream_transfers import Push
-from manyhands.spec.load import seat
+from manyhands.parameter_server.tables.server_tables import ServerTables
+from manyhands.parameter_server.worker.hybrid_rows import HybridStep
+from manyhands.parameter_server.worker.server_connection import ServerConnection
+from manyhands.parameter_server.worker.stream_transfers import PushStream
+from manyhands.spec.load import own_identity
 from manyhands.training.state.checkpointing import Saver
 from manyhands.training.step import evaluation
 
 ASKED = json.loads(sys.argv[1])
 ROWS, BATCH = 256, 16
-HERE = seat()
+HERE = own_identity()
 WHO = "alone" if HERE is None else f"server {HERE.server}" if HERE.is_server else f"worker {HERE.slot}"
 IN_BACKWARD: list[Callable[[], None]] = []
 STEP = 0
@@ -115,48 +115,48 @@ def after(owner: Any, name: str, act: Callable[[], None]) -> None:
 
 def half_way(act: Callable[[], None]) -> None:
     """In the middle of telling the servers: some have heard of a gradient, others have not."""
-    original = Link.tell
+    original = ServerConnection.tell
 
-    def tell(self: Link, push: Any) -> None:
+    def tell(self: ServerConnection, push: Any) -> None:
         self.tell_one(0, push)
         time.sleep(0.05)  # it has left this process
         act()
         original(self, push)
 
-    Link.tell = tell  # type: ignore[method-assign]
+    ServerConnection.tell = tell  # type: ignore[method-assign]
 
 
 def half_way_to_servers(act: Callable[[], None]) -> None:
     """In the middle of going over to other servers of rows: the first has heard of it, others have not."""
-    original = Link.open
+    original = ServerConnection.open
 
-    def open_some(self: Link, message: Any, *rest: Any) -> None:
+    def open_some(self: ServerConnection, message: Any, *rest: Any) -> None:
         if STEP:
             self._ports[0].send(message)
             time.sleep(0.05)  # it has left this process
             act()
         original(self, message, *rest)
 
-    Link.open = open_some  # type: ignore[method-assign]
+    ServerConnection.open = open_some  # type: ignore[method-assign]
 
 
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "backward": IN_BACKWARD.append,
-    "before the push": lambda act: before(Served, "_push", act),
+    "before the push": lambda act: before(LeasedEngine, "_push", act),
     "half-way through the push": half_way,
-    "between frames": lambda act: after(Push, "hear", act),
-    "taking a frame": lambda act: after(Hatch, "take", act),
-    "giving a frame": lambda act: before(Hatch, "give", act),
-    "after the push": lambda act: after(Link, "tell", act),
-    "before the update": lambda act: before(FusedPart, "update", act),
-    "before commit": lambda act: after(FusedPart, "update", act),
-    "between tables and weights": lambda act: after(Tables, "apply", act),
-    "after commit": lambda act: before(FusedPart, "updated", act),
+    "between frames": lambda act: after(PushStream, "hear", act),
+    "taking a frame": lambda act: after(RemoteWorkerService, "take", act),
+    "giving a frame": lambda act: before(RemoteWorkerService, "give", act),
+    "after the push": lambda act: after(ServerConnection, "tell", act),
+    "before the update": lambda act: before(FusedShardOptimizer, "update", act),
+    "before commit": lambda act: after(FusedShardOptimizer, "update", act),
+    "between tables and weights": lambda act: after(ServerTables, "apply", act),
+    "after commit": lambda act: before(FusedShardOptimizer, "updated", act),
     "in the register": lambda act: before(Register, "write", act),
-    "before the answer": lambda act: after(served_server.PartServer, "take", act),
-    "before the rows are sent": lambda act: before(ServedStep, "_send", act),
-    "after the rows are sent": lambda act: after(ServedStep, "_send", act),
-    "before the step is taken": lambda act: before(ServedStep, "apply", act),
+    "before the answer": lambda act: after(served_server.ParameterServerCore, "take", act),
+    "before the rows are sent": lambda act: before(HybridStep, "_send", act),
+    "after the rows are sent": lambda act: after(HybridStep, "_send", act),
+    "before the step is taken": lambda act: before(HybridStep, "apply", act),
     "before rows are applied": lambda act: before(RowServer, "_apply", act),
     "between two parts of a table": lambda act: after(RowTable, "update_at", act),
     "before the answer of rows": lambda act: after(RowServer, "_apply", act),
@@ -172,16 +172,16 @@ def arm() -> None:
         if fault["who"].split()[0] == WHO.split()[0]:
             PLACES[fault["at"]](once(number, fault))
     if WHO.startswith("server"):
-        before(served_server.PartServer, "__init__", lambda: None, see_number)
+        before(served_server.ParameterServerCore, "__init__", lambda: None, see_number)
         before(RowServer, "__init__", lambda: None, see_number)
-        original = FusedPart.update
+        original = FusedShardOptimizer.update
 
-        def update(self: FusedPart, version: int, gradient: Any) -> Any:
+        def update(self: FusedShardOptimizer, version: int, gradient: Any) -> Any:
             global STEP
             STEP = version + 1
             return original(self, version, gradient)
 
-        FusedPart.update = update  # type: ignore[method-assign]
+        FusedShardOptimizer.update = update  # type: ignore[method-assign]
         before(RowServer, "_apply", lambda: None, see_step)
 
 
@@ -198,7 +198,7 @@ def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> boo
     return False
 
 
-def record_push(engine: Served, push: Any) -> bool:
+def record_push(engine: LeasedEngine, push: Any) -> bool:
     """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
     row = engine._memory_now()[0].row(engine._reach.row(push.filled.held)).views[0]
     with open("pushes.jsonl", "a") as file:
@@ -215,10 +215,10 @@ class Counted(nn.Module):
         self.counter = nn.Parameter(torch.zeros(ROWS))
         self.seen = None
         if ASKED.get("rows"):  # the same once more, with ids anywhere and rows on servers
-            self.seen = mh.Embedding(1, name="seen", optimizer=mh.rows.SGD(lr=1.0), init="zeros", cache=50)
+            self.seen = mh.nn.Embedding(1, name="seen", optimizer=mh.optim.rows.SGD(lr=1.0), init="zeros", cache=50)
         self.groups = None
         if ASKED.get("deep"):  # what its rows are, every gradient depends on
-            self.groups = mh.Embedding(8, name="groups", optimizer=mh.rows.Adam(lr=0.05), keep_steps=3)
+            self.groups = mh.nn.Embedding(8, name="groups", optimizer=mh.optim.rows.Adam(lr=0.05), keep_steps=3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -293,7 +293,7 @@ def counted(model: Counted) -> list[float]:
 if __name__ == "__main__":
     arm()
     if ASKED.get("record"):
-        before(Served, "_push", lambda: None, record_push)
+        before(LeasedEngine, "_push", lambda: None, record_push)
     random = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS, 8, generator=random)
     data = (x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.arange(ROWS))

@@ -159,8 +159,8 @@ def residual(kind: str) -> nn.Module:
 
 
 STRATEGIES = {
-    "tensor": mh.Tensor(2, rules={"head": "whole"}),
-    "pipeline": mh.Pipeline(2, cuts=["down"]),
+    "tensor": mh.TensorParallel(2, rules={"head": "whole"}),
+    "pipeline": mh.PipelineParallel(2, cuts=["down"]),
 }
 
 

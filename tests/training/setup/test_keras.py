@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import keras_workloads as workloads
 import numpy as np
 import pytest
 
 from manyhands.testing import RankPool
 from tests.strategies.test_equivalence import assert_identical, largest_difference
+from tests.training.setup import keras_workloads as workloads
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.S)
