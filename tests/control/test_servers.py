@@ -195,6 +195,7 @@ def test_a_servers_usage_error_ends_the_run_at_once(served):
 def test_a_stopped_server_is_found_by_its_silence_and_replaced(served):
     run = served(servers=1, heartbeat_s=1.0)
     (first,) = run.wait("serves", 1)
+    until(lambda: [one.phase for one in query(run.run.run_dir()).servers] == ["serving"], what="its report")
     os.kill(first["pid"], signal.SIGSTOP)
     run.wait("serves", 2)
     (lost,) = run.end().events("ServerLost")

@@ -178,7 +178,8 @@ def test_a_run_scaled_from_2_to_1_to_3_ends_where_one_worker_ends(elastic: Start
 
 def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, undisturbed: Any) -> None:
     places = [{"slot": 1, "step": 10, "at": "backward"}]
-    run = elastic({"steps": 20, "faults": places}, "-n", "2", "--elastic", "2:2")
+    # A forked replacement can be there before the first one has noticed that it is alone.
+    run = elastic({"steps": 20, "faults": places}, "-n", "2", "--elastic", "2:2", "--start", "spawn")
     assert run.wait() == undisturbed({"steps": 20})
     check_commits(run)
     counts: dict[int, int] = {}
